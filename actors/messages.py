@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Protocol
 import numpy as np
 
 from actors.config import TrainConfig, WorkersConfig
-from actors.plan.types import Module
+from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
@@ -196,6 +196,8 @@ class WorkerInfo:
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -275,6 +277,7 @@ class Progress:
     waiting_in: str  # name of the collective it waits in, or ""
     leaving: bool = False
     limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
 
     @classmethod
     def of_start(cls, worker: str) -> Progress:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
-from actors.plan.types import Cascade, Item, Module, StepPlan
+from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
 from ops.spatial_temporal.choice import SliceRates
@@ -144,6 +144,8 @@ class Seat:
     handle: WorkerHandle
     publishes_later: bool = False
     room_gib: float | None = None  # memory that a cascade may take there when the state is in place; None: no limit
+    host: str = ""  # name of the node
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,12 +27,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from ops.shards import even_bounds
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
+from ops.waiting import (
+    CancelToken,
+    CollectiveProgress,
+    GroupError,
+    Patience,
+    Pending,
+    StreamWait,
+    WaitClock,
+    Work,
+    first_line,
+)
 
 log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_MOST_QUEUED = 4096  # waits of a stream that are looked at; a cascade, at whose end all of them have ended, has fewer
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
@@ -71,6 +83,8 @@ class Group:
         self._outstanding: set[Pending] = set()  # also those whose holder has dropped them in an error
         self._ending = threading.Lock()  # a collective is begun before the group's end, which then knows it, or refused
         self._progress = CollectiveProgress(0, None, 0.0)
+        self._queued: deque[_QueuedWait] = deque(maxlen=_MOST_QUEUED)
+        self._queue = threading.Lock()
         self._store = store
         self._is_default = False
 
@@ -87,7 +101,16 @@ class Group:
 
     @property
     def progress(self) -> CollectiveProgress:
-        return self._progress
+        """What a watchdog reads, from any thread. On NCCL the host does not wait: there it is the collective that the
+        stream waits in, or none while it computes."""
+        progress = self._progress
+        with self._queue:
+            while self._queued and self._queued[0].wait.ended:
+                self._queued.popleft()
+            first = self._queued[0] if self._queued else None
+        if first is not None and first.wait.reached:
+            return CollectiveProgress(progress.sequence, first.name, first.since)
+        return progress
 
     @property
     def on_device(self) -> bool:
@@ -301,7 +324,10 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
+            queued = self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
+            if queued is not None:
+                with self._queue:
+                    self._queued.append(_QueuedWait(queued, name, begin))
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -362,6 +388,15 @@ class Group:
             _abort(process_group)
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedWait:
+    """A wait that a stream will do or does."""
+
+    wait: StreamWait
+    name: str  # of the collective
+    since: float  # time.monotonic() when the host queued it
 
 
 _DONE = Pending(None, None, "done")

@@ -158,7 +158,9 @@ class Membership:
         if event.worker in self._gone or event.worker in self._members:
             return
         self._requested = max(0, self._requested - 1)
-        self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
+        self._members[event.worker] = Member(
+            worker=event.worker, node=event.node, phase="starting", since=now, gpu=event.gpu
+        )
 
     def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
         """It can join a generation; `said` is what it has told of itself."""
@@ -328,7 +330,7 @@ class Membership:
         return bool(self._with("starting") or self._requested)
 
     def _form(self, members: list[Member], reason: str, *, clean: bool, now: float) -> None:
-        members = sorted(members, key=lambda m: (m.node, m.worker))
+        members = sorted(members, key=lambda m: (m.node, m.gpu, m.worker))
         self._generation += 1
         self._state = "running"
         self._workers = tuple(m.worker for m in members)

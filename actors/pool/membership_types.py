@@ -59,6 +59,7 @@ class Joined:
 
     worker: int
     node: str
+    gpu: int = 0  # index of its GPU there: workers of a node are ranked by it, else in the order in which they came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -282,6 +283,7 @@ class Member:
     phase: MemberPhase
     since: float  # when the phase began
     info: WorkerInfo | None = None  # None while it is starting
+    gpu: int = 0  # index on its node
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""

@@ -24,22 +24,25 @@ from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
 from actors.planning.memory import clips_of, forecast
-from actors.planning.options import profile_of, tell_updates
+from actors.planning.options import assumption, profile_of, tell_updates
+from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, RayPool, device_of, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, RayPool, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address
-from actors.records.events import ProfileRefused
+from actors.records.events import DeviceAssumed, ProfileRefused
 from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
 from actors.run.controller import Controller, LookPace
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
+from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
 from actors.run.skips import Skips, skipped_before
+from actors.run.speeds import Speeds
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
 from actors.state.assemble import assemble_state
@@ -72,12 +75,15 @@ def start_controller(
     model, geometry = resolve(config.model)
     check_weights(model)
     monitor = start_monitor(run)
-    device = device_of(config.workers)
+    found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
+    device = found.name
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
     if profile is None:
-        profile = profile_of(config.planner, model, geometry, device)
+        profile = profile_of(config.planner, model, geometry, device, found.measured)
+        if found.assumed and not config.planner.profile:
+            events.tell(DeviceAssumed(why=assumption(device)))
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
     tell_updates(profile, config.train, model, device)
@@ -89,7 +95,7 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
-    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, found.measured), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
@@ -126,6 +132,7 @@ def start_controller(
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+        speeds=Speeds(bags=not model.dit.spatial_temporal),
         recalibration=recalibration,
         asides=asides,
     )
@@ -147,6 +154,7 @@ def put_together(
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
     skips: Skips,
+    speeds: Speeds | None = None,
     measured: bool = True,
     state_gib: float = 0.0,
     recalibration: Recalibration | None = None,
@@ -173,6 +181,8 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
+        given=GivenCluster(config.cluster),
+        tell=events.tell,
         state_gib=state_gib,
     )
     generations = GenerationManager(
@@ -199,6 +209,7 @@ def put_together(
         skips=skips,
         ending=ending,
         asides=turns,
+        speeds=speeds or Speeds(),
         recalibration=recalibration,
         pace=pace or LookPace(),
     )

@@ -240,7 +240,7 @@ class Controller:
             return
         names = [seat.name for seat in runner.world]
         self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)))
-        speed = self.speeds.factors(names)
+        speed = self.speeds.factors(names, runner.cluster.speed)
         if speed != runner.cluster.speed:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.count_on(speed)

@@ -10,15 +10,17 @@ from typing import Protocol
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
 from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerInfo
-from actors.outcome import Exit, StopRun
+from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
+from actors.records.events import ClusterRefused
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
+from actors.run.given_cluster import ClusterMismatch, GivenCluster
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
 from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
@@ -50,6 +52,8 @@ class Forming:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
     asides: AsideTurns
+    given: GivenCluster
+    tell: Tell
     state_gib: float = 0.0  # of the training state that the workers of a generation share
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
@@ -66,15 +70,28 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery, decision.generation)
-        if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
+        starts = not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None)
+        if starts:
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
             refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
             refuse_short_stores(infos, self.state_gib)
         world = seats_of(infos, self.pool.handle, self.state_gib)
+        cluster = self._cluster(world, starts)
         self.committer.state.place_keepers([seat.node for seat in world])
-        return self._runner(decision.generation, world, recovery.origin)
+        return self._runner(decision.generation, world, cluster, recovery.origin)
 
-    def _runner(self, generation: int, world: tuple[Seat, ...], origin: Origin | None) -> StepRunner:
+    def _cluster(self, world: tuple[Seat, ...], starts: bool) -> Cluster:
+        """What plans count on. A file that does not match ends a run that `starts`; a later one goes on without it."""
+        found = cluster_of(world)
+        try:
+            return self.given.over(found, list(dict.fromkeys(seat.node for seat in world)))
+        except ClusterMismatch as error:
+            if starts:
+                raise StopRun(self.committer.outcome(Exit.USAGE, str(error))) from None
+            self.tell(ClusterRefused(why=str(error)))
+            return found
+
+    def _runner(self, generation: int, world: tuple[Seat, ...], cluster: Cluster, origin: Origin | None) -> StepRunner:
         self._stores.append(self.new_store())
         address = (self._stores[-1].host, self._stores[-1].port)
         state, planning = self.committer.state, self.config.planner
@@ -83,7 +100,7 @@ class Forming:
         return StepRunner(
             generation=generation,
             world=world,
-            cluster=cluster_of(world),
+            cluster=cluster,
             source=self.source,
             planner=self.planner,
             budget_s=planning.budget_s,
@@ -116,6 +133,8 @@ def seats_of(
             node=info.node,
             handle=handle_of(info.worker),
             publishes_later=info.publishes_later,
+            host=info.host,
+            place=info.place,
             room_gib=None if info.room_gib is None else info.room_gib - _own_state_gib(info, state_gib / len(infos)),
         )
         for info in infos
@@ -130,7 +149,14 @@ def _own_state_gib(info: WorkerInfo, part_gib: float) -> float:
 def cluster_of(world: Sequence[Seat]) -> Cluster:
     """The workers by node, as the planner sees them."""
     counts = Counter(seat.node for seat in world)  # in order of their first workers
-    return Cluster(nodes=tuple(counts.values()), room_gib=room_of([seat.room_gib for seat in world]))
+    hosts = {seat.node: seat.host for seat in world}
+    places = tuple(seat.place for seat in world)
+    return Cluster(
+        nodes=tuple(counts.values()),
+        hosts=tuple(hosts[node] for node in counts) if all(hosts.values()) else (),
+        places=places if any(place.known for place in places) else (),
+        room_gib=room_of([seat.room_gib for seat in world]),
+    )
 
 
 def form_tasks(

@@ -38,6 +38,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
 from actors.ray_calls import wait
 from actors.records.events import (
+    ClusterSeen,
     GenerationEnded,
     GenerationFormed,
     MemoryRanOut,
@@ -49,6 +50,7 @@ from actors.records.events import (
     WorkerReplaced,
     WorkersAwaited,
 )
+from actors.run.cluster_words import seen
 from actors.run.committer import Committer
 from actors.run.forming import Forming
 from actors.run.steps import StepRunner, has_failed
@@ -82,6 +84,7 @@ class GenerationManager:
         self._broken_at: float | None = None  # unix seconds
         self._proven = 0  # the newest generation that has finished a step
         self._told_of_fetching = False
+        self._told_of_cluster: ClusterSeen | None = None
 
     @property
     def world(self) -> tuple[Seat, ...]:
@@ -231,6 +234,10 @@ class GenerationManager:
                 parameters="node" if fetched else infos[0].parameters,
             )
         )
+        cluster = seen(runner.cluster, infos, self.config.cluster is not None)
+        if cluster is not None and cluster != self._told_of_cluster:
+            self._told_of_cluster = cluster
+            self.events.tell(cluster)
         if fetched and self.config.train.memory.parameters == "auto" and not self._told_of_fetching:
             self._told_of_fetching = True
             self.events.tell(WeightsFetched(gib_per_node=max(info.host_weights_gib for info in fetched)))

@@ -44,6 +44,7 @@ from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache
 from actors.worker.encoding import Encoding, nobody
 from actors.worker.executor import Executor
+from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
@@ -86,6 +87,8 @@ class Worker:
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
         self.heartbeat.start()
+        self._place = place_of(self.device)
+        self.heartbeat.sits(self._place)
         self.executor = self._load()
         self.encoding = self._encoding()
         modules = self.executor.modules
@@ -120,6 +123,8 @@ class Worker:
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
+            place=self._place,
+            nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )
 
     def form(self, task: FormTask) -> Snapshot | None:

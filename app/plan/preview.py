@@ -28,7 +28,7 @@ from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
 from app.inputs.batches import with_limits
-from app.inputs.cluster import read_cluster
+from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.limits import longest_clips
@@ -166,7 +166,7 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
     profile = profile_of(config, model, geometry)
-    cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    cluster = read_cluster(request.cluster) if request.cluster else cluster_of(config)
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)

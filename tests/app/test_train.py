@@ -441,3 +441,28 @@ def test_a_dataset_without_items_is_rejected_before_training(folder: Path, clust
     assert done.returncode == 4, done.stdout + done.stderr
     assert "129x720x1280" in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "runs" / "empty").exists(), "the corrected command may be given as it is"
+
+
+@pytest.mark.long
+def test_a_run_takes_its_cluster_file_and_is_refused_that_of_another_cluster(folder: Path) -> None:
+    """Bags of both workers, one of which the file calls half as fast, are planned to take twice as long."""
+    for name, nodes in (("here", "[2]"), ("elsewhere", "[1, 1]")):
+        (folder / f"{name}.yaml").write_text(f"nodes: {nodes}\nspeed: {{1: 0.5}}\n")
+    bags = ("planner.strategy=static", "planner.static_degree=2", "train.steps=2")
+
+    def made(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        settings = (f"run.name={name}", *bags, *more)
+        return train(folder, *(word for setting in settings for word in ("--set", setting)))
+
+    planned = {}
+    for name, more in (("usual", ()), ("described", (f"workers.cluster={folder}/here.yaml",))):
+        done = made(name, *more)
+        assert done.returncode == 0, done.stderr
+        plan = json.loads((folder / "runs" / name / "plans" / "step-0.json").read_text())
+        planned[name] = [c["end_s"] - c["start_s"] for c in plan["cascades"] if c["degree"] == 2]
+    assert planned["usual"] and planned["described"] == pytest.approx([2 * seconds for seconds in planned["usual"]])
+    refused = made("refused", f"workers.cluster={folder}/elsewhere.yaml")
+    assert refused.returncode == 2
+    assert "workers.cluster describes nodes of 1 and 1 GPUs, and " in refused.stderr
+    assert "has 2 workers" in refused.stderr
+    assert not (folder / "runs" / "refused" / "metrics.jsonl").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,6 +122,17 @@ def test_workers_are_numbered_node_by_node() -> None:
     pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
     pool.see(*(loaded(worker) for worker in range(4)))
     assert pool.view.workers == (1, 3, 0, 2)
+
+
+def test_workers_of_a_node_are_ranked_by_their_gpus_also_after_a_loss_and_a_rejoin() -> None:
+    pool = Pool(replace(LIMITS, max=8))
+    gpus = {0: 2, 1: 0, 2: 3, 3: 1}  # worker -> GPU
+    pool.see(*(Joined(worker=worker, node="n", gpu=gpu) for worker, gpu in gpus.items()))
+    pool.see(*(loaded(worker) for worker in gpus))
+    assert pool.view.workers == (1, 3, 0, 2)
+    pool.see(Dead(worker=1), *(HandedOver(worker=worker) for worker in (0, 2, 3)))
+    pool.see(Joined(worker=9, node="n", gpu=0), loaded(9), Boundary(step=3))
+    assert pool.view.workers == (9, 3, 0, 2), "the newest worker has the first GPU"
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
@@ -360,7 +373,7 @@ def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
 WORKERS = st.integers(0, 11)
 EVENTS = st.one_of(
     st.builds(Joined, worker=WORKERS, node=st.sampled_from("abc")),
-    st.builds(Loaded, worker=WORKERS),
+    st.builds(loaded, WORKERS),
     st.builds(HandedOver, worker=WORKERS),
     st.builds(Alive, worker=WORKERS),
     st.builds(Leaving, worker=WORKERS),

@@ -12,7 +12,7 @@ import ray
 
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
-from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
+from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -20,6 +20,7 @@ from actors.records.events import (
     GenerationFormed,
     RunFinished,
     RunStarted,
+    SpeedsLearned,
     StepsRecovered,
     WorkerDied,
     WorkerDrained,
@@ -80,9 +81,13 @@ class Source:
 
 
 class Planning:
-    """All on the first worker."""
+    """All on the first worker; `asked` are the clusters that plans were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Cluster] = []
 
     def plan(self, step: int, window: Any, cluster: Any, done: Any, budget_s: float) -> StepAssignment:
+        self.asked.append(cluster)
         part = Part(item=f"s{step}", first=0, count=1)
         cascades = tuple(
             Cascade(
@@ -187,8 +192,9 @@ class Run:
         later: dict[int, list[Event]] | None = None,
         state_gib: float = 0.0,
         wait_s: float = 120.0,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.listener, self.source, self.state = Listening(), Source(), Held()
+        self.listener, self.source, self.state, self.planner = Listening(), Source(), Held(), Planning()
         coming: dict[int, list[Event]] = later or {}
         up: list[Event] = [Joined(worker=n, node="n") for n in (0, 1)]
         up += [Loaded(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
@@ -201,11 +207,11 @@ class Run:
 
         self.controller = controller_of(
             self.state,
-            config=config_of(),
+            config=config_of(cluster=cluster),
             listener=self.listener,
             events=Events(self.listener),
             source=self.source,
-            planner=Planning(),
+            planner=self.planner,
             state_gib=state_gib,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
@@ -217,6 +223,22 @@ class Run:
 
     def told(self, *kinds: type) -> list[Any]:
         return [event for event in self.listener.told if isinstance(event, kinds)]
+
+
+def test_a_cluster_file_that_does_not_match_ends_a_run_before_its_first_step() -> None:
+    run = Run(Workers(), cluster=Cluster(nodes=(1, 1)))
+    assert run.outcome.code == 2 and run.listener.steps == [] and run.told(GenerationFormed) == []
+    assert run.outcome.reason == (
+        "workers.cluster describes nodes of 1 and 1 GPUs, and h has 2 workers. Correct the file, or leave "
+        "workers.cluster empty: a run then takes what its workers tell."
+    )
+
+
+def test_plans_count_on_the_speeds_of_the_cluster_file() -> None:
+    """Nobody has measured any, so they stay."""
+    run = Run(Workers(), cluster=Cluster(nodes=(2,), speed=(1.0, 0.5)))
+    assert run.outcome.code == 0 and run.told(SpeedsLearned) == []
+    assert len(run.planner.asked) == STEPS and {cluster.speed for cluster in run.planner.asked} == {(1.0, 0.5)}
 
 
 def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
@@ -263,7 +285,7 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
     """A step that was dispatched before a worker was found to be slow expected of it what it expects of any."""
     heard: list[dict[str, float]] = []
     speeds = SimpleNamespace(
-        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
+        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names, expected: (1.0, 0.5)
     )
     runner = SimpleNamespace(
         world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
