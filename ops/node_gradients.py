@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.gradient_sum import Bounds
+from ops.node_routes import routes
 from ops.node_sum import NodeSum, Unreachable, meet
 from ops.shards import Slot
 
@@ -151,20 +152,3 @@ class NodeGradients:
             mine.add_(part.to(mine.device))
         for part in parts:  # sent: everybody waits for the all-reduce of norm and loss before the next addition
             part.zero_()
-
-
-def routes(nodes: Sequence[int]) -> list[tuple[int, ...]]:
-    """To which ranks each rank sends its node's part of their ranges, given the node of every rank: each rank hears
-    from one rank of every other node, and the ranks of a node share the work.
-
-    >>> routes([0, 0, 0, 1])
-    [(3,), (), (), (0, 1, 2)]
-    """
-    sends: list[tuple[int, ...]] = [()] * len(nodes)
-    for node in set(nodes):
-        here = [rank for rank, home in enumerate(nodes) if home == node]
-        away = [rank for rank, home in enumerate(nodes) if home != node]
-        for number, rank in enumerate(here):
-            first, last = (len(away) * end // len(here) for end in (number, number + 1))
-            sends[rank] = tuple(away[first:last])
-    return sends

@@ -35,7 +35,8 @@ from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
 from ops.models.vae import DiffusersVAE, vae_without_weights
-from ops.node_gradients import NodeGradients, routes
+from ops.node_gradients import NodeGradients
+from ops.node_routes import routes
 from ops.noise import NoiseKey
 from ops.objective import FlowObjective
 from ops.packing import Layout, patchify

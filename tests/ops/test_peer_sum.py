@@ -23,7 +23,8 @@ from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory
 from ops.host_sum import HostSum
 from ops.kernels.push.function import ALIGN
-from ops.node_gradients import NodeGradients, routes
+from ops.node_gradients import NodeGradients
+from ops.node_routes import routes
 from ops.node_sum import NodeSum
 from ops.peer_sum import PeerSum
 from ops.shards import Slot, held_elements, shard_bounds
