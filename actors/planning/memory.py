@@ -7,7 +7,7 @@ until its workers have measured more.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import comb
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,15 @@ from data.config import DataConfig
 from ops.degrees import surplus
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.node_routes import peers
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import Precision
 
 GIB = 2**30
-CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
+CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
+BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
 Shape = tuple[int, int, int]  # frames, height, width
 
@@ -63,11 +65,11 @@ class MemoryForecast:
     trained: int
     parameter_bytes: int  # of one parameter
     state_bytes: int  # of one trained weight, over all workers
-    deepspeed: bool
-    vae_gib: float
-    text_gib: float
-    image_gib: float
-    needs: Needs
+    deepspeed: bool = False
+    vae_gib: float = 0.0
+    text_gib: float = 0.0
+    image_gib: float = 0.0
+    needs: Needs = field(default_factory=Needs)
     cuda: bool = True
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
@@ -79,21 +81,38 @@ class MemoryForecast:
         places = train.places(self.trained, "cuda" if self.cuda else "cpu", fetchable=self.in_blocks > 0)
         return [replace(self, places=one, per_node=per_node) for one in places]
 
-    def states(self, workers: int) -> StateSizes:
+    def states(self, workers: int, here: int = 0) -> StateSizes:
         """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
-        the state (ZeRO-1); what lies in memory of the host is in `host_gib`."""
+        the state (ZeRO-1); what lies in memory of the host is in `host_gib`. `here` are on its node; 0: as many as on
+        the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where it lies beside the state.
         is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches
         shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
             weights=self._weight_bytes() / GIB,
-            gradient=self._gradient_bytes(workers, largest) / GIB,
-            optimizer=0.0 if self.places.state == "host" else largest * shard / GIB,
+            gradient=self._gradient_bytes(workers, largest, here or min(self.nodes(workers))) / GIB,
+            optimizer=0.0 if self.cuda and self.places.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
         )
+
+    def nodes(self, workers: int) -> tuple[int, ...]:
+        """Workers of each node."""
+        full, rest = divmod(workers, self.per_node)
+        return (*[self.per_node] * full, *([rest] if rest else []))
+
+    @property
+    def exchanges(self) -> bool:
+        """At the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls of the
+        communicator of all workers."""
+        return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self.places.parameters == "node")
+
+    def exchange_gib(self, workers: int) -> float:
+        """GiB of a GPU that its peers of other nodes take in that communicator."""
+        numbers = [number for number, count in enumerate(self.nodes(workers)) for _ in range(count)]
+        return PEER_GIB * max(peers(numbers)) if self.exchanges else 0.0
 
     @property
     def fetches(self) -> bool:
@@ -107,25 +126,29 @@ class MemoryForecast:
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
         return (self.parameters - self.trained) * self.parameter_bytes + flat
 
-    def _gradient_bytes(self, workers: int, largest: int) -> int:
-        """On the device of a worker of the smallest node, which holds the most."""
+    def _gradient_bytes(self, workers: int, largest: int, here: int) -> int:
+        """On the device of one of `here` workers of a node."""
         if self.deepspeed:  # fp32 parameters, reduced in one bucket of their size
             return 8 * self.trained
         if self.places.gradients == "own":
-            return 4 * (self.trained + padding(self.trained))
-        if not self.cuda or self.places.gradients == "host":
+            return self._own_gradient_bytes
+        if not self.cuda:  # each of a node's workers maps all of it
+            return 4 * self.trained
+        if self.places.gradients == "host":
             return 0
-        nodes = -(-workers // self.per_node)
-        fewest = workers - (nodes - 1) * self.per_node
         staged = 2 * STAGE * self.parameter_bytes
-        return 4 * held_elements(self.trained, largest, workers, fewest) + staged
+        return 4 * held_elements(self.trained, largest, workers, here) + staged
+
+    @property
+    def _own_gradient_bytes(self) -> int:
+        return 4 * (self.trained + padding(self.trained))
 
     def host_gib(self, workers: int, nodes: int) -> float:
         """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
         lie there."""
         here = -(-workers // nodes)
         state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB + self.host_weights_gib
+        return (state + (4 * self.trained if self.places.gradients == "host" else 0)) / GIB + self.host_weights_gib
 
     @property
     def host_weights_gib(self) -> float:
@@ -134,13 +157,17 @@ class MemoryForecast:
 
     @property
     def loaded_gib(self) -> float:
-        """GiB of a device that a worker takes before its first generation: all weights are read to the device."""
-        return self.parameters * self.parameter_bytes / GIB + self.vae_gib + self.text_gib + self.image_gib
+        """GiB of a device that a worker takes before its first generation: all weights are read to the device, and a
+        gradient of its own is there, too."""
+        weights = self.parameters * self.parameter_bytes if self.fetches else self._weight_bytes()
+        own = self.places.gradients == "own" and not self.deepspeed
+        gradient = self._own_gradient_bytes if own else 0
+        return (weights + gradient) / GIB + self.vae_gib + self.text_gib + self.image_gib
 
     @property
-    def gradient_on_host(self) -> bool:
-        """The workers of a node add into one gradient in its host memory."""
-        return self.places.gradients == "host" or (self.places.gradients == "node" and not self.cuda)
+    def state_gib(self) -> float:
+        """GiB of the training state, of all workers together."""
+        return self.trained * self.state_bytes / GIB
 
     def least_gib(
         self,
@@ -155,11 +182,13 @@ class MemoryForecast:
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
         taken = max(self.states(workers).total + worst, self.loaded_gib)
-        return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + taken / USABLE
+        other = communicators_gib(degrees, workers, bag_peers) + self.exchange_gib(workers)
+        return CONTEXT_GIB + other + taken / USABLE
 
-    def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
-        """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
-        other = CONTEXT_GIB + bags_gib if cuda else 0.0
+    def room_gib(self, memory_gib: float, workers: int, bags_gib: float) -> float:
+        """GiB that a cascade may take on a device of `memory_gib`, on a GPU beside `bags_gib` for communicators of
+        bags; negative where the states do not fit."""
+        other = CONTEXT_GIB + bags_gib + self.exchange_gib(workers) if self.cuda else 0.0
         usable = USABLE * (memory_gib - other)
         room = usable - self.states(workers).total
         return min(room, usable - self.loaded_gib) if usable < self.loaded_gib else room
@@ -170,6 +199,31 @@ def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
     tables = [data.buckets, *(s.buckets for s in data.segments if s.buckets is not None)]
     found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
     return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
+
+
+def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForecast:
+    """What is known of a resolved model by counting its weights: no encoder, no need of a cascade."""
+    import torch
+
+    from ops.models.load import dit_skeleton
+    from ops.parameters import blocks_in
+
+    skeleton = dit_skeleton(model.dit)
+    weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
+    fetchable = blocks_in(skeleton) if model.dit.fetchable else []
+    blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
+    trained = sum(count for count, wanted in weights if wanted)
+    return MemoryForecast(
+        parameters=sum(count for count, _ in weights),
+        trained=trained,
+        parameter_bytes=getattr(torch, train.parameter_dtype).itemsize,
+        state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
+        deepspeed=train.sync == "deepspeed",
+        cuda=cuda,
+        places=train.places(trained, "cuda" if cuda else "cpu")[0],
+        in_blocks=sum(blocks),
+        largest_block=max(blocks, default=0),
+    )
 
 
 def forecast(
@@ -188,16 +242,10 @@ def forecast(
     import torch
 
     from ops.models.forecast import Precision, image_need, text_need
-    from ops.models.load import dit_skeleton
     from ops.models.text import text_dtype
-    from ops.parameters import blocks_in
 
     dtype = getattr(torch, train.parameter_dtype)
     precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
-    skeleton = dit_skeleton(model.dit)
-    weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
-    fetchable = blocks_in(skeleton) if model.dit.fetchable else []
-    blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
     needs = Needs()
     predict_dit(needs, model, geometry, clips, degrees, precision)
     image = image_need(model.image, 1) if model.image is not None else None
@@ -210,21 +258,12 @@ def forecast(
     encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-    trained = sum(count for count, wanted in weights if wanted)
-    return MemoryForecast(
-        parameters=sum(count for count, _ in weights),
-        trained=trained,
-        parameter_bytes=dtype.itemsize,
-        state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
-        deepspeed=train.sync == "deepspeed",
+    return replace(
+        sizes_of(model, train, cuda),
         vae_gib=vae_gib,
         text_gib=few.weights_gib,
         image_gib=image.weights_gib if image is not None else 0.0,
         needs=needs,
-        cuda=cuda,
-        places=train.places(trained, "cuda" if cuda else "cpu")[0],
-        in_blocks=sum(blocks),
-        largest_block=max(blocks, default=0),
     )
 
 
@@ -330,11 +369,10 @@ def least_workers(
     memory_gib: float,
     most: int,
     bag_peers: int,
-    cuda: bool = True,
 ) -> int | None:
     """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
     for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers), cuda)
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers))
         legal = [degree for degree in degrees if degree <= workers]
         if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
             return workers

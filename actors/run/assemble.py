@@ -24,8 +24,9 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import clips_of, forecast
+from actors.planning.memory import clips_of, forecast, sizes_of
 from actors.planning.options import profile_of, tell_updates
+from actors.planning.room import GenerationRoom
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
@@ -51,8 +52,6 @@ from actors.worker.worker import Worker
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import num_trained
-from ops.shards import bytes_per_weight
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -82,6 +81,11 @@ def start_controller(
         profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+    room = GenerationRoom(
+        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
+        degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
+        bag_peers=config.planner.bag_peers,
+    )
     tell_updates(profile, config.train, model, device)
     settings = WorkerSettings(
         model=config.model,
@@ -129,7 +133,7 @@ def start_controller(
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
-        state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
+        room=room,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         recalibration=recalibration,
         asides=asides,
@@ -154,7 +158,7 @@ def put_together(
     account: StepAccount,
     skips: Skips,
     measured: bool = True,
-    state_gib: float = 0.0,
+    room: GenerationRoom | None = None,
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     pace: LookPace | None = None,
@@ -172,7 +176,7 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
-        state_gib=state_gib,
+        room=room,
     )
     generations = GenerationManager(
         config=config,

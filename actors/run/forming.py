@@ -13,6 +13,7 @@ from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerI
 from actors.outcome import Exit, StopRun
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
+from actors.planning.room import GenerationRoom
 from actors.pool.lookout import worker_name
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
@@ -24,7 +25,6 @@ from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
 from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
-from ops.shards import bytes_per_weight
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
@@ -51,7 +51,7 @@ class Forming:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
     asides: AsideTurns
-    state_gib: float = 0.0  # of the training state that the workers of a generation share
+    room: GenerationRoom | None = None  # the sizes of what is trained; None: nobody asks whether there is memory for it
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
     def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
@@ -69,11 +69,11 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery)
-        if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
-            weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
-            refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
-            refuse_short_stores(infos, self.state_gib)
-        world = seats_of(infos, self.pool.handle, self.state_gib)
+        if self.room is not None and not self._stores and _is_fresh(recovery.origin):
+            sizes = self.room.sizes
+            refuse_short_hosts(needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.config.snapshot))
+            refuse_short_stores(infos, sizes.state_gib)
+        world = seats_of(infos, self.pool.handle, self.room)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, recovery.origin)
 
@@ -95,6 +95,7 @@ class Forming:
             waits=self.waits,
             asides=self.asides,
             bag_peers=planning.bag_peers,
+            bags_gib=self.room.bags_gib(len(world)) if self.room is not None else 0.0,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,
             last_step=self.config.train.steps,
@@ -110,24 +111,26 @@ class Forming:
 
 
 def seats_of(
-    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], state_gib: float = 0.0
+    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], room: GenerationRoom | None = None
 ) -> tuple[Seat, ...]:
-    """The world of a generation, in order of ranks. Each worker will hold its part of a state of `state_gib`."""
+    """The world of a generation, in order of ranks, with what each will have for cascades when `room` says what the
+    generation takes."""
+    rooms = room.of(infos) if room is not None else [info.room_gib for info in infos]
     return tuple(
         Seat(
             name=info.worker,
             node=info.node,
             handle=handle_of(info.worker),
             publishes_later=info.publishes_later,
-            room_gib=None if info.room_gib is None else info.room_gib - _own_state_gib(info, state_gib / len(infos)),
+            room_gib=left,
         )
-        for info in infos
+        for info, left in zip(infos, rooms, strict=True)
     )
 
 
-def _own_state_gib(info: WorkerInfo, part_gib: float) -> float:
-    """GiB of its device that its part of the state will take; beside a GPU it may lie in host memory."""
-    return 0.0 if info.state_on_host and info.device != "cpu" else part_gib
+def _is_fresh(origin: Origin | None) -> bool:
+    """Nothing of the run's state is in anybody's memory yet."""
+    return origin is None or origin.checkpoint is not None
 
 
 def cluster_of(world: Sequence[Seat]) -> Cluster:

@@ -19,6 +19,7 @@ from actors.feed.step_source import StepSource
 from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
 from actors.planning.client import PlannerClient
+from actors.planning.room import left_gib
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
@@ -58,6 +59,7 @@ class StepRunner:
     waits: StepWaits
     asides: AsideTurns
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
+    bags_gib: float = 0.0  # of a GPU that their communicators may come to take
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
@@ -73,12 +75,20 @@ class StepRunner:
         """Plan from now on with these speeds of the workers, in order of ranks."""
         self.cluster = replace(self.cluster, speed=speed)
 
-    def count_on_room(self, reports: Sequence[StepReport]) -> None:
-        """Plan from now on with the memory that workers had left for cascades, once it is another than was counted on:
-        plans that were asked for ahead count on what was known then."""
-        found = room_of([report.room_gib for report in reports])
+    def count_on_room(self, done: CollectedStep) -> tuple[float, ...]:
+        """Plan from now on with the memory that workers had left for cascades, less what bags will take that are not
+        connected yet, once it is another than was counted on: plans that were asked for ahead count on what was known
+        then. Returns it, in order of ranks."""
+        open_peers = done.running.open_peers or (0,) * len(done.reports)
+        found = room_of(
+            [
+                None if report.room_gib is None else left_gib(report.room_gib, self.bags_gib, peers)
+                for report, peers in zip(done.reports, open_peers, strict=True)
+            ]
+        )
         if changed(self.cluster.room_gib, found):
             self.cluster = replace(self.cluster, room_gib=found)
+        return found
 
     @property
     def at_end(self) -> bool:
@@ -143,6 +153,7 @@ class StepRunner:
             planning_s=planning_s,
             patience=patience,
             speed=self.cluster.speed,
+            open_peers=tuple(self._communicators.peers(rank) for rank in range(len(self.world))),
         )
         self.running.append(running)
         self._remember_early(assignment, step)

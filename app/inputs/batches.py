@@ -82,7 +82,7 @@ def batch_room_gib(
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node
         found = placed(found, config, model, geometry, clips, degrees, memory, per_node)
-    return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers) if cuda else 0.0, cuda)
+    return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers))
 
 
 def with_limits(

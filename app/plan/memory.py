@@ -50,7 +50,7 @@ class MemoryView:
         """GiB for cascades; None where the size of the device is unknown."""
         if self.memory_gib is None:
             return None
-        return self.found.room_gib(self.memory_gib, self.workers, self.bags_gib, self.cuda)
+        return self.found.room_gib(self.memory_gib, self.workers, self.bags_gib)
 
 
 def view_memory(
@@ -96,7 +96,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         workers=cluster.num_workers,
         nodes=len(cluster.nodes),
         state_on_host=found.places.state == "host",
-        node_gradient=found.gradient_on_host,
+        node_gradient=found.places.gradients == "host",
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
     )
@@ -122,7 +122,7 @@ def _check_workers(
     tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
 
     def least(found: MemoryForecast, most: int) -> int | None:
-        return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers, view.cuda)
+        return least_workers(found, geometry, clips, tokens, degrees, memory, most, config.planner.bag_peers)
 
     fewest = least(view.found, max(view.workers, _MOST_WORKERS))
     per_node = view.found.per_node
@@ -196,7 +196,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     if host:
         parts = [
             *(["optimizer state"] if view.found.places.state == "host" else []),
-            *(["gradients"] if view.found.gradient_on_host else []),
+            *(["gradients"] if view.found.places.gradients == "host" else []),
             *(["weights"] if view.found.fetches else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
@@ -205,7 +205,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
         lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
     if view.cuda:
         lines.append(
-            f"          CUDA and the world's communicator {CONTEXT_GIB:.2f}, "
+            f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "
             f"communicators of bags at most {view.bags_gib:.2f}"
         )
     if view.room_gib is not None:

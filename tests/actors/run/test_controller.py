@@ -13,6 +13,8 @@ import ray
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
 from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
+from actors.planning.memory import MemoryForecast
+from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -191,7 +193,7 @@ class Run:
         self,
         workers: Workers,
         later: dict[int, list[Event]] | None = None,
-        state_gib: float = 0.0,
+        room: GenerationRoom | None = None,
         wait_s: float = 120.0,
     ) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
@@ -213,7 +215,7 @@ class Run:
             commits=self.commits,
             source=self.source,
             planner=Planning(),
-            state_gib=state_gib,
+            room=room,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
@@ -289,9 +291,15 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info
+    weights = 2 * 2**30 // 16
     workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
-        Run(workers, state_gib=2.0)
+        Run(
+            workers,
+            room=GenerationRoom(
+                sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16)
+            ),
+        )
     assert workers.formed == []
 
 
