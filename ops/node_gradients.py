@@ -21,6 +21,7 @@ from ops.gradient_sum import Bounds
 from ops.node_routes import routes
 from ops.node_sum import NodeSum, Unreachable, meet
 from ops.shards import Slot
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +60,13 @@ class NodeGradients:
         return self._sum.part(lo, hi)
 
     def form(self, group: Group, bounds: Bounds) -> None:
-        """As `Gradients.form`. Raises MemoryError where a node has no room for the gradient, ValueError where its
-        workers reach none of the places."""
+        """As `Gradients.form`. Raises MemoryError where a node has no room for the gradient, ConfigError where its
+        workers reach none of the places; of workers that have all of `sums` to try all raise the same."""
         self.leave()
         meet(group, self._device)  # all have let go of the last memory: the node need not have room for both
         self.release()
         self._group, self._bounds, self._sends = group, bounds, routes(group.nodes)
-        refused = []
+        refused, no_room = [], False
         for one in self._sums:
             try:
                 self._sum = one
@@ -73,13 +74,15 @@ class NodeGradients:
                 break
             except Unreachable as error:
                 refused.append(f"{one.name} cannot be used ({error})")
+                no_room = no_room or error.no_room
                 one.leave()
                 meet(group, self._device)
                 one.release()
         else:
-            raise ValueError(
-                f"train.memory.gradients: {', '.join(refused)}. Set it to auto or host, or to own where a GPU has room."
-            )
+            why = f"train.memory.gradients: {', '.join(refused)}."
+            if no_room:
+                raise MemoryError(f"{why} Set it to auto or host, or train on more GPUs.")
+            raise ConfigError(f"{why} Set it to auto or host, or to own where a GPU has room.")
         why = f": {', '.join(refused)}" if refused else ""
         log.info("gradients of %d workers add up in %s%s", group.size, self._sum.name, why)
 

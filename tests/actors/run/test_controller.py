@@ -32,7 +32,8 @@ from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
+from ops.typed import ConfigError
+from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here
 
 STEPS = 6
 
@@ -141,10 +142,14 @@ class Held(StateHere):
 
 
 class Workers:
-    """Two of them; `dies` says whether a worker dies in a step."""
+    """Two of them; `dies` says whether a worker dies in a step, `forms` what the forming of a generation raises."""
 
-    def __init__(self, dies: Callable[[str, int], bool] = lambda name, step: False) -> None:
-        self._dies = dies
+    def __init__(
+        self,
+        dies: Callable[[str, int], bool] = lambda name, step: False,
+        forms: Callable[[FormTask], Exception | None] = lambda task: None,
+    ) -> None:
+        self._dies, self._forms = dies, forms
         self.handles: dict[str, Any] = {name: self._worker(name) for name in ("w0", "w1")}
         self.formed: list[FormTask] = []
 
@@ -154,8 +159,12 @@ class Workers:
                 return ray.exceptions.ActorDiedError()
             return report(name, task.step), None
 
+        def form(task: FormTask) -> Exception | None:
+            self.formed.append(task)
+            return self._forms(task)
+
         return Handle(
-            form=lambda task: self.formed.append(task),
+            form=form,
             finish_step=finish,
             hand_over=lambda step: Handover(worker=name, exports=()),
         )
@@ -301,6 +310,39 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
             ),
         )
     assert workers.formed == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "ends"),
+    [
+        (MemoryError("no room for 54,506 MiB of shared memory (gradients)"), PlanError),
+        (ConfigError("train.memory.gradients: the memory of the node's GPUs cannot be used (PCIe)."), ConfigError),
+    ],
+)
+@pytest.mark.parametrize("first_seen", ["by itself", "behind a finish that failed"])
+def test_what_no_other_generation_would_do_better_ends_the_run_at_once(
+    cause: Exception, ends: type[Exception], first_seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = ray.exceptions.RayTaskError("form", "", cause)
+    workers = Workers(forms=lambda task: failed)
+    if first_seen != "by itself":  # looked at when the step's own calls have failed for it
+        stale = ray.exceptions.RayTaskError("finish", "", RuntimeError("the worker is in no generation"))
+        for handle in workers.handles.values():
+            handle.finish_step = Remote(lambda task: stale)
+        looks = iter([False])
+        check = StepRunner._check_forming
+        monkeypatch.setattr(StepRunner, "_check_forming", lambda runner: next(looks, True) and check(runner))
+    with pytest.raises(ends, match=str(cause)[:20]):
+        Run(workers)
+    assert [task.generation for task in workers.formed] == [1, 1]
+
+
+def test_what_a_worker_lacks_that_could_not_form_may_be_there_the_next_time() -> None:
+    failed = ray.exceptions.RayTaskError("form", "", RuntimeError("a peer has gone"))
+    workers = Workers(forms=lambda task: failed if task.generation == 1 else None)
+    run = Run(workers)
+    assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
+    assert "could not form the generation: a peer has gone" in run.told(GenerationEnded)[0].why
 
 
 def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:
