@@ -6,15 +6,15 @@ until its workers have measured more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import comb
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.places import BESIDE, Places
-from actors.plan.types import USABLE, PlanError
+from actors.plan.types import USABLE
 from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
@@ -169,22 +169,6 @@ class MemoryForecast:
         """GiB of the training state, of all workers together."""
         return self.trained * self.state_bytes / GIB
 
-    def least_gib(
-        self,
-        geometry: Geometry,
-        clips: Sequence[Shape],
-        text_tokens: int,
-        degrees: Sequence[int],
-        workers: int,
-        bag_peers: int,
-    ) -> float:
-        """GiB of a GPU on which, with so many of them, one clip of every shape fits."""
-        legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
-        worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
-        taken = max(self.states(workers).total + worst, self.loaded_gib)
-        other = communicators_gib(degrees, workers, bag_peers) + self.exchange_gib(workers)
-        return CONTEXT_GIB + other + taken / USABLE
-
     def room_gib(self, memory_gib: float, workers: int, bags_gib: float) -> float:
         """GiB that a cascade may take on a device of `memory_gib`, on a GPU beside `bags_gib` for communicators of
         bags; negative where the states do not fit."""
@@ -192,6 +176,52 @@ class MemoryForecast:
         usable = USABLE * (memory_gib - other)
         room = usable - self.states(workers).total
         return min(room, usable - self.loaded_gib) if usable < self.loaded_gib else room
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What must run on some workers: one clip of each shape, with the longest captions, at some degree."""
+
+    geometry: Geometry
+    clips: tuple[Shape, ...]
+    text_tokens: int
+    bag_peers: int
+
+    @classmethod
+    def of(cls, data: DataConfig, model: ModelConfig, geometry: Geometry, bag_peers: int) -> Demand:
+        """Of a run's data."""
+        tokens = min(data.batch.text_tokens, model.text.most_tokens)
+        return cls(geometry=geometry, clips=tuple(clips_of(data, geometry)), text_tokens=tokens, bag_peers=bag_peers)
+
+    def need_gib(self, needs: Needs, degrees: Sequence[int], workers: int) -> float:
+        """The largest cascade, with the DiT at the degree at which it needs least; infinite where none is legal."""
+        legal = [degree for degree in degrees if degree <= workers]
+        return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
+
+    def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
+        """On so many workers with `memory_gib` each."""
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
+        return self.need_gib(found.needs, degrees, workers) <= room
+
+    def fewest(
+        self, found: MemoryForecast, degrees: Sequence[int], memory_gib: float, least: int, most: int
+    ) -> int | None:
+        """The smallest number of workers from `least` to `most` on which it fits."""
+        counts = range(least, most + 1)
+        return next((workers for workers in counts if self.fits(found, degrees, workers, memory_gib)), None)
+
+    def least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: int) -> float:
+        """GiB of a GPU on which it fits with so many of them; of the least degree where all take more workers."""
+        legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
+        need = self.need_gib(found.needs, legal, max(legal))
+        taken = max(found.states(workers).total + need, found.loaded_gib)
+        other = communicators_gib(degrees, workers, self.bag_peers) + found.exchange_gib(workers)
+        return CONTEXT_GIB + other + taken / USABLE
+
+    def _need_of(self, needs: Needs, clip: Shape, degrees: Sequence[int]) -> float:
+        one, tokens = [replace(_clip(clip), text_tokens=self.text_tokens)], self.geometry.tokens
+        dit = min((needs.gib(footprint("dit", one, k, tokens, needs)) or 0.0 for k in degrees), default=math.inf)
+        return max(dit, *(needs.gib(footprint(module, one, 1, tokens)) or 0.0 for module in ("vae", "text")))
 
 
 def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
@@ -239,32 +269,70 @@ def forecast(
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
     """
-    import torch
+    return Forecasts(geometry, clips, cuda).of(model, train, degrees)
 
-    from ops.models.forecast import Precision, image_need, text_need
-    from ops.models.text import text_dtype
 
-    dtype = getattr(torch, train.parameter_dtype)
-    precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
-    needs = Needs()
-    predict_dit(needs, model, geometry, clips, degrees, precision)
-    image = image_need(model.image, 1) if model.image is not None else None
-    picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
-    vae_gib = 0.0
-    for shape, (held, line) in _vae_lines(model, clips).items():
-        vae_gib = held
-        needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
-    longest = model.text.most_tokens
-    encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
-    few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
-    needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-    return replace(
-        sizes_of(model, train, cuda),
-        vae_gib=vae_gib,
-        text_gib=few.weights_gib,
-        image_gib=image.weights_gib if image is not None else 0.0,
-        needs=needs,
-    )
+class Forecasts:
+    """Forecasts of models that differ in some settings: what they have in common is predicted once."""
+
+    def __init__(self, geometry: Geometry, clips: Sequence[Shape], cuda: bool) -> None:
+        self._geometry, self._clips, self._cuda = geometry, tuple(clips), cuda
+        self._dit: dict[object, Needs] = {}
+        self._encoders: dict[object, tuple[Needs, StateSizes]] = {}
+
+    def of(self, model: ModelConfig, train: TrainConfig, degrees: Sequence[int]) -> MemoryForecast:
+        """As `forecast`."""
+        import torch
+
+        from ops.models.forecast import Precision
+
+        dtype = getattr(torch, train.parameter_dtype)
+        precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=self._cuda)
+        key = model.dit, model.text, model.image, tuple(degrees), precision
+        if key not in self._dit:
+            self._dit[key] = Needs()
+            predict_dit(self._dit[key], model, self._geometry, self._clips, degrees, precision)
+        frozen = model.vae, model.text, model.image
+        if frozen not in self._encoders:
+            self._encoders[frozen] = self._of_encoders(model)
+        dit, (encoders, held) = self._dit[key], self._encoders[frozen]
+        return replace(
+            sizes_of(model, train, self._cuda),
+            vae_gib=held.vae,
+            text_gib=held.text,
+            image_gib=held.image,
+            needs=Needs(
+                predicted={**dit.predicted, **encoders.predicted},
+                text_rows=dict(dit.text_rows),
+                copied=dit.copied,
+                num_heads=dit.num_heads,
+            ),
+        )
+
+    def _of_encoders(self, model: ModelConfig) -> tuple[Needs, StateSizes]:
+        import torch
+
+        from ops.models.forecast import image_need, text_need
+        from ops.models.text import text_dtype
+
+        needs, vae_gib = Needs(), 0.0
+        image = image_need(model.image, 1) if model.image is not None else None
+        picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
+        for shape, (held, line) in _vae_lines(model, self._clips).items():
+            vae_gib = held
+            needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
+        longest = model.text.most_tokens
+        encoder = getattr(torch, text_dtype(model.text, "cuda" if self._cuda else "cpu"))
+        few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
+        needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
+        return needs, StateSizes(
+            weights=0.0,
+            gradient=0.0,
+            optimizer=0.0,
+            vae=vae_gib,
+            text=few.weights_gib,
+            image=image.weights_gib if image is not None else 0.0,
+        )
 
 
 def _clip(shape: Shape) -> Samples:
@@ -354,53 +422,7 @@ def communicators_gib(degrees: Sequence[int], workers: int, bag_peers: int) -> f
     """GiB of a GPU that the communicators of its bags take at most: with `bag_peers` peers (0: no limit) of all bags
     that these degrees allow. A larger bag, which is planned where no smaller one is legal, is open alone."""
     bags = [degree for degree in degrees if 1 < degree <= workers]
-    all_peers = sum(comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
+    all_peers = sum(math.comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
     legal = [degree for degree in bags if not bag_peers or degree <= bag_peers + 1]
     most = max(bag_peers, 0 if legal else min(bags, default=1) - 1)
     return PEER_GIB * (min(most, all_peers) if bag_peers else all_peers)
-
-
-def least_workers(
-    found: MemoryForecast,
-    geometry: Geometry,
-    clips: Sequence[Shape],
-    text_tokens: int,
-    degrees: Sequence[int],
-    memory_gib: float,
-    most: int,
-    bag_peers: int,
-) -> int | None:
-    """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
-    for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers))
-        legal = [degree for degree in degrees if degree <= workers]
-        if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
-            return workers
-    return None
-
-
-def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
-    one = [replace(_clip(clip), text_tokens=text_tokens)]
-    sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
-    return all(needs.fits(size, room) for size in sizes) and any(
-        needs.fits(footprint("dit", one, degree, geometry.tokens, needs), room) for degree in degrees
-    )
-
-
-def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
-    """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
-    one = [replace(_clip(clip), text_tokens=text_tokens)]
-    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs)) or 0.0 for degree in degrees)
-    return max(dit, *(needs.gib(footprint(module, one, 1, geometry.tokens)) or 0.0 for module in ("vae", "text")))
-
-
-def too_little(
-    found: MemoryForecast, memory_gib: float, workers: int, room_gib: float, remedies: Sequence[str]
-) -> PlanError:
-    """What a run that cannot fit is told before it starts, with the changes that would help."""
-    states = found.states(workers)
-    advice = f"It fits with {' or with '.join(remedies)}." if remedies else "No setting of this run makes it fit."
-    return PlanError(
-        f"a GPU of {memory_gib:g} GiB has {room_gib:.1f} GiB for cascades on {workers} workers, which is too little: "
-        f"{states.total:.1f} GiB are states ({states.describe()}). {advice}"
-    )

@@ -24,10 +24,10 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import clips_of, forecast, sizes_of
+from actors.planning.memory import Demand, forecast, sizes_of
 from actors.planning.options import profile_of, tell_updates
 from actors.planning.room import GenerationRoom
-from actors.pool.lookout import Lookout
+from actors.pool.lookout import Lookout, worker_name
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
@@ -41,6 +41,7 @@ from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
 from actors.run.recalibrate import Recalibration, stages_of
+from actors.run.shortage import Shortage
 from actors.run.skips import Skips, skipped_before
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
@@ -49,7 +50,6 @@ from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 
@@ -77,10 +77,12 @@ def start_controller(
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
+    demand: Demand | None = None
     if profile is None:
         profile = profile_of(config.planner, model, geometry, device)
         if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+            demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+            profile.needs, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
     room = GenerationRoom(
         sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
         degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
@@ -95,6 +97,13 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
+    shortage = Shortage(
+        snapshot=config.snapshot,
+        room=room,
+        info_of=lambda worker: pool.info(worker_name(worker)),
+        demand=demand,
+        needs=profile.needs,
+    )
     costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
@@ -124,7 +133,7 @@ def start_controller(
         pool=pool,
         monitor=monitor,
         lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
-        membership=Membership(Limits.of(config.workers), generation=generation),
+        membership=Membership(Limits.of(config.workers), generation=generation, shortage=shortage.of),
         source=source,
         planner=planner,
         commits=commits,
@@ -133,7 +142,7 @@ def start_controller(
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
-        room=room,
+        shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         recalibration=recalibration,
         asides=asides,
@@ -158,7 +167,7 @@ def put_together(
     account: StepAccount,
     skips: Skips,
     measured: bool = True,
-    room: GenerationRoom | None = None,
+    shortage: Shortage | None = None,
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     pace: LookPace | None = None,
@@ -176,7 +185,7 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
-        room=room,
+        shortage=shortage,
     )
     generations = GenerationManager(
         config=config,
@@ -208,20 +217,16 @@ def put_together(
 
 
 def _memory(
-    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
+    config: RuntimeConfig, model: ModelConfig, demand: Demand, degrees: Sequence[int]
 ) -> tuple[Needs, tuple[float, ...]]:
     """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
     and state in each of the places that the settings allow."""
-    clips = clips_of(config.data, geometry)
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
-    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    found = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
     if not cuda:
         return found.needs, ()
-    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
-    fewest, peers, per_node = config.workers.min, config.planner.bag_peers, gpus_of_a_node()
-    return found.needs, tuple(
-        one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in found.possible(config.train, per_node)
-    )
+    possible = found.possible(config.train, gpus_of_a_node())
+    return found.needs, tuple(demand.least_gib(one, degrees, config.workers.min) for one in possible)
 
 
 def _new_store() -> torch.distributed.TCPStore:

@@ -21,9 +21,9 @@ from actors.pool.workers import Pool
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
@@ -51,7 +51,7 @@ class Forming:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
     asides: AsideTurns
-    room: GenerationRoom | None = None  # the sizes of what is trained; None: nobody asks whether there is memory for it
+    shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
     def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
@@ -69,11 +69,9 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery)
-        if self.room is not None and not self._stores and _is_fresh(recovery.origin):
-            sizes = self.room.sizes
-            refuse_short_hosts(needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.config.snapshot))
-            refuse_short_stores(infos, sizes.state_gib)
-        world = seats_of(infos, self.pool.handle, self.room)
+        if self.shortage is not None:
+            self.shortage.begin(infos, _is_fresh(recovery.origin))
+        world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, recovery.origin)
 
@@ -95,7 +93,7 @@ class Forming:
             waits=self.waits,
             asides=self.asides,
             bag_peers=planning.bag_peers,
-            bags_gib=self.room.bags_gib(len(world)) if self.room is not None else 0.0,
+            bags_gib=self.shortage.room.bags_gib(len(world)) if self.shortage is not None else 0.0,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,
             last_step=self.config.train.steps,

@@ -135,14 +135,18 @@ def _with_room(gib: float) -> int:
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:
-    """`found` has (node, what it needs, GiB that it has for that or None). Raises PlanError with a sentence for each
-    node that has too little."""
-    short = [
+    """Raises PlanError with the sentences of `shortages`."""
+    if short := shortages(found):
+        raise PlanError("\n".join(short))
+
+
+def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
+    """A sentence for each node that has too little; `found` has (node, what it needs, GiB that it has for that or
+    None)."""
+    return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
         f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false, or train fewer "
         f"weights (model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]
-    if short:
-        raise PlanError("\n".join(short))

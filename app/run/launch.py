@@ -43,6 +43,7 @@ from app.run.controller_process import (
 )
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
+from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
 from app.run.resume import Change, check_resume
 from app.run.signals import stops_on_signal
@@ -92,6 +93,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         try:
             connect(config)
             config = _with_limits(config)
+            check_memory(config, fresh=fresh)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
             (folder / OUTCOME).unlink(missing_ok=True)

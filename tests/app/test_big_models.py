@@ -12,7 +12,7 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import MemoryForecast, Shape
+from actors.planning.memory import Forecasts, MemoryForecast, Shape
 from app.bench.headroom import _write_numbers
 from app.plan.preview import PlanRequest, run_plan
 
@@ -100,9 +100,7 @@ def free_gib(shown: str) -> float:
 def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "app.plan.memory.forecast", lambda model, geometry, train, clips, degrees, cuda: known(name, clips)
-    )
+    monkeypatch.setattr(Forecasts, "of", lambda self, *changed: known(name, self._clips))
     plan(tmp_path, name)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
@@ -116,15 +114,15 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
 def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30.5 thousand million weights in 60 blocks on 8 x 80 GB (shared/memory.md has 29.0 GiB of states for them)."""
+    """30.5 thousand million weights in 60 blocks on 8 x 80 GB."""
     name = "wan2.1-14b-full"
 
-    def thirty(model: object, geometry: object, train: object, clips: Sequence[Shape], *rest: object) -> MemoryForecast:
+    def thirty(self: Forecasts, *changed: object) -> MemoryForecast:
         weights, block = 30_500_000_000, 500_000_000
-        large = replace(known(name, clips), parameters=weights, trained=weights)
+        large = replace(known(name, self._clips), parameters=weights, trained=weights)
         return replace(large, in_blocks=60 * block, largest_block=block)
 
-    monkeypatch.setattr("app.plan.memory.forecast", thirty)
+    monkeypatch.setattr(Forecasts, "of", thirty)
     plan(tmp_path, name)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.config import SnapshotConfig
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
 from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
@@ -27,6 +28,7 @@ from actors.records.events import (
     WorkerDrained,
 )
 from actors.run.controller import Controller, LookPace
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
 from actors.state.commit_log import CommitLog
 from actors.state.recovery import Recovery, recovery_from
@@ -202,7 +204,7 @@ class Run:
         self,
         workers: Workers,
         later: dict[int, list[Event]] | None = None,
-        room: GenerationRoom | None = None,
+        shortage: Shortage | None = None,
         wait_s: float = 120.0,
     ) -> None:
         self.listener, self.commits = Listening(), CommitLog(committed=-1)
@@ -224,7 +226,7 @@ class Run:
             commits=self.commits,
             source=self.source,
             planner=Planning(),
-            room=room,
+            shortage=shortage,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(
                 info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
@@ -302,13 +304,10 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
     told = workers.info
     weights = 2 * 2**30 // 16
     workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
+    room = GenerationRoom(sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16))
+    shortage = Shortage(snapshot=SnapshotConfig(), room=room, info_of=lambda worker: workers.info(f"w{worker}"))
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
-        Run(
-            workers,
-            room=GenerationRoom(
-                sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16)
-            ),
-        )
+        Run(workers, shortage=shortage)
     assert workers.formed == []
 
 
