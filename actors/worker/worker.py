@@ -54,6 +54,7 @@ from data.engines.blocks import as_batch
 from data.types import Batch
 from ops.comm import free_ended
 from ops.groups import Groups
+from ops.heap import give_back
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
 from ops.shard_export import ShardExport
@@ -273,6 +274,8 @@ class Worker:
             self._holds = task.step
             started = time.perf_counter()
             snapshot = self._send_snapshot(task.step) if task.export else None
+        if self.device.type == "cpu":
+            give_back()
         spent_s = time.perf_counter() - started + self.executor.sync.held_up_s
         report = self._report(task, done, snapshot_s=spent_s)
         self.heartbeat.idle()
