@@ -190,6 +190,9 @@ class NodeParameters:
     def _meet(self) -> None:
         """Returns when all have written, with parameters that have these values."""
         meet(self._group, self._device)
+        self._take_up()
+
+    def _take_up(self) -> None:
         views = [self._flat[slot.lo : slot.hi].view(slot.shape) for slot in self._layout]
         if not self._taken_up:
             for index, parameter in enumerate(self._parameters):
