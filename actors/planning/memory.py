@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
-from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.costs.needs import BAG, SOLO, Kind, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE
 from data.buckets import BucketTable
@@ -69,6 +69,7 @@ class MemoryForecast:
     vae_gib: float = 0.0
     text_gib: float = 0.0
     image_gib: float = 0.0
+    text_on_host_gib: float = 0.0  # of each worker's own, in memory of its node
     needs: Needs = field(default_factory=Needs)
     cuda: bool = True
     places: Places = BESIDE
@@ -272,13 +273,24 @@ def forecast(
     return Forecasts(geometry, clips, cuda).of(model, train, degrees)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Encoders:
+    """Of a model's frozen parts: what their cascades need, and their weights."""
+
+    predicted: dict[Kind, NeedLine]
+    vae_gib: float
+    text_gib: float
+    image_gib: float
+    text_on_host_gib: float
+
+
 class Forecasts:
     """Forecasts of models that differ in some settings: what they have in common is predicted once."""
 
     def __init__(self, geometry: Geometry, clips: Sequence[Shape], cuda: bool) -> None:
         self._geometry, self._clips, self._cuda = geometry, tuple(clips), cuda
         self._dit: dict[object, Needs] = {}
-        self._encoders: dict[object, tuple[Needs, StateSizes]] = {}
+        self._encoders: dict[object, _Encoders] = {}
 
     def of(self, model: ModelConfig, train: TrainConfig, degrees: Sequence[int]) -> MemoryForecast:
         """As `forecast`."""
@@ -295,12 +307,13 @@ class Forecasts:
         frozen = model.vae, model.text, model.image
         if frozen not in self._encoders:
             self._encoders[frozen] = self._of_encoders(model)
-        dit, (encoders, held) = self._dit[key], self._encoders[frozen]
+        dit, encoders = self._dit[key], self._encoders[frozen]
         return replace(
             sizes_of(model, train, self._cuda),
-            vae_gib=held.vae,
-            text_gib=held.text,
-            image_gib=held.image,
+            vae_gib=encoders.vae_gib,
+            text_gib=encoders.text_gib,
+            image_gib=encoders.image_gib,
+            text_on_host_gib=encoders.text_on_host_gib,
             needs=Needs(
                 predicted={**dit.predicted, **encoders.predicted},
                 text_rows=dict(dit.text_rows),
@@ -309,29 +322,30 @@ class Forecasts:
             ),
         )
 
-    def _of_encoders(self, model: ModelConfig) -> tuple[Needs, StateSizes]:
+    def _of_encoders(self, model: ModelConfig) -> _Encoders:
         import torch
 
         from ops.models.forecast import image_need, text_need
         from ops.models.text import text_dtype
 
-        needs, vae_gib = Needs(), 0.0
+        predicted: dict[Kind, NeedLine] = {}
+        vae_gib = 0.0
         image = image_need(model.image, 1) if model.image is not None else None
         picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
         for shape, (held, line) in _vae_lines(model, self._clips).items():
             vae_gib = held
-            needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
+            predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
         longest = model.text.most_tokens
         encoder = getattr(torch, text_dtype(model.text, "cuda" if self._cuda else "cpu"))
         few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
-        needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-        return needs, StateSizes(
-            weights=0.0,
-            gradient=0.0,
-            optimizer=0.0,
-            vae=vae_gib,
-            text=few.weights_gib,
-            image=image.weights_gib if image is not None else 0.0,
+        predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
+        beside = few if model.text.place == "device" else text_need(replace(model.text, place="device"), 1, 1, encoder)
+        return _Encoders(
+            predicted=predicted,
+            vae_gib=vae_gib,
+            text_gib=few.weights_gib,
+            image_gib=image.weights_gib if image is not None else 0.0,
+            text_on_host_gib=beside.weights_gib - few.weights_gib,
         )
 
 

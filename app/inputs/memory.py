@@ -140,6 +140,7 @@ def _host_need(
         node_gradient=found.places.gradients == "host",
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
+        text_gib=found.text_on_host_gib,
     )
 
 

@@ -52,6 +52,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     if view.host is not None:
         size = f" of {view.host_gib:g}" if view.host_gib else ""
         lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
+        if not view.host_gib:
+            lines.append("          which was not checked: host_gib in the cluster file says what a node has for it")
     if view.cuda:
         lines.append(
             f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "

@@ -55,16 +55,14 @@ def known(name: str, clips: Sequence[Shape]) -> MemoryForecast:
         trained=parameters,
         parameter_bytes=2,
         state_bytes=16,
-        deepspeed=False,
         vae_gib=0.46,
-        text_gib=0.0,
-        image_gib=0.0,
+        text_on_host_gib=text,
         needs=needs,
     )
 
 
-def plan(folder: Path, name: str, *changes: str) -> None:
-    """One step of the config's buckets, its encoders by their numbers alone."""
+def plan(folder: Path, name: str, *changes: str, file: Path | None = None) -> None:
+    """One step of the config's buckets, its encoders by their numbers alone, on its cluster or that of a file."""
     family, cluster = CASES[name]
     _write_numbers(folder, family)
     if "i2v" in name:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
@@ -81,7 +79,7 @@ def plan(folder: Path, name: str, *changes: str) -> None:
             overrides=[*paths, "model.dit.path=null", "data.items_per_step=2", *changes],
             from_data=False,
             profile=None,
-            cluster=str(CONFIGS / "clusters" / f"{cluster}.yaml"),
+            cluster=str(file or CONFIGS / "clusters" / f"{cluster}.yaml"),
             strategies=(),
             budget_s=0.01,
             steps=1,
@@ -109,6 +107,14 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
+    assert re.search(r"host memory of a node [\d.]+ of 2048 \(optimizer state .*text encoders [\d.]+", shown)
+    small = tmp_path / "cluster.yaml"
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
+    with pytest.raises(PlanError, match=r"a node has 128\.0 GiB of host memory .* takes [\d.]+ GiB of it"):
+        plan(tmp_path, name, file=small)
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\n")
+    plan(tmp_path, name, file=small)
+    assert "which was not checked: host_gib in the cluster file says" in capsys.readouterr().out
 
 
 def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
@@ -123,7 +129,9 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
         return replace(large, in_blocks=60 * block, largest_block=block)
 
     monkeypatch.setattr(Forecasts, "of", thirty)
-    plan(tmp_path, name)
+    roomy = tmp_path / "cluster.yaml"
+    roomy.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 8192\n")
+    plan(tmp_path, name, file=roomy)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
     assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
@@ -131,7 +139,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
-        plan(tmp_path, name, "train.memory.parameters=replicated")
+        plan(tmp_path, name, "train.memory.parameters=replicated", file=roomy)
 
 
 @pytest.mark.long
