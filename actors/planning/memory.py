@@ -83,9 +83,9 @@ class MemoryForecast:
         return [replace(self, places=one, per_node=per_node) for one in places]
 
     def states(self, workers: int, here: int = 0) -> StateSizes:
-        """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
-        the state (ZeRO-1); what lies in memory of the host is in `host_gib`. `here` are on its node; 0: as many as on
-        the smallest one, where a device holds the most of its node's gradient."""
+        """What the fullest of so many workers has on its device. The flat engine: parameters, an fp32 gradient, a shard
+        of the state (ZeRO-1); what lies in memory of the host is in `host_gib`. `here` are on its node; 0: as many as
+        on the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where it lies beside the state.
         is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches
         shard = self.state_bytes - (4 if is_master else 0)
@@ -128,7 +128,7 @@ class MemoryForecast:
         return (self.parameters - self.trained) * self.parameter_bytes + flat
 
     def _gradient_bytes(self, workers: int, largest: int, here: int) -> int:
-        """On the device of one of `here` workers of a node."""
+        """What it takes of the device of one of `here` workers of a node."""
         if self.deepspeed:  # fp32 parameters, reduced in one bucket of their size
             return 8 * self.trained
         if self.places.gradients == "own":
@@ -190,7 +190,7 @@ class Demand:
 
     @classmethod
     def of(cls, data: DataConfig, model: ModelConfig, geometry: Geometry, bag_peers: int) -> Demand:
-        """Of a run's data."""
+        """The demand of a run's data."""
         tokens = min(data.batch.text_tokens, model.text.most_tokens)
         return cls(geometry=geometry, clips=tuple(clips_of(data, geometry)), text_tokens=tokens, bag_peers=bag_peers)
 
@@ -200,7 +200,7 @@ class Demand:
         return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
 
     def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
-        """On so many workers with `memory_gib` each."""
+        """Whether it does on so many workers with `memory_gib` each."""
         room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
         return self.need_gib(found.needs, degrees, workers) <= room
 
@@ -265,8 +265,8 @@ def forecast(
     degrees: Sequence[int],
     cuda: bool,
 ) -> MemoryForecast:
-    """Of a resolved model, in the first of the places that the settings allow (`possible`). `clips` are the shapes that
-    will come, `degrees` those that the DiT may have.
+    """What a resolved model needs, in the first of the places that the settings allow (`possible`). `clips` are the
+    shapes that will come, `degrees` those that the DiT may have.
 
     Takes seconds of one core and no memory to speak of, whatever the size of the model.
     """
@@ -275,7 +275,7 @@ def forecast(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoders:
-    """Of a model's frozen parts: what their cascades need, and their weights."""
+    """A model's frozen parts: what their cascades need, and their weights."""
 
     predicted: dict[Kind, NeedLine]
     vae_gib: float

@@ -19,8 +19,8 @@ from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_
 
 @dataclass(kw_only=True)
 class Shortage:
-    """Of one run. `room`: the sizes of what is trained; `demand` and `needs`: what must run on every worker, or None
-    where nobody has predicted it."""
+    """What is known of it in one run. `room`: the sizes of what is trained; `demand` and `needs`: what must run on
+    every worker, or None where nobody has predicted it."""
 
     snapshot: SnapshotConfig
     room: GenerationRoom
@@ -42,7 +42,7 @@ class Shortage:
         self._begun = True
 
     def of(self, workers: Sequence[int]) -> str:
-        """In a sentence; "" where they lack nothing."""
+        """What these workers lack, in a sentence; "" for nothing."""
         infos = [self.info_of(worker) for worker in workers]
         return self._of_devices(infos) or self._of_hosts(infos)
 
@@ -59,7 +59,8 @@ class Shortage:
         )
 
     def _of_hosts(self, infos: Sequence[WorkerInfo]) -> str:
-        """By what the nodes could spare when they had nothing of this run: a worker that comes later sees less."""
+        """What the nodes lack of what they could spare when they had nothing of this run: a worker that comes later
+        sees less."""
         if not self._begun:
             return ""
         self._note(infos, known=True)

@@ -85,7 +85,7 @@ def run(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BagFigures:
-    """Of some steps: different bags, the most bags and GiB of one GPU at a time, connections and seconds of a step."""
+    """Some steps: different bags, the most bags and GiB of one GPU at a time, connections and seconds of a step."""
 
     distinct: int
     bags: int
@@ -95,7 +95,7 @@ class BagFigures:
 
 
 def figures(planned: Sequence[PlannedBags], most: int) -> BagFigures:
-    """With at most so many peers of a worker's bags; 0: no limit."""
+    """Count with at most so many peers of a worker's bags; 0: no limit."""
     account, bags, made = Communicators(most), 0, 0
     for step in planned:
         made += account.step(step.bags).made

@@ -62,7 +62,7 @@ def view_memory(
     `hosts` are the cluster's nodes, where each is known by itself; they are filled one after the other.
 
     Raises PlanError when a clip of some bucket fits on no worker, or not on `workers.min` of them, or when a node has
-    too little memory of its own, on all of them or on `workers.min`.
+    too little memory of its own: on all of them, on those that there are, or on `workers.min`.
     """
     memory, cuda = device_gib(config, cluster.memory_gib)
     if memory is None and not cuda:
@@ -88,11 +88,12 @@ def view_memory(
         _refuse_misfits(config, view, memory, demand, setup, forecasts)
     if not cuda:
         return view
-    view = replace(view, host=_host_need(config, model, found, cluster.nodes), host_gib=cluster.host_gib)
+    view = replace(view, host=_host_need(config, found, cluster.nodes), host_gib=cluster.host_gib)
     assert view.host is not None
     refuse_short_hosts([("a node", view.host, cluster.host_gib or None)])
-    for workers in dict.fromkeys((cluster.num_workers, min(config.workers.min, cluster.num_workers))):
-        _refuse_short_hosts(config, model, found, hosts, workers)
+    there, least = sum(host.workers for host in hosts), min(config.workers.min, cluster.num_workers)
+    for workers in dict.fromkeys((cluster.num_workers, min(max(there, least), cluster.num_workers), least)):
+        _refuse_short_hosts(config, found, hosts, workers)
     return view
 
 
@@ -113,22 +114,18 @@ def filled(rooms: Sequence[int], workers: int) -> tuple[int, ...]:
     return tuple(nodes)
 
 
-def _refuse_short_hosts(
-    config: RunConfig, model: ModelConfig, found: MemoryForecast, hosts: Sequence[HostRoom], workers: int
-) -> None:
+def _refuse_short_hosts(config: RunConfig, found: MemoryForecast, hosts: Sequence[HostRoom], workers: int) -> None:
     nodes = filled([host.workers for host in hosts], workers)
     refuse_short_hosts(
         [
-            (f"node {host.name}", _host_need(config, model, found, nodes, here), host.gib)
+            (f"node {host.name}", _host_need(config, found, nodes, here), host.gib)
             for host, here in zip(hosts, nodes, strict=False)
         ]
     )
 
 
-def _host_need(
-    config: RunConfig, model: ModelConfig, found: MemoryForecast, nodes: Sequence[int], here: int = 0
-) -> HostNeed:
-    """Of a node with `here` workers; 0: the one with the most."""
+def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], here: int = 0) -> HostNeed:
+    """What a node with `here` workers needs; 0: the one with the most."""
     return host_need(
         found.state_gib,
         found.state_bytes,

@@ -13,7 +13,7 @@ from app.settings.config import RunConfig
 
 log = logging.getLogger(__name__)
 
-_ANSWER_S = 60.0  # a node that has not said what it has is taken at its word later
+_ANSWER_S = 60.0  # what a node has that does not answer is seen when its workers have loaded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,14 +78,14 @@ def nodes_for(config: RunConfig, gpu: bool) -> list[ClusterNode]:
 
 
 def node_sizes() -> NodeSizes:
-    """Of the node that this runs on."""
+    """What the node has on which this runs."""
     from ops.node_room import gpu_sizes, node_room
 
     return NodeSizes(host=socket.gethostname(), gpus=tuple(gpu_sizes()), room=node_room())
 
 
 def _asked(nodes: Sequence[str]) -> dict[str, NodeSizes]:
-    """By node, of those that have answered in time."""
+    """Answers by node, as far as they came in time."""
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -220,7 +220,7 @@ def pass_bytes(
 
 
 def _buffers(sync: FlatSync) -> list[Tensor]:
-    """Of a device, through which blocks come."""
+    """Buffers of a device through which blocks come."""
     return sync.parameters.blocks_here.buffers if isinstance(sync.parameters, _Fetched) else []
 
 

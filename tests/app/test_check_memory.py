@@ -98,6 +98,11 @@ def test_a_node_without_the_memory_for_its_part_is_named_also_for_as_few_as_may_
     check_memory(config(min=64))
     with pytest.raises(PlanError, match=r"^node h0 has .* takes [\d.]+ GiB of it [^\n]*$"):
         check_memory(config())
+    del cluster[2:]
+    with pytest.raises(
+        PlanError, match=r"^node h0 has [^\n]*\nnode h1 has"
+    ):  # two are there of the eight that may come
+        check_memory(config(min=16))
 
 
 def test_a_node_that_does_not_answer_is_not_refused(cluster: list[NodeSizes], monkeypatch: pytest.MonkeyPatch) -> None:

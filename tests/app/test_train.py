@@ -184,7 +184,7 @@ def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dic
 
 
 def least_gib(folder: Path, workers: int) -> float:
-    """Of a worker's memory, on so many of them."""
+    """GiB that a worker must have, on so many of them."""
     config = RunConfig.load(folder / "run.yaml")
     model, geometry = resolve(config.model)
     degrees = model.dit.degrees(4)

@@ -49,7 +49,7 @@ def gpus(counts: tuple[int, ...], places: Places, room_gib: float, host_gib: flo
 
 
 def test_a_worker_that_is_alone_on_its_node_lacks_the_memory_for_its_whole_gradient() -> None:
-    """Of Wan2.1-14B on GPUs of 80 GB: 50 GiB are left when it has loaded, and the node's gradient takes 53."""
+    """Wan2.1-14B on GPUs of 80 GB: 50 GiB are left when it has loaded, and the node's gradient takes 53."""
     places = Places("node", "host")
     found = shortage_of(gpus((8, 1), places, room_gib=50.0), places)
     assert found.of(range(8)) == ""
