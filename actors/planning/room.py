@@ -38,22 +38,26 @@ class GenerationRoom:
         numbers = {node: number for number, node in enumerate(here)}
         met = peers([numbers[info.node] for info in infos])
         agreed = _agreed(infos)
-        return tuple(
-            None if info.room_gib is None else info.room_gib - self._taken(info, agreed, len(infos), here, others)
-            for info, others in zip(infos, met, strict=True)
-        )
+        known: dict[tuple[bool, Places, int, int], float] = {}
+        rooms: list[float | None] = []
+        for info, others in zip(infos, met, strict=True):
+            key = info.device != "cpu", places_of(info), here[info.node], others
+            if key not in known:  # most workers of a large pool are alike
+                known[key] = self._taken(*key, agreed=agreed, workers=len(infos))
+            rooms.append(None if info.room_gib is None else info.room_gib - known[key])
+        return tuple(rooms)
 
     def bags_gib(self, workers: int) -> float:
         """GiB of a GPU that communicators of its bags may come to take."""
         return communicators_gib(self.degrees, workers, self.bag_peers) if self.sizes.cuda else 0.0
 
-    def _taken(self, info: WorkerInfo, agreed: Places, workers: int, here: Counter[str], others: int) -> float:
-        gpu = info.device != "cpu"
-        state: StatePlace = "host" if info.state_on_host and gpu else "device"
-        # as it says of itself it has loaded; then it does as all do
-        ready = replace(self.sizes, cuda=gpu, places=replace(places_of(info), state=state))
+    def _taken(self, gpu: bool, own: Places, here: int, others: int, *, agreed: Places, workers: int) -> float:
+        """GiB that a worker has less when it has formed. It has loaded with places of its `own`; then it does as all
+        do, but for its state. `here` are on its node, and of other nodes it exchanges with `others`."""
+        state: StatePlace = own.state if gpu else "device"
+        ready = replace(self.sizes, cuda=gpu, places=replace(own, state=state))
         formed = replace(ready, places=replace(agreed, state=state))
-        taken = formed.states(workers, here[info.node]).total - ready.loaded_gib
+        taken = formed.states(workers, here).total - ready.loaded_gib
         if not gpu:
             return taken
         exchange = PEER_GIB * others if formed.exchanges else 0.0
