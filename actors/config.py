@@ -141,8 +141,9 @@ class SnapshotConfig:
 
     enabled: bool = True
     # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
-    # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`.
-    every: int | Literal["auto"] = 1
+    # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`: every step
+    # where a snapshot costs less than that.
+    every: int | Literal["auto"] = "auto"
     copies: int = 1
     patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
 

@@ -189,9 +189,9 @@ class WorkerInfo:
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
-    gradients: str = ""  # where it would have them, "own", "node" or "host"
+    gradients: str = "own"  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
-    parameters: str = ""  # where it would have them, "replicated" or "node"
+    parameters: str = "replicated"  # where it would have them, "replicated" or "node"
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown

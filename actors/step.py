@@ -176,6 +176,7 @@ class RunningStep:
     planning_s: float
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
+    open_peers: tuple[int, ...] = ()  # of the bags of each worker that are connected when it ends; (): none
     answers: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = field(
         default_factory=dict
     )  # of the finishes that have ended well: each is asked for once

@@ -206,7 +206,7 @@ class Group:
                     self._begin("reduce_scatter", flat, lambda pg: pg._reduce_scatter_base(flat[lo:hi], whole, usual))
                 ]
             return [self._reduce_to(r, flat[a:b]) for r, (a, b) in enumerate(bounds) if a < b]
-        received = flat.new_empty(self.size * (hi - lo))
+        received = flat.new_empty(self.received_elements(bounds))
         output_splits, input_splits = [hi - lo] * self.size, [b - a for a, b in bounds]
         options = dist.AllToAllOptions()
         options.timeout = _PATIENT  # it may start long before the last member's part is ready; our own wait has a limit
@@ -218,6 +218,11 @@ class Group:
                 partial(_add_parts, flat[lo:hi], received.view(self.size, hi - lo)),
             )
         ]
+
+    def received_elements(self, bounds: Sequence[tuple[int, int]]) -> int:
+        """Elements of memory that `reduce_scatter_ranges_async` takes beside `flat` until its wait."""
+        lo, hi = bounds[self.rank]
+        return 0 if self.size == 1 or self.on_device else self.size * (hi - lo)
 
     def _reduce_to(self, owner: int, tensor: Tensor) -> Pending:
         options = dist.ReduceOptions()

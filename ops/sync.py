@@ -234,6 +234,8 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
+        # by what was given, so that there is nothing to agree on with workers who name places
+        self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
         for index, parameter in enumerate(self._parameters):
@@ -398,7 +400,7 @@ class FlatSync:
     def _agree_on_places(self, group: Group) -> None:
         """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
         own."""
-        if group.size == 1 or (self._memory is None and self._parameter_memory == "replicated"):
+        if group.size == 1 or self._made:
             return
         self.leave()  # and so have all, once they have exchanged this
         mine = 0 if self._memory is None else MEMORIES.index(self._memory)

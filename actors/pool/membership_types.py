@@ -253,14 +253,26 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Too few workers to go on. Said once per change; `until` is when patience ends."""
+    """Too few workers to go on. Said once per change; `until` is when patience ends. `why`: so many are ready, and
+    cannot train together."""
 
     have: int
     need: int
     until: float
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"waiting for workers: {self.have} of at least {self.need} are ready"
+        told = f"waiting for workers: {self.have} of at least {self.need} are ready"
+        return f"{told}, which have too little memory: {self.why}" if self.why else told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveOut:
+    """These workers are ready and wait beside the generation: with them it would have too little memory. Others that
+    come may change that."""
+
+    workers: tuple[int, ...]
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,7 +283,7 @@ class Fail:
     reason: str
 
 
-Decision = Form | End | Drain | Replace | Request | Wait | Fail
+Decision = Form | End | Drain | Replace | Request | Wait | LeaveOut | Fail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,6 +299,7 @@ class Member:
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""
+    left_out: bool = False  # of the running generation, until others come or go
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +318,7 @@ class View:
     def change_pending(self) -> bool:
         """Whether another set of workers than the running generation's is wanted: steps make room for a boundary."""
         return any(
-            (member.leaving and member.phase == "active") or (member.phase == "ready" and not member.leaving)
+            (member.leaving and member.phase == "active")
+            or (member.phase == "ready" and not member.leaving and not member.left_out)
             for member in self.members
         )

@@ -292,6 +292,17 @@ class WorkersAwaited(RunEvent, event="wait", disturbs=True):
         return self.detail
 
 
+class WorkersLeftOut(RunEvent, event="left_out"):
+    """These workers are ready, and with them the generation would have too little memory."""
+
+    workers: tuple[str, ...]
+    why: str
+
+    def describe(self) -> str:
+        one = len(self.workers) == 1
+        return f"{', '.join(self.workers)} {'waits' if one else 'wait'} until others come or go: {self.why}"
+
+
 class PlanAdapted(RunEvent, event="adapted"):
     """The workers cannot follow the planner's settings, so plans follow the nearest ones; empty: they can again."""
 

@@ -23,8 +23,9 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import clips_of, forecast
+from actors.planning.memory import Demand, forecast, sizes_of
 from actors.planning.options import assumption, profile_of, tell_updates
+from actors.planning.room import GenerationRoom
 from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
@@ -41,6 +42,7 @@ from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
 from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
+from actors.run.shortage import Shortage
 from actors.run.skips import Skips, skipped_before
 from actors.run.speeds import Speeds
 from actors.run.step_metrics import StepAccount
@@ -49,11 +51,8 @@ from actors.state.assemble import assemble_state
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import num_trained
-from ops.shards import bytes_per_weight
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -80,12 +79,19 @@ def start_controller(
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
+    demand: Demand | None = None
     if profile is None:
         profile = profile_of(config.planner, model, geometry, device, found.measured)
         if found.assumed and not config.planner.profile:
             events.tell(DeviceAssumed(why=assumption(device)))
         if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+            demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+            profile.needs, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
+    room = GenerationRoom(
+        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
+        degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
+        bag_peers=config.planner.bag_peers,
+    )
     tell_updates(profile, config.train, model, device)
     settings = WorkerSettings(
         model=config.model,
@@ -95,6 +101,7 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
+    shortage = Shortage(snapshot=config.snapshot, room=room, demand=demand, needs=profile.needs)
     costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, found.measured), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
@@ -122,7 +129,7 @@ def start_controller(
         pool=pool,
         monitor=monitor,
         lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
-        membership=Membership(Limits.of(config.workers), generation=generation),
+        membership=Membership(Limits.of(config.workers), generation=generation, shortage=shortage.of),
         source=source,
         planner=planner,
         survivors=survivors,
@@ -130,7 +137,7 @@ def start_controller(
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
-        state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
+        shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         speeds=Speeds(bags=not model.dit.spatial_temporal),
         recalibration=recalibration,
@@ -156,7 +163,7 @@ def put_together(
     skips: Skips,
     speeds: Speeds | None = None,
     measured: bool = True,
-    state_gib: float = 0.0,
+    shortage: Shortage | None = None,
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     pace: LookPace | None = None,
@@ -183,7 +190,7 @@ def put_together(
         asides=turns,
         given=GivenCluster(config.cluster),
         tell=events.tell,
-        state_gib=state_gib,
+        shortage=shortage,
     )
     generations = GenerationManager(
         config=config,
@@ -216,20 +223,16 @@ def put_together(
 
 
 def _memory(
-    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
+    config: RuntimeConfig, model: ModelConfig, demand: Demand, degrees: Sequence[int]
 ) -> tuple[Needs, tuple[float, ...]]:
     """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
     and state in each of the places that the settings allow."""
-    clips = clips_of(config.data, geometry)
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
-    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    found = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
     if not cuda:
         return found.needs, ()
-    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
-    fewest, peers, per_node = config.workers.min, config.planner.bag_peers, gpus_of_a_node()
-    return found.needs, tuple(
-        one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in found.possible(config.train, per_node)
-    )
+    possible = found.possible(config.train, gpus_of_a_node())
+    return found.needs, tuple(demand.least_gib(one, degrees, config.workers.min) for one in possible)
 
 
 def _new_store() -> torch.distributed.TCPStore:

@@ -229,10 +229,9 @@ class Controller:
             self.planner.ask_learned()
         self.planner.poll()
         self._learn_speeds(runner, done)
+        rooms = runner.count_on_room(done)
         if self.recalibration is not None:
-            rooms = [r.room_gib for r in done.reports if r.room_gib is not None]
             self.recalibration.collected(done.running.step, min(rooms, default=math.inf))
-        runner.count_on_room(done.reports)
 
     def _learn_speeds(self, runner: StepRunner, done: CollectedStep) -> None:
         """The next plan counts on the workers' measured speeds."""

@@ -13,6 +13,7 @@ from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerI
 from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
+from actors.planning.room import GenerationRoom
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
@@ -21,11 +22,10 @@ from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.given_cluster import ClusterMismatch, GivenCluster
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
-from ops.shards import bytes_per_weight
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
@@ -54,7 +54,7 @@ class Forming:
     asides: AsideTurns
     given: GivenCluster
     tell: Tell
-    state_gib: float = 0.0  # of the training state that the workers of a generation share
+    shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
     def form(self, decision: Form) -> StepRunner:
@@ -70,13 +70,11 @@ class Forming:
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery, decision.generation)
-        starts = not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None)
-        if starts:
-            weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
-            refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
-            refuse_short_stores(infos, self.state_gib)
-        world = seats_of(infos, self.pool.handle, self.state_gib)
-        cluster = self._cluster(world, starts)
+        fresh = _is_fresh(recovery.origin)
+        if self.shortage is not None:
+            self.shortage.begin(infos, fresh)
+        world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
+        cluster = self._cluster(world, starts=fresh and not self._stores)
         self.committer.state.place_keepers([seat.node for seat in world])
         return self._runner(decision.generation, world, cluster, recovery.origin)
 
@@ -109,6 +107,7 @@ class Forming:
             waits=self.waits,
             asides=self.asides,
             bag_peers=planning.bag_peers,
+            bags_gib=self.shortage.room.bags_gib(len(world)) if self.shortage is not None else 0.0,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,
             last_step=self.config.train.steps,
@@ -124,9 +123,11 @@ class Forming:
 
 
 def seats_of(
-    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], state_gib: float = 0.0
+    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], room: GenerationRoom | None = None
 ) -> tuple[Seat, ...]:
-    """The world of a generation, in order of ranks. Each worker will hold its part of a state of `state_gib`."""
+    """The world of a generation, in order of ranks, with what each will have for cascades when `room` says what the
+    generation takes."""
+    rooms = room.of(infos) if room is not None else [info.room_gib for info in infos]
     return tuple(
         Seat(
             name=info.worker,
@@ -135,15 +136,15 @@ def seats_of(
             publishes_later=info.publishes_later,
             host=info.host,
             place=info.place,
-            room_gib=None if info.room_gib is None else info.room_gib - _own_state_gib(info, state_gib / len(infos)),
+            room_gib=left,
         )
-        for info in infos
+        for info, left in zip(infos, rooms, strict=True)
     )
 
 
-def _own_state_gib(info: WorkerInfo, part_gib: float) -> float:
-    """GiB of its device that its part of the state will take; beside a GPU it may lie in host memory."""
-    return 0.0 if info.state_on_host and info.device != "cpu" else part_gib
+def _is_fresh(origin: Origin | None) -> bool:
+    """Nothing of the run's state is in anybody's memory yet."""
+    return origin is None or origin.checkpoint is not None
 
 
 def cluster_of(world: Sequence[Seat]) -> Cluster:

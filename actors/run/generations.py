@@ -28,6 +28,7 @@ from actors.pool.membership_types import (
     Finished,
     Form,
     HandedOver,
+    LeaveOut,
     Planned,
     Replace,
     Request,
@@ -49,6 +50,7 @@ from actors.records.events import (
     WorkerDrained,
     WorkerReplaced,
     WorkersAwaited,
+    WorkersLeftOut,
 )
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
@@ -186,6 +188,11 @@ class GenerationManager:
             case Wait():
                 log.warning("%s", decision)
                 self.events.tell(WorkersAwaited(detail=str(decision)))
+            case LeaveOut():
+                names = tuple(worker_name(number) for number in decision.workers)
+                self.events.tell(WorkersLeftOut(workers=names, why=decision.why))
+                for name in names:  # it may have been in the last generation, and still write into its memory
+                    self.pool.handle(name).hand_over.remote(None)
             case Fail():
                 self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise StopRun(self.committer.outcome(decision.code, decision.reason))

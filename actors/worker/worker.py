@@ -56,9 +56,9 @@ from data.engines.blocks import as_batch
 from data.types import Batch
 from ops.comm import free_ended
 from ops.groups import Groups
+from ops.heap import give_back
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
-from ops.parameters import blocks_in
 from ops.shard_export import ShardExport
 from ops.shards import ShardState
 from ops.sync import trainable
@@ -112,7 +112,7 @@ class Worker:
             born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=self._gpu_gib(),
-            room_gib=self._room_when_formed_gib(),
+            room_gib=self.executor.meter.room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
@@ -282,6 +282,8 @@ class Worker:
             started = time.perf_counter()
             export = done.result.export
             snapshot = self._send_snapshot(task.step, export) if export is not None else None
+        if self.device.type == "cpu":
+            give_back()
         spent_s = time.perf_counter() - started + done.copy_s + done.result.held_up_s
         report = self._report(task, done, snapshot_s=spent_s)
         self.heartbeat.idle()
@@ -353,14 +355,6 @@ class Worker:
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
-
-    def _room_when_formed_gib(self) -> float | None:
-        """For cascades, but for the state: on a GPU whose blocks are fetched two buffers take the place of them all."""
-        room = self.executor.meter.room_gib()
-        if room is None or self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
-            return room
-        sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks_in(self.executor.modules.dit)]
-        return room + (sum(sizes) - 2 * max(sizes)) / GIB
 
     def _host_weights_gib(self) -> float:
         """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""

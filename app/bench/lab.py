@@ -47,7 +47,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
     },
     "train": {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}, "flow": {"flow_shift": 1.0}},
     "planner": {"strategy": "cascade", "budget_s": 0.02},
-    "snapshot": {"enabled": True},
+    "snapshot": {"enabled": True, "every": 1},  # steps of a tiny model are shorter than fifty of its snapshots
     "checkpoint": {"every": 0, "keep_last": 2},
 }
 

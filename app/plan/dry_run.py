@@ -20,9 +20,10 @@ from app.inputs.account import print_account
 from app.inputs.batches import with_limits
 from app.inputs.cluster import cluster_of
 from app.inputs.items import items_from_data, open_dataset
+from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
-from app.plan.memory import memory_lines, view_memory, with_room
+from app.plan.memory import memory_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, from_here
 from app.settings.notes import notes

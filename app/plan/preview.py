@@ -32,9 +32,10 @@ from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.limits import longest_clips
+from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
-from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
+from app.plan.memory import cascade_gib, memory_lines, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
 from ops.degrees import exchanged

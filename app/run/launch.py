@@ -45,6 +45,7 @@ from app.run.controller_process import (
 )
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
+from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
 from app.run.resume import Change, check_resume
 from app.run.signals import stops_on_signal
@@ -99,6 +100,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             check_nodes(config)
             device = _device(config, folder)
             config = _with_limits(config, device)
+            check_memory(config, device, fresh=fresh)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
             device.keep(folder)

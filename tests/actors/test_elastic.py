@@ -118,18 +118,29 @@ def test_the_pool_follows_its_target_up_and_down(lab: Lab, undisturbed: list[flo
 
 
 PHASES = ("encode", "forward", "backward", "reduce", "update", "gather", "snapshot")
+PLACES = (  # of gradients, optimizer state and parameters
+    {"gradients": "own", "state": "device"},
+    {"gradients": "node", "state": "host"},
+    {"gradients": "node", "state": "host", "parameters": "node"},
+)
 
 
 @pytest.mark.faults
-def test_sigkill_in_every_phase_of_a_step_loses_no_step(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
-    """Static plans on bags of three, so that forward and backward die inside a bag."""
+@pytest.mark.parametrize("memory", PLACES, ids=lambda places: "-".join(places.values()))
+def test_sigkill_in_every_phase_of_a_step_loses_no_step(
+    lab: Lab, undisturbed: list[float], memory: dict[str, str]
+) -> None:
+    """Static plans on bags of three, so that forward and backward die inside a bag, and workers of several nodes."""
     folder = Path(os.environ[chaos.FOLDER])
+    for fired in folder.glob("fired-*"):
+        fired.unlink()
     (folder / "order").write_text("\n".join(PHASES))
+    dit = {**MODEL["dit"], "gradient_checkpointing": True}  # as blocks that are fetched need
     run = lab.start(
         lab.config(
-            "phases",
-            model=MODEL,
-            train={"steps": OPEN_END},
+            f"phases-{'-'.join(memory.values())}",
+            model={**MODEL, "dit": dit},
+            train={"steps": OPEN_END, "memory": memory},
             workers={"min": 3, "max": 3},
             planner={"strategy": "static", "static_degree": 3},
         ),

@@ -12,7 +12,7 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import MemoryForecast
+from actors.planning.memory import Forecasts, MemoryForecast
 from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
 from app.settings.config import RunConfig
@@ -48,16 +48,14 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
         trained=parameters,
         parameter_bytes=2,
         state_bytes=16,
-        deepspeed=False,
         vae_gib=0.46,
-        text_gib=0.0,
-        image_gib=0.0,
+        text_on_host_gib=text,
         needs=needs,
     )
 
 
-def plan(folder: Path, name: str, *changes: str) -> None:
-    """One step of the config's buckets, its encoders by their numbers alone."""
+def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) -> None:
+    """One step of the config's buckets, its encoders by their numbers alone, on its cluster or that of a file."""
     file = CONFIGS / "runs" / f"{name}.yaml"
     paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
@@ -75,7 +73,7 @@ def plan(folder: Path, name: str, *changes: str) -> None:
             overrides=[*paths, "model.dit.path=null", "data.items_per_step=2", *changes],
             from_data=False,
             profile=None,
-            cluster=str(CONFIGS / "clusters" / f"{CASES[name]}.yaml"),
+            cluster=str(cluster or CONFIGS / "clusters" / f"{CASES[name]}.yaml"),
             strategies=(),
             budget_s=0.01,
             steps=1,
@@ -94,9 +92,7 @@ def free_gib(shown: str) -> float:
 def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "app.plan.memory.forecast", lambda model, geometry, train, clips, degrees, cuda: known(name, clips)
-    )
+    monkeypatch.setattr(Forecasts, "of", lambda self, *changed: known(name, self._clips))
     plan(tmp_path, name)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
@@ -105,6 +101,14 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
+    assert re.search(r"host memory of a node [\d.]+ of 2048 \(optimizer state .*text encoders [\d.]+", shown)
+    small = tmp_path / "cluster.yaml"
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
+    with pytest.raises(PlanError, match=r"a node has 128\.0 GiB of host memory .* takes [\d.]+ GiB of it"):
+        plan(tmp_path, name, cluster=small)
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\n")
+    plan(tmp_path, name, cluster=small)
+    assert "which was not checked: host_gib in the cluster file says" in capsys.readouterr().out
 
 
 def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
@@ -113,15 +117,15 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     """30.5 thousand million weights in 60 blocks on 8 x 80 GB."""
     name = "wan2.1-14b-full"
 
-    def thirty(
-        model: object, geometry: object, train: object, clips: Sequence[PixelShape], *rest: object
-    ) -> MemoryForecast:
+    def thirty(self: Forecasts, *changed: object) -> MemoryForecast:
         weights, block = 30_500_000_000, 500_000_000
-        large = replace(known(name, clips), parameters=weights, trained=weights)
+        large = replace(known(name, self._clips), parameters=weights, trained=weights)
         return replace(large, in_blocks=60 * block, largest_block=block)
 
-    monkeypatch.setattr("app.plan.memory.forecast", thirty)
-    plan(tmp_path, name)
+    monkeypatch.setattr(Forecasts, "of", thirty)
+    roomy = tmp_path / "cluster.yaml"
+    roomy.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 8192\n")
+    plan(tmp_path, name, cluster=roomy)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
     assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
@@ -129,7 +133,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
-        plan(tmp_path, name, "train.memory.parameters=replicated")
+        plan(tmp_path, name, "train.memory.parameters=replicated", file=roomy)
 
 
 @pytest.mark.long

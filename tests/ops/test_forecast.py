@@ -25,10 +25,11 @@ from ops.models.forecast import (
     vae_need,
 )
 from ops.models.image import CLIPImages, vision_rows
-from ops.models.load import build_dit, build_image, build_text, build_vae
+from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.wan.config import WanConfig
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence
+from ops.parameters import blocks_in
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
 from ops.train_pass import PassClip, train_pass
@@ -147,6 +148,31 @@ def test_of_a_node_s_gradient_a_gpu_holds_its_part_and_two_staging_buffers(
     staged = 2 * 2 * (STAGE + 2 * ALIGN)
     assert without_state - staged == pytest.approx(weights * (2 + 4 * held), rel=0.03)
     assert found - without_state == pytest.approx(weights * 16 / workers, rel=0.01)
+
+
+@pytest.mark.parametrize(("workers", "per_node", "held"), [(1, 0, 1), (4, 2, 1 / 2)])
+def test_where_blocks_are_fetched_a_gpu_has_two_of_them_and_what_lies_outside(
+    workers: int, per_node: int, held: float
+) -> None:
+    deep = replace(WAN, num_layers=7, gradient_checkpointing=True)
+    skeleton = dit_skeleton(deep)
+    weights = sum(p.numel() for p in skeleton.parameters())
+    block, *others = (sum(p.numel() for p in one.parameters()) for one in blocks_in(skeleton))
+    assert set(others) == {block} and len(others) == 6
+    precision = Precision(parameters=torch.bfloat16)
+    found, without_state = states_bytes(deep, OptimizerConfig(), workers, precision, per_node, fetched=True)
+    staged = 2 * 2 * (STAGE + 2 * ALIGN) if per_node else 0
+    assert without_state - staged == pytest.approx(2 * (weights - 5 * block) + 4 * held * weights, rel=0.02)
+    assert found - without_state == pytest.approx(weights * 16 / workers, rel=0.01)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
+    """Beside the buffers, which are states: gradients of a block go as they come, as those of replicated ones do."""
+    deep = replace(WAN, num_layers=5, gradient_checkpointing=True)
+    precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
+    (peak, held), (fetched, less) = (pass_bytes(deep, CLIPS, degree, precision, way) for way in (False, True))
+    assert fetched == pytest.approx(peak, rel=0.01) and less < held
 
 
 def test_an_image_encoder_needs_what_it_takes_on_tensors_with_data() -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import ray
 
+from actors.config import SnapshotConfig
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
 from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
+from actors.planning.memory import MemoryForecast
+from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -26,11 +29,13 @@ from actors.records.events import (
     WorkerDrained,
 )
 from actors.run.controller import Controller, LookPace
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
 from actors.state.recovery import CommitLog, Recovery
 from actors.step import StepAssignment, StepData
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here, step_items
+from ops.typed import ConfigError
+from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here, step_items
 
 STEPS = 6
 
@@ -138,10 +143,14 @@ class Held(StateHere):
 
 
 class Workers:
-    """Two of them; `dies` says whether a worker dies in a step."""
+    """Two of them; `dies` says whether a worker dies in a step, `forms` what the forming of a generation raises."""
 
-    def __init__(self, dies: Callable[[str, int], bool] = lambda name, step: False) -> None:
-        self._dies = dies
+    def __init__(
+        self,
+        dies: Callable[[str, int], bool] = lambda name, step: False,
+        forms: Callable[[FormTask], Exception | None] = lambda task: None,
+    ) -> None:
+        self._dies, self._forms = dies, forms
         self.handles: dict[str, Any] = {name: self._worker(name) for name in ("w0", "w1")}
         self.formed: list[FormTask] = []
 
@@ -151,8 +160,12 @@ class Workers:
                 return ray.exceptions.ActorDiedError()
             return report(name, task.step), None
 
+        def form(task: FormTask) -> Exception | None:
+            self.formed.append(task)
+            return self._forms(task)
+
         return Handle(
-            form=lambda task: self.formed.append(task),
+            form=form,
             finish_step=finish,
             hand_over=lambda step: Handover(worker=name, exports=()),
         )
@@ -190,7 +203,7 @@ class Run:
         self,
         workers: Workers,
         later: dict[int, list[Event]] | None = None,
-        state_gib: float = 0.0,
+        shortage: Shortage | None = None,
         wait_s: float = 120.0,
         cluster: Cluster | None = None,
     ) -> None:
@@ -212,7 +225,7 @@ class Run:
             events=Events(self.listener),
             source=self.source,
             planner=self.planner,
-            state_gib=state_gib,
+            shortage=shortage,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
             lookout=SimpleNamespace(
@@ -302,10 +315,46 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info
+    weights = 2 * 2**30 // 16
     workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
+    room = GenerationRoom(sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16))
+    shortage = Shortage(snapshot=SnapshotConfig(), room=room)
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
-        Run(workers, state_gib=2.0)
+        Run(workers, shortage=shortage)
     assert workers.formed == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "ends"),
+    [
+        (MemoryError("no room for 54,506 MiB of shared memory (gradients)"), PlanError),
+        (ConfigError("train.memory.gradients: the memory of the node's GPUs cannot be used (PCIe)."), ConfigError),
+    ],
+)
+@pytest.mark.parametrize("first_seen", ["by itself", "behind a finish that failed"])
+def test_what_no_other_generation_would_do_better_ends_the_run_at_once(
+    cause: Exception, ends: type[Exception], first_seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = ray.exceptions.RayTaskError("form", "", cause)
+    workers = Workers(forms=lambda task: failed)
+    if first_seen != "by itself":  # looked at when the step's own calls have failed for it
+        stale = ray.exceptions.RayTaskError("finish", "", RuntimeError("the worker is in no generation"))
+        for handle in workers.handles.values():
+            handle.finish_step = Remote(lambda task: stale)
+        looks = iter([False])
+        check = StepRunner._check_forming
+        monkeypatch.setattr(StepRunner, "_check_forming", lambda runner: next(looks, True) and check(runner))
+    with pytest.raises(ends, match=str(cause)[:20]):
+        Run(workers)
+    assert [task.generation for task in workers.formed] == [1, 1]
+
+
+def test_what_a_worker_lacks_that_could_not_form_may_be_there_the_next_time() -> None:
+    failed = ray.exceptions.RayTaskError("form", "", RuntimeError("a peer has gone"))
+    workers = Workers(forms=lambda task: failed if task.generation == 1 else None)
+    run = Run(workers)
+    assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
+    assert "could not form the generation: a peer has gone" in run.told(GenerationEnded)[0].why
 
 
 def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:

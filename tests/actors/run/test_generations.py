@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.plan.types import Cluster
-from actors.pool.membership_types import Form, Planned
-from actors.records.events import GenerationFormed, RunEvent, WeightsFetched
+from actors.pool.membership_types import Form, LeaveOut, Planned
+from actors.records.events import GenerationFormed, RunEvent, WeightsFetched, WorkersLeftOut
 from actors.run.generations import GenerationManager
 from ops.waiting import Patience
-from tests.actors.fakes import config_of
+from tests.actors.fakes import Handle, config_of
 
 
 def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> None:
@@ -45,3 +45,14 @@ def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     assert [type(event) for event in told] == [GenerationFormed, WeightsFetched, GenerationFormed]
     assert [event.parameters for event in told if isinstance(event, GenerationFormed)] == ["node", "node"]
     assert "56.80 GiB" in told[1].describe() and "no GPU has run this" in told[1].describe()
+
+
+def test_who_is_left_out_gives_back_what_it_has_of_the_last_generation() -> None:
+    told: list[RunEvent] = []
+    asked = {name: Handle() for name in ("w0", "w2")}
+    manager: Any = GenerationManager.__new__(GenerationManager)
+    manager.pool, manager.events = SimpleNamespace(handle=asked.__getitem__), SimpleNamespace(tell=told.append)
+    manager._apply(LeaveOut(workers=(0, 2), why="a clip of some bucket needs 6.6 GiB"))
+    assert [handle.hand_over.asked for handle in asked.values()] == [[(None,)], [(None,)]]
+    assert told == [WorkersLeftOut(workers=("w0", "w2"), why="a clip of some bucket needs 6.6 GiB")]
+    assert told[0].describe() == "w0, w2 wait until others come or go: a clip of some bucket needs 6.6 GiB"
