@@ -133,7 +133,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
-        plan(tmp_path, name, "train.memory.parameters=replicated", file=roomy)
+        plan(tmp_path, name, "train.memory.parameters=replicated", cluster=roomy)
 
 
 @pytest.mark.long
