@@ -38,13 +38,15 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
     )
 
 
-def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
+def profile_of(
+    config: PlannerConfig, model: ModelConfig, geometry: Geometry, device: str = "", train: TrainConfig | None = None
+) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
-    Raises PlanError for a bad file, and for one that is of another model or attention backend, or of another device
-    than `device` where that is given."""
+    Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
+    are given."""
     if config.profile:
         profile = read_profile(config.profile)
-        refuse_other(profile, setting_of(model, device), config.profile)
+        refuse_other(profile, setting_of(model, device, train), config.profile)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device)
             profile.sliced, profile.num_heads = assumed.sliced, None

@@ -75,11 +75,11 @@ def start_controller(
     check_weights(model)
     monitor = start_monitor(run)
     device = device_of(config.workers)
-    setting = setting_of(model, device)
+    setting = setting_of(model, device, config.train)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
     if profile is None:
-        profile = profile_of(config.planner, model, geometry, device)
+        profile = profile_of(config.planner, model, geometry, device, config.train)
         if uses_gpu(config.workers) or config.workers.memory_gib:
             profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
     tell_updates(profile, config.train, model, device)
@@ -91,7 +91,7 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
-    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, config.train), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),

@@ -86,7 +86,7 @@ def run_profile(
         degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
-    profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
+    profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu", config.train)
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     legal = profile.degrees["dit"]
     cluster = None if ray is None else MeasuredCluster.of(ray, config, legal, degrees, target.type)

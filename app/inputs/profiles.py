@@ -24,7 +24,9 @@ def load_profile(path: str | Path) -> Profile:
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
     """The profile that a run of this config plans with. Raises ConfigError."""
     device = gpu_of(config)
-    profile = _as_config_error(lambda: run_profile_of(config.planner, model, geometry, device), config.planner.profile)
+    profile = _as_config_error(
+        lambda: run_profile_of(config.planner, model, geometry, device, config.train), config.planner.profile
+    )
     if profile.update.points:
         tell_updates(profile, config.train, model, device)
     return profile

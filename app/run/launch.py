@@ -125,7 +125,7 @@ def _with_limits(config: RunConfig) -> RunConfig:
     if not before:
         return config
     model, geometry = resolve(config.model)
-    profile = profile_of(config.planner, model, geometry, device_of(config.workers))
+    profile = profile_of(config.planner, model, geometry, device_of(config.workers), config.train)
     found, fit = with_limits(config, model, geometry, profile, Cluster(nodes=(gpus_of_a_node(),)))
     for name, limits in ((name, batch_limits(found)[name]) for name in before):
         source = ""

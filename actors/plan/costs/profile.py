@@ -11,7 +11,7 @@ from typing import cast
 
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
-from actors.plan.costs.fit import Fit, model_from
+from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
 from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
@@ -106,6 +106,12 @@ class ProfiledSetting:
     model: str = ""  # family, blocks and width
     device: str = ""  # cpu, or a GPU's name
     attention: str = ""  # backend, as the config names it
+    backend: str = ""  # what that name means on the device
+    precision: str = ""  # of the parameters, and autocast
+    checkpointing: str = ""  # on or off
+    trained: str = ""  # all weights, LoRA factors, or some
+    vae: str = ""  # class or kind, its precision, and its tiles
+    text: str = ""  # kind and size of the encoder, its precision, and where it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -760,6 +766,11 @@ class Profile:
         if prior is None:
             prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
+        if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
+            notes.append(
+                f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "
+                f"{LEAST_POINTS}; the FLOP model is scaled to {'them' if len(loads) > 1 else 'it'}."
+            )
         self._note(module, notes)
         return found
 
