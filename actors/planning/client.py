@@ -125,7 +125,7 @@ class PlannerClient:
         Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
-        if self._learned is not None:  # it was asked before this was known
+        if self._keep_in is not None:  # a resume must not run into it again; what was asked for does not have it
             self._ask_learned_anew()
         return learn_limit(self._profile, found, text_tokens)
 

@@ -70,12 +70,17 @@ def update_kind(train: TrainConfig, weights: int, device: str) -> str:
     return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(ways)}"
 
 
-def tell_updates(profile: Profile, train: TrainConfig, model: ModelConfig, device: str) -> None:
-    """Have a profile know how the run ends its steps: it forgets figures of another way."""
+def tell_updates(
+    profile: Profile, train: TrainConfig, model: ModelConfig, device: str, memory_gib: float = 0.0
+) -> None:
+    """Have a profile know how the run ends its steps, and that at most `memory_gib` of a device may be used (0: all):
+    it forgets figures of another way, and where memory ran out beside states that lay otherwise."""
     from ops.models.load import num_trained
 
     weights = num_trained(model.dit)
-    profile.update = profile.update.of_run(update_kind(train, weights, device), weights)
+    kind = update_kind(train, weights, device)
+    profile.update = profile.update.of_run(kind, weights)
+    profile.needs.lie_beside(f"{kind}, {memory_gib:g} GiB" if memory_gib else kind)
 
 
 def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:

@@ -81,8 +81,9 @@ def start_controller(
     if profile is None:
         profile = profile_of(config.planner, model, geometry, device, config.train)
         if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
-    tell_updates(profile, config.train, model, device)
+            predicted, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+            profile.expect_needs(predicted)
+    tell_updates(profile, config.train, model, device, config.workers.memory_gib)
     settings = WorkerSettings(
         model=config.model,
         train=config.train,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_seconds
+from actors.plan.costs.needs import Footprint, Samples
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.costs.spanning import SpanningPoint
@@ -21,12 +22,12 @@ from actors.plan.types import MODULES
 from app.device.bag import Bag, MeasuredBag
 from app.device.bench import Bench
 from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
-from app.device.points import LongestClip, PointTimes, ProfilePoint, SideFigure
+from app.device.points import LargestBatch, LongestClip, PointTimes, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
 
 EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
 _HANDOFFS = 3  # timed ones of each size, at least
-Measurable = ProfilePoint | SideFigure | LongestClip
+Measurable = ProfilePoint | SideFigure | LongestClip | LargestBatch
 
 
 class Measuring:
@@ -54,7 +55,7 @@ class Measuring:
                     left = len(points) - number
                     print(f"          the time is over: {left} points are left; call again to continue")
                     break
-                if isinstance(point, LongestClip):
+                if isinstance(point, LongestClip | LargestBatch):
                     self._search(point, until)
                 elif not is_known(point, self._profile):
                     self._measure(point)
@@ -72,9 +73,9 @@ class Measuring:
         write_profile(self._profile, torn)
         os.replace(torn, self._out)
 
-    def _search(self, clip: LongestClip, until: float) -> None:
-        """Bisect over the length. Every clip on the way is a point or a limit, so another call goes on from there."""
-        while (point := clip.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
+    def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
+        """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""
+        while (point := wanted.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
             self._measure(point)
             self.save()
 
@@ -102,11 +103,14 @@ class Measuring:
         else:
             times = self._in_bag(point)
         if point.nodes == 1:
-            self._profile.measure(point.key, times.median, times.peak_gib, point.shape.text_tokens)
+            self._profile.measure(point.key, times.median, point.shape.text_tokens, round(times.spread, 4))
         else:
             self._profile.count_over_nodes([spanning_point(point, times.median)])
-        peak = f"  {times.peak_gib:6.2f} GiB" if times.peak_gib else ""
-        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}{_handed(times)}", flush=True)
+        need = ""
+        if times.need_gib is not None:
+            self._profile.observe_need(footprint_of(point, self._profile), times.need_gib)
+            need = f"  takes {times.need_gib:6.3f} GiB"
+        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{need}{_handed(times)}", flush=True)
 
     def _in_bag(self, point: ProfilePoint) -> PointTimes:
         # by what is known now: a plan brings such rates, and its bags then run as this one does
@@ -213,6 +217,19 @@ def spanning_point(point: ProfilePoint, seconds: float) -> SpanningPoint:
     )
 
 
+def footprint_of(point: ProfilePoint, profile: Profile) -> Footprint:
+    """The size of a measured cascade, as its need of memory sees it."""
+    shape, bucket = point.shape, point.shape.bucket
+    clips = Samples(
+        count=shape.batch,
+        frames=bucket.frames,
+        height=bucket.height,
+        width=bucket.width,
+        text_tokens=shape.text_tokens,
+    )
+    return profile.footprint(point.module, [clips], point.degree)
+
+
 def _over(nodes: int) -> str:
     return f" over {nodes} nodes" if nodes > 1 else ""
 
@@ -247,7 +264,7 @@ def is_known(point: Measurable, profile: Profile) -> bool:
     if isinstance(point, ProfilePoint):
         found = {one.key for one in profile.over_nodes} if point.nodes > 1 else profile.measured
         return point.key in found or any(limit.forbids(*point.key) for limit in profile.max_frames)
-    if isinstance(point, LongestClip):
+    if isinstance(point, LongestClip | LargestBatch):
         return point.next_point(profile) is None
     place = (point.degree, point.nodes)
     if point.kind == "update":

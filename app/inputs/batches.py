@@ -78,7 +78,7 @@ def batch_room_gib(
     clips, workers, peers = clips_of(config.data, geometry), config.workers.min, config.planner.bag_peers
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
-    profile.needs = found.needs
+    profile.expect_needs(found.needs)
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node
         found = placed(found, config, model, geometry, clips, degrees, memory, per_node)

@@ -27,8 +27,8 @@ def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Pro
     profile = _as_config_error(
         lambda: run_profile_of(config.planner, model, geometry, device, config.train), config.planner.profile
     )
-    if profile.update.points:
-        tell_updates(profile, config.train, model, device)
+    if profile.update.points or profile.needs.limits:
+        tell_updates(profile, config.train, model, device, config.workers.memory_gib)
     return profile
 
 

@@ -66,7 +66,7 @@ def view_memory(
     clips, degrees = clips_of(config.data, geometry), profile.degrees.get("dit", (1,))
     degrees = config.planner.degrees or degrees
     found = forecast(model, geometry, config.train, clips, degrees, cuda)
-    profile.needs = found.needs
+    profile.expect_needs(found.needs)
     if cuda and memory is not None:
         found = placed(found, config, model, geometry, clips, degrees, memory, max(cluster.nodes))
     view = MemoryView(

@@ -293,14 +293,6 @@ def peak_gib(plan: Plan, problem: PlanInputs) -> float:
     peaks = [0.0]
     for cascade in (cascade for step in plan.steps for cascade in step.cascades):
         peaks.append(cascade_gib(cascade, items, problem.profile) or 0.0)
-        for part in cascade.parts:
-            item = items[cascade.step, part.item]
-            peaks.append(
-                problem.profile.memory_gib(
-                    cascade.module, part.count, item.frames, item.height, item.width, cascade.degree, item.text_tokens
-                )
-                or 0.0
-            )
     return max(peaks)
 
 

@@ -50,7 +50,6 @@ _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise can
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 MOST_DEGREE = 64  # that is planned where nobody names degrees
-HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
     WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True),
@@ -157,9 +156,8 @@ class Profile:
     setting: ProfiledSetting | None = None  # None: it does not say
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
-    peak_gib: dict[PointKey, float] = field(default_factory=dict)
+    spread: dict[PointKey, float] = field(default_factory=dict)  # of measured runs: longest less shortest over median
     text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
-    gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
     residual: str = "none"  # one of RESIDUALS
@@ -175,17 +173,16 @@ class Profile:
     num_heads: int | None = None
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
-    memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
     spanning: dict[tuple[PointKey, float], LivePoint] = field(default_factory=dict)  # over nodes, by overlap of rails
+    seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
-    _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
         default_factory=dict
@@ -201,7 +198,6 @@ class Profile:
         image: ImageConfig | None = None,
         *,
         tflops: float = 0.03,
-        gpu_memory_gib: float | None = None,
         vae_flops_per_pixel: float | None = None,
         text_flops_per_token: float | None = None,
         launch_s: float = 2e-4,
@@ -243,7 +239,6 @@ class Profile:
             sliced=SlicedBlocks.of(dit, fits["dit"]),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
-            gpu_memory_gib=gpu_memory_gib,
         )
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -401,16 +396,6 @@ class Profile:
         found = self.footprint(module, [clip], degree)
         return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
 
-    def memory_gib(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float | None:
-        """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
-        peak = self.peak_gib.get((module, batch, frames, height, width, degree))
-        if peak is None and module == "dit" and self.memory is not None:
-            tokens = self.tokens(frames, height, width) + text_tokens
-            peak = self.memory[0] + batch * tokens * self.memory[1] / degree
-        return peak
-
     def fits(
         self,
         module: Module,
@@ -422,16 +407,11 @@ class Profile:
         text_tokens: int = 0,
         room_gib: float = math.inf,
     ) -> bool:
-        """Whether the cascade stays within the device's memory and what was measured and learned of it."""
+        """Whether the cascade stays within the room of a worker, as far as that is known, and below every limit."""
         clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
         if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
             return False
-        if any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames):
-            return False
-        if self.gpu_memory_gib is None:
-            return True
-        peak = self.memory_gib(module, batch, frames, height, width, degree, text_tokens)
-        return peak is None or peak <= self.gpu_memory_gib * HEAVY_FRACTION
+        return not any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames)
 
     def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
         """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""
@@ -461,14 +441,15 @@ class Profile:
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def measure(
-        self, key: PointKey, seconds: float, peak_gib: float | None = None, text_tokens: int | None = None
+        self, key: PointKey, seconds: float, text_tokens: int | None = None, spread: float | None = None
     ) -> None:
-        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample."""
+        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample. `spread`
+        of its runs: longest less shortest over the median."""
         self.measured[key] = seconds
         if text_tokens is not None:
             self.text_tokens[key] = text_tokens
-        if peak_gib is not None:
-            self.peak_gib[key] = peak_gib
+        if spread is not None:
+            self.spread[key] = spread
         self._forget(cast(Module, key[0]))
         if key[0] == "dit":  # what these are beside
             self.count_over_nodes()
@@ -487,7 +468,7 @@ class Profile:
         """Add handoffs that were timed apart from any run; all of them say what one costs."""
         self.handoffs = (*self.handoffs, *found)
         if self.handoffs:
-            self._handoffs = estimate_of(self.handoffs)
+            self.seen_handoffs = estimate_of(self.handoffs)
             self._price_handoffs()
 
     def count_exchange(self, exchange_s: float) -> None:
@@ -578,13 +559,21 @@ class Profile:
         """Go on with what another profile has learned of the same costs."""
         for key, (count, text) in learned.runs.items():
             self.live[key] = LivePoint.of(learned.measured[key], count, text)
+        self.spanning.update(learned.spanning)
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
+        self.seen_handoffs = learned.seen_handoffs
+        self.needs.take_up(learned.needs.known())
         for point in learned.update.of_run(self.update.kind, self.update.weights).points:
             if point.count:
                 self._updates[point.workers, point.nodes] = LivePoint.of(point.seconds, point.count)
                 self.update = self.update.with_point(point)
         for module in MODULES:
             self._forget(module)
+
+    def expect_needs(self, forecast: Needs) -> None:
+        """Predict by this what cascades need of memory, until they have been measured."""
+        self.needs.expect(forecast)
+        self._cache.clear()
 
     def ran(self) -> dict[PointKey, LivePoint]:
         """Every point that ran, as on one node."""
@@ -607,7 +596,7 @@ class Profile:
 
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
-        self._handoffs.add(num_bytes, seconds)
+        self.seen_handoffs.add(num_bytes, seconds)
         self._price_handoffs()
 
     def _price_handoffs(self) -> None:
@@ -616,7 +605,7 @@ class Profile:
             [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]
         )
-        cost = self._handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
+        cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
 

@@ -110,6 +110,24 @@ def test_a_backend_by_another_name_is_the_same_and_what_nobody_knows_is_not_comp
     assert "is of attention 'auto'" in take_up(Profile.from_flops(MODEL.dit), of_dit(attention="flex"), tmp_path)
 
 
+def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measured(tmp_path: Path) -> None:
+    first, again = learned(), Profile.from_flops(MODEL.dit)
+    for number in range(8):
+        first.observe_handoff((1 + number % 2) << 24, 0.4 + 0.3 * (number % 2))
+    first.observe("dit", 1, *CLIP, 2, 3.0, 12, overlap=0.5)
+    save_learned(first, SETTING, tmp_path)
+    take_up(again, SETTING, tmp_path)
+    assert {key: (one.seconds, one.count) for key, one in again.spanning.items()} == {
+        key: (one.seconds, one.count) for key, one in first.spanning.items()
+    }
+    assert again.handoff == first.handoff and again.seen_handoffs == first.seen_handoffs
+    for profile in (first, again):
+        profile.observe("dit", 2, *CLIP, 4, 2.9, 12, overlap=1.0)
+        profile.observe_handoff(1 << 25, 0.9)
+    assert again.handoff == first.handoff
+    assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)
+
+
 def test_one_point_is_repaired_with_one_sentence() -> None:
     profile = Profile.from_flops(MODEL.dit)
     profile.measure(("dit", 1, *CLIP, 1), 2.0)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig
-from actors.plan.costs.fit import fit, fit_form, fit_memory, knapformer_constants
+from actors.plan.costs.fit import fit, fit_form, knapformer_constants
 from actors.plan.costs.forms import FORMS, Load, vae_tiles
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
@@ -67,11 +67,6 @@ def test_coefficients_are_never_negative() -> None:
     seconds = [10.0 / (1 + p.batch) for p in grid()]  # falls with the load: no physical model fits
     found = fit("dit", grid(), seconds, "nonsense")
     assert min(found.coefficients) >= 0 and found.poor
-
-
-def test_memory_fit_recovers_states_and_tokens() -> None:
-    states, per_token, _ = fit_memory(grid(), [20 + 3e-4 * p.batch * p.length / p.degree for p in grid()])
-    assert (states, per_token) == pytest.approx((20, 3e-4))
 
 
 def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
@@ -216,20 +211,26 @@ def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> N
 
 
 def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
+    """80 rows of the clip take 0.5 GiB each as far as two peaks say, of which a worker has 10 GiB."""
+    peaks = [{"units": units, "gib": units / 2} for units in (8, 16)]
+    kinds = [{"module": "dit", "kind": kind, "peaks": peaks} for kind in ("solo", "bag")]
     profile = read_profile(
-        {
-            "latency": [ENTRY],
-            "degrees": {"dit": [1]},
-            "extrapolate": True,
-            "num_heads": 8,
-            "memory": {"states_gib": 10, "gib_per_token": 1},
-            "limits": {"gpu_memory_gib": 40},
-        }
+        {"latency": [ENTRY], "degrees": {"dit": [1]}, "extrapolate": True, "num_heads": 8, "needs": {"kinds": kinds}}
     )
     with pytest.raises(PlanError, match="It fits at degree 4"):
         make_plan(
-            [[Item(id="x", batch=1, frames=17, height=64, width=64)]], profile, Cluster(nodes=(8,)), PlanOptions()
+            [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
+            profile,
+            Cluster(nodes=(8,), room_gib=(10.0,) * 8),
+            PlanOptions(),
         )
+
+
+def test_peaks_of_whole_devices_are_read_past_with_one_sentence() -> None:
+    old = {"latency": [{**ENTRY, "peak_gib": 70.0}], "limits": {"gpu_memory_gib": 80}, "memory": None}
+    (note,) = read_profile(old).notes
+    assert "peaks of whole devices" in note
+    assert read_profile({"latency": [ENTRY], "memory": None}).notes == []
 
 
 def test_a_degree_that_shares_heads_costs_what_it_sends_more() -> None:
