@@ -11,6 +11,7 @@ from actors.planning.learned import refuse_other, setting_of
 from ops.degrees import bag_sizes
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.folders import tiling_of
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -47,6 +48,7 @@ def profile_of(
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
+        profile.tiling = tiling_of(model.vae)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device)
             profile.sliced, profile.num_heads = assumed.sliced, None
@@ -87,7 +89,7 @@ def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Pr
     """The FLOP model of workers on this device: `cpu`, the name of a GPU (a table knows published ones), or "", which
     is taken for a CPU. A GPU that is not in the table is measured for ten seconds where this process has one; else it
     is taken for an H100, and a note says so."""
-    parts = (model.dit, model.vae, model.text, geometry, model.image)
+    parts = (model.dit, model.vae, model.text, geometry, model.image, tiling_of(model.vae))
     if device in ("", "cpu"):
         return Profile.from_flops(*parts)
     notes, known = [], device_speed(device)

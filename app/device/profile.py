@@ -12,13 +12,14 @@ file of the same setting is continued. Other batch sizes and degrees are predict
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.exchange import exchange_speed
-from actors.plan.costs.fit import fit_form, knapformer_constants
+from actors.plan.costs.fit import RESIDUAL_POINTS, fit_form, knapformer_constants
 from actors.plan.costs.handoff import estimate_of
 from actors.plan.costs.profile import MOST_DEGREE, Handoff, Profile
 from actors.plan.costs.profile_json import read_profile
@@ -43,6 +44,7 @@ from data.types import Bucket
 from ops.degrees import SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.folders import tiling_of
 from ops.typed import ConfigError
 
 SWEPT_TOKENS = 20_000
@@ -86,6 +88,7 @@ def run_profile(
         model.text,
         geometry,
         model.image,
+        tiling_of(model.vae),
         degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
@@ -122,11 +125,27 @@ def run_profile(
     bench = Bench(config, model, geometry, target)
     measuring = Measuring(config, bench, profile, out, repeats, cluster)
     measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
+    offer_residual(profile)
     measuring.save()
     _print_fits(profile, model)
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
     return profile
+
+
+def offer_residual(profile: Profile) -> None:
+    """Have trees explain what the fit of the VAE leaves (Arachne sec. IV-B), where points are many enough and the
+    package is here. They stay where they help at points that they have not seen."""
+    points = sum(key[0] == "vae" for key in profile.measured)
+    if profile.residual != "none" or points < RESIDUAL_POINTS:
+        return
+    if importlib.util.find_spec("xgboost") is None:
+        print(f"vae   {points} points are enough for trees on top of its fit: install the extra [xgboost] for them")
+        return
+    profile.explain("xgboost")
+    found = profile.model_of("vae")
+    if found is None or found.residual is None:
+        profile.explain("none")
 
 
 def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:

@@ -23,9 +23,10 @@ from ops.models.base.family import Json
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
-from ops.models.folders import component, vae_numbers
+from ops.models.folders import component, tiling_by, vae_numbers
 from ops.models.place import on_device
 from ops.models.tiles import Tile, whole
+from ops.models.tiling import cuts
 
 
 class VAE(Protocol):
@@ -86,6 +87,7 @@ class DiffusersVAE:
         self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
         self._wan = type(model).__name__ == "AutoencoderKLWan"
         self._of_pictures = VAE_CLASSES[type(model).__name__].of_pictures
+        self.tiling = tiling_by(fields, config)
         if config.tiling:
             if not VAE_CLASSES[fields["_class_name"]].can_be_tiled:
                 raise ValueError(f"model.vae.tiling: {fields['_class_name']} is encoded whole here. Set it to false.")
@@ -117,21 +119,7 @@ class DiffusersVAE:
         return self.join([(tile, self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], grid)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
-        starts = [(0, frames)]
-        model = self.model
-        if getattr(model, "use_framewise_encoding", False) and frames > model.tile_sample_min_num_frames:
-            # HunyuanVideo: segments share their first frame with the one before.
-            starts = [
-                (start, min(start + model.tile_sample_min_num_frames + 1, frames))
-                for start in range(0, frames, model.tile_sample_stride_num_frames)
-            ]
-        rows, columns = [(0, height)], [(0, width)]
-        if self.config.tiling and (height > model.tile_sample_min_height or width > model.tile_sample_min_width):
-            # With a patch (Wan 2.2) Diffusers counts tiles in patched pixels.
-            scale = getattr(model.config, "patch_size", None) or 1
-            rows = _cuts(height, self._stride_of("height"), model.tile_sample_min_height, scale)
-            columns = _cuts(width, self._stride_of("width"), model.tile_sample_min_width, scale)
-        tiles = _grid_of(starts, rows, columns)
+        tiles = _grid_of(*self.tiling.spans(frames, height, width))
         return tiles if len(tiles) > 1 else whole(frames, height, width)
 
     @torch.no_grad()
@@ -154,8 +142,8 @@ class DiffusersVAE:
         if self.config.tiling:
             (tile_h, tile_w), (step_h, step_w) = self.config.tile_sample_min, self.config.tile_sample_stride
             if height > tile_h // stride[1] or width > tile_w // stride[2]:
-                rows = _cuts(height, step_h // stride[1], tile_h // stride[1], 1)
-                columns = _cuts(width, step_w // stride[2], tile_w // stride[2], 1)
+                rows = cuts(height, step_h // stride[1], tile_h // stride[1])
+                columns = cuts(width, step_w // stride[2], tile_w // stride[2])
         return _grid_of(times, rows, columns)
 
     @torch.no_grad()
@@ -298,12 +286,6 @@ class DiffusersVAE:
                 tile_sample_stride_width=stride_w,
             )
 
-    def _stride_of(self, side: str) -> int:
-        if not self._cog:
-            return int(getattr(self.model, f"tile_sample_stride_{side}"))
-        overlap = getattr(self.model, f"tile_overlap_factor_{side}")
-        return int(getattr(self.model, f"tile_sample_min_{side}") * (1 - overlap))
-
     def _latent_tile(self, side: str) -> tuple[int, int]:
         """(rows kept of each tile, rows blended with its neighbour), in latents, as Diffusers rounds them."""
         if self._cog:
@@ -352,11 +334,6 @@ def _unpatchified(pixels: Tensor, patch: int) -> Tensor:
     batch, channels, frames, height, width = pixels.shape
     squares = pixels.view(batch, channels // patch**2, patch, patch, frames, height, width)
     return squares.permute(0, 1, 4, 5, 3, 6, 2).reshape(batch, -1, frames, height * patch, width * patch)
-
-
-def _cuts(size: int, stride: int, length: int, scale: int) -> list[tuple[int, int]]:
-    patched = size // scale
-    return [(start * scale, min(start + length, patched) * scale) for start in range(0, patched, stride)]
 
 
 def _overlap(length: int, stride: int, ratio: int) -> float:

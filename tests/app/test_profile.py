@@ -22,7 +22,16 @@ from app.device.bench import Bench
 from app.device.choice import pick_device
 from app.device.measuring import Measuring, footprint_of, is_known
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, timed
-from app.device.profile import by_information, figures_of, largest_of, longest_of, points_of, run_profile, shapes_of
+from app.device.profile import (
+    by_information,
+    figures_of,
+    largest_of,
+    longest_of,
+    offer_residual,
+    points_of,
+    run_profile,
+    shapes_of,
+)
 from app.inputs.limits import longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
@@ -30,6 +39,7 @@ from ops.comm import Group
 from ops.models.folders import resolve
 from ops.spatial_temporal.choice import WHOLE
 from ops.typed import ConfigError
+from tests.actors.plan.test_profile_and_costs import tiled_vae
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]
@@ -595,3 +605,22 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     assert "all-to-all of 2:" in told and "update  end of a step on 2 workers" in told
     assert profile.update_seconds(2) > 0 and len(profile.exchanges) == 2
     assert " MiB from the others" in told, "a bag's cascade begins with the handoff of its inputs"
+
+
+def test_trees_are_offered_where_points_are_enough_and_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = read_profile(tiled_vae(36))
+    offer_residual(found)
+    model = found.model_of("vae")
+    assert found.residual == "xgboost" and model is not None and model.residual is not None
+    few, straight = read_profile(tiled_vae(12)), read_profile(tiled_vae(36))
+    for key in straight.measured:
+        straight.measure(key, 0.05 + 1e-7 * straight.load_of("vae", *key[1:], 0).dealt.pixels)  # type: ignore[union-attr]
+    offer_residual(few)
+    offer_residual(straight)
+    assert few.residual == straight.residual == "none"
+    monkeypatch.setattr("app.device.profile.importlib.util.find_spec", lambda name: None)
+    lacking = read_profile(tiled_vae(36))
+    offer_residual(lacking)
+    assert lacking.residual == "none" and "install the extra [xgboost]" in capsys.readouterr().out

@@ -169,7 +169,7 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     """
     import xgboost
 
-    columns = np.array([(load.frames, load.height, load.width, load.batch, load.degree) for load in loads], dtype=float)
+    columns = np.array([_of_tiles(load) for load in loads])
     ratio = np.array(seconds) / np.array([found.predict(load) for load in loads])
     options = {"max_depth": 3, "eta": 0.15, "lambda": 2.0, "seed": 0, "nthread": 1, "verbosity": 0}
 
@@ -186,12 +186,18 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     booster = train(np.ones(len(ratio), dtype=bool))
 
     def residual(load: Load) -> float:
-        row = np.array([(load.frames, load.height, load.width, load.batch, load.degree)], dtype=float)
+        row = np.array([_of_tiles(load)])
         return float(np.exp(np.clip(booster.predict(xgboost.DMatrix(row))[0], -0.7, 0.7)))
 
     predicted = np.array([found.predict(load) * residual(load) for load in loads])
     r2, worst = quality(predicted, np.array(seconds))
     return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
+
+
+def _of_tiles(load: Load) -> tuple[float, ...]:
+    """What trees see of a VAE's cascade: the largest tile, how many the busiest member has, and who else there is."""
+    assert load.dealt is not None, "a load of a VAE has its tiles"
+    return *map(float, load.dealt.shape), float(load.dealt.count), float(load.batch), float(load.degree)
 
 
 def with_exchange(found: Fit, exchange_s: float) -> Fit:

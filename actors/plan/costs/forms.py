@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ops.models.tiling import DealtTiles
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
@@ -26,6 +28,7 @@ class Load:
     exposed: float = 1.0  # share of its exchanges that no computation hides
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
     call_s: float = 0.0  # of an all-to-all of its bag that sends nothing, on one node; 0: not measured
+    dealt: DealtTiles | None = None  # of a VAE: what the busiest member encodes
 
     @property
     def length(self) -> int:
@@ -98,8 +101,8 @@ def _adaptiveload(load: Load, exponent: float) -> tuple[float, ...]:
 
 def _tiles(load: Load, exponent: float) -> tuple[float, ...]:
     """Arachne's VAE: tiles dealt round-robin, the busiest worker decides; linear in tile volume."""
-    count, volume = vae_tiles(load.frames, load.height, load.width)
-    return 1.0, -(-load.batch * count // load.degree) * volume
+    assert load.dealt is not None, "a load of a VAE has its tiles"
+    return 1.0, float(load.dealt.pixels)
 
 
 def _pixels(load: Load, exponent: float) -> tuple[float, ...]:
@@ -127,13 +130,3 @@ FORMS_OF = {
     "vae": ("tiles", "pixels"),
     "text": ("captions",),
 }
-TILE = (16, 256, 256)  # frames, height, width of a VAE tile; neighbours overlap by a quarter in space
-
-
-def vae_tiles(frames: int, height: int, width: int) -> tuple[int, float]:
-    """(tiles of a clip, pixels of one) for a tiled encode; small clips are one smaller tile."""
-    sizes = [min(size, tile) for size, tile in zip((frames, height, width), TILE)]
-    counts = [-(-frames // TILE[0])]
-    for size, tile in zip((height, width), TILE[1:]):
-        counts.append(1 if size <= tile else -(-(size - tile) // (tile * 3 // 4)) + 1)
-    return counts[0] * counts[1] * counts[2], float(sizes[0] * sizes[1] * sizes[2])

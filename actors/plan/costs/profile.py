@@ -25,6 +25,7 @@ from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.tiling import Tiling
 from ops.models.wan.config import WanConfig
 from ops.spatial_temporal.choice import SliceRates
 
@@ -171,6 +172,7 @@ class Profile:
     geometry: Geometry = field(default_factory=Geometry)
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
     num_heads: int | None = None
+    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
@@ -196,6 +198,7 @@ class Profile:
         text: TextConfig | None = None,
         geometry: Geometry | None = None,
         image: ImageConfig | None = None,
+        tiling: Tiling | None = None,
         *,
         tflops: float = 0.03,
         vae_flops_per_pixel: float | None = None,
@@ -239,6 +242,7 @@ class Profile:
             sliced=SlicedBlocks.of(dit, fits["dit"]),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
+            tiling=tiling or Tiling(),
         )
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -258,6 +262,8 @@ class Profile:
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
         load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+        if module == "vae":
+            return replace(load, dealt=self.tiling.dealt(batch, (frames, height, width), degree))
         if module != "dit" or degree == 1:
             return load
         if self.sliced is not None:
@@ -470,6 +476,11 @@ class Profile:
         if self.handoffs:
             self.seen_handoffs = estimate_of(self.handoffs)
             self._price_handoffs()
+
+    def explain(self, residual: str) -> None:
+        """By what the VAE's fit is completed from now on, one of RESIDUALS."""
+        self.residual = residual
+        self._forget("vae")
 
     def count_exchange(self, exchange_s: float) -> None:
         """The all-to-alls of the DiT have been measured."""

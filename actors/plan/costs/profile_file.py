@@ -16,6 +16,7 @@ from actors.plan.costs.topology import CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
+from ops.models.tiling import Tiling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +87,7 @@ class ProfileFile:
     ran_over_nodes: tuple[SpreadPoint, ...] = ()
     seen_handoffs: tuple[HandoffPoint, ...] = ()  # the newest of a run
     geometry: Geometry = field(default_factory=Geometry)
+    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
     needs: KnownNeeds = field(default_factory=KnownNeeds)
 
     def __post_init__(self) -> None:

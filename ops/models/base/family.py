@@ -48,6 +48,7 @@ class VAEClass:
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
+    segments: tuple[int, int] | None = None  # frames that it encodes at a time, and from one to the next; None: all
 
 
 def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:

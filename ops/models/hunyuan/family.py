@@ -171,7 +171,7 @@ FAMILY = Family(
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),
     first_frame=_first_frame,
-    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, segments=(16, 12)),
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
