@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from actors.plan.costs.topology import Topology
-from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
+from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
 
@@ -28,6 +28,7 @@ class ListSchedule:
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.handoff = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
+        self.earlier = _by_item(self.context) if self.handoff else {}  # encodes that need not be placed any more
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
         self.placed: list[Placement] = []
@@ -130,7 +131,17 @@ class ListSchedule:
     def _producers(self, job: PlannedJob) -> set[int]:
         if not self.mapper.producers:
             return set()
-        return {w for pred in job.preds for w in self.where.get(pred, ())}
+        placed = {w for pred in job.preds for w in self.where.get(pred, ())}
+        return placed.union(*(workers for _, workers in self._earlier_of(job)))
+
+    def _earlier_of(self, job: PlannedJob) -> list[tuple[float, tuple[int, ...]]]:
+        """(end, workers) of encodes of its samples that earlier steps of the horizon ran; none where a handoff costs
+        nothing."""
+        return [
+            (end, workers)
+            for first, count, end, workers in self.earlier.get(job.item, ())
+            if job.module == "dit" and first < job.first + job.count and job.first < first + count
+        ]
 
     def _ready(self, index: int) -> float:
         job = self.jobs[index]
@@ -147,6 +158,9 @@ class ListSchedule:
         for pred in job.preds:
             if bag.isdisjoint(self.where.get(pred, ())):
                 ready = max(ready, self.end[pred] + delay)
+        for end, workers in self._earlier_of(job):
+            if bag.isdisjoint(workers):
+                ready = max(ready, end + delay)
         item = self.problem.items[job.item]
         for module in ("text", "vae"):
             for result in self.problem.finished.get((job.item, module), ()):
@@ -159,7 +173,8 @@ class ListSchedule:
     def _bags(self, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:
         """Candidate bags: on the nodes where the start is earliest, or over few nodes where none is large enough.
 
-        With speed factors every node is a candidate, once per speed class.
+        With speed factors every node is a candidate, once per speed class; where a handoff takes time also the bag of
+        a node that has a producer in it, although that may be free later than others.
         """
         if not self.mapper.nodes:
             return [self._anywhere(degree, ready, producers)]
@@ -185,6 +200,12 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags.append(self._pick(fast, degree, ready, producers))
+            here = [w for w in workers if w in producers] if self.handoff else []
+            if here and len(workers) >= degree:
+                holder = min(here, key=lambda w: (self.free[w], w))
+                others = [w for w in workers if w != holder]
+                start = max(ready, self.free[holder])
+                bags.append(tuple(sorted([holder, *self._pick(others, degree - 1, start, producers)])))
         return bags or [_over_nodes(self.topology, self.free, degree, ready, self.mapper.rails)]
 
     def _anywhere(self, degree: int, ready: float, producers: set[int]) -> tuple[int, ...]:
@@ -198,6 +219,8 @@ class ListSchedule:
         self, workers: Sequence[int], degree: int, ready: float, producers: set[int], turn: int = 0
     ) -> tuple[int, ...]:
         """Best fit: of the workers that allow the earliest start, those free last; producers first on ties."""
+        if not degree:
+            return ()
         free = self.free
         flip = -1 if turn % 2 else 1
         ordered = sorted(workers, key=lambda w: (free[w], w in producers, flip * w))
@@ -206,6 +229,14 @@ class ListSchedule:
         while usable < len(ordered) and free[ordered[usable]] <= start + EPS:
             usable += 1
         return tuple(sorted(ordered[usable - degree : usable]))
+
+
+def _by_item(context: StepContext) -> dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]]:
+    """(first sample, samples, end, workers) of the encodes that ran before, by item."""
+    found: dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]] = {}
+    for (item, _, first, count), (end, workers) in context.ran.items():
+        found.setdefault(item, []).append((first, count, end, workers))
+    return found
 
 
 def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: float, rails: bool) -> tuple[int, ...]:
