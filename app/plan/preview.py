@@ -260,18 +260,21 @@ def update_line(plans: Sequence[Plan], problem: PlanInputs) -> str:
     update_s = max((step.update_s for plan in plans for step in plan.steps), default=0.0)
     if not update_s:
         return ""
+    remainder_s = max(step.remainder_s for plan in plans for step in plan.steps)
+    between = f" and {remainder_s:.3f} s beside cascades, as a run has learned" if remainder_s else ""
     whole = ", ".join(f"{plan.strategy} {step_seconds(plan):.3f} s" for plan in plans)
     here = (problem.cluster.num_workers, len(problem.cluster.nodes))
     known = any((one.workers, one.nodes) == here for one in problem.profile.update.points)
     return (
         f"update    {update_s:.3f} s more at the end of each step (gradient sum, optimizer, new parameters; "
-        f"{'measured' if known else 'by what was measured on other numbers of workers'}): {whole} per step in all"
+        f"{'measured' if known else 'by what was measured on other numbers of workers'}){between}: {whole} per step "
+        f"in all"
     )
 
 
 def step_seconds(plan: Plan) -> float:
-    """Mean seconds per step, its end included as far as it is known: what `predicted_s` of a run says."""
-    return _mean([step.makespan_s + step.update_s for step in plan.steps])
+    """Mean seconds per step, its end and remainder included as far as they are known: `predicted_s` of a run."""
+    return _mean([step.seconds for step in plan.steps])
 
 
 def step_figures(plan: Plan, problem: PlanInputs) -> list[StepFigures]:

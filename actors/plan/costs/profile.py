@@ -16,6 +16,7 @@ from actors.plan.costs.flops import flop_coefficients
 from actors.plan.costs.forms import FORMS_OF, Load
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.remainder import RemainderPoint, remainder_of
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, SpanningPoint, SpreadCascade, cross_of_spread
 from actors.plan.costs.topology import CrossNode
@@ -165,6 +166,7 @@ class Profile:
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
+    remainders: tuple[RemainderPoint, ...] = ()  # of a run's steps, beside cascades and end
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
     handoffs: tuple[HandoffPoint, ...] = ()  # as measured
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
@@ -186,6 +188,7 @@ class Profile:
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
+    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
         default_factory=dict
     )
@@ -435,6 +438,10 @@ class Profile:
         """Of the end of a step, behind its last backward; 0 where nobody has measured it."""
         return self.update.seconds(workers, nodes) or 0.0
 
+    def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
+        """Of a step beside its cascades and its end; 0 where no run has measured it."""
+        return remainder_of(self.remainders, workers, nodes)
+
     def model_of(self, module: Module) -> Fit | None:
         """The model that prices missing points; fitted to the measured points on first use."""
         if module in self._fits:
@@ -574,6 +581,9 @@ class Profile:
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
         self.seen_handoffs = learned.seen_handoffs
         self.needs.take_up(learned.needs.known())
+        self.remainders = learned.remainders
+        for one in learned.remainders:
+            self._remainders[one.workers, one.nodes] = LivePoint.of(one.seconds, one.count)
         for point in learned.update.of_run(self.update.kind, self.update.weights).points:
             if point.count:
                 self._updates[point.workers, point.nodes] = LivePoint.of(point.seconds, point.count)
@@ -631,6 +641,19 @@ class Profile:
         self._updates[place] = point
         found = UpdatePoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
         self.update = self.update.with_point(found)
+
+    def observe_remainder(self, workers: int, nodes: int, seconds: float) -> None:
+        """Learn what a step on so many workers took beside its cascades and its end. Raises ValueError for what cannot
+        have been measured."""
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"a step took {seconds} s beside its cascades; a duration must be finite and at least 0.")
+        place = (workers, nodes)
+        before = self._remainders.get(place)
+        point = LivePoint.of(seconds) if before is None else before.after(seconds, 0)
+        self._remainders[place] = point
+        found = RemainderPoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
+        others = [one for one in self.remainders if (one.workers, one.nodes) != place]
+        self.remainders = tuple(sorted([*others, found], key=lambda one: (one.nodes, one.workers)))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.handoff import HandoffPoint
 from actors.plan.costs.needs import KnownNeeds
 from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting
+from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossNode
 from actors.plan.costs.update import UpdateCosts
@@ -80,6 +81,7 @@ class ProfileFile:
     cross_node: CrossNode = field(default_factory=CrossNode)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
+    remainders: tuple[RemainderPoint, ...] = ()
     exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
     handoffs: tuple[HandoffPoint, ...] = ()

@@ -95,7 +95,8 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
 
     `planning_s` is what the planning of one step took on average.
     """
-    update_s = problem.profile.update_seconds(problem.topology.num_workers, len(problem.cluster.nodes))
+    place = problem.topology.num_workers, len(problem.cluster.nodes)
+    update_s, remainder_s = problem.profile.update_seconds(*place), problem.profile.remainder_seconds(*place)
     steps = []
     for number, window in zip(problem.numbers, windows(cascades, problem.numbers)):
         own = sorted((c for c in cascades if c.step == number), key=lambda c: (c.start_s, c.module != "dit", c.id))
@@ -111,6 +112,7 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
                 planning_s=planning_s,
                 idle_ratio=balance.idle_ratio,
                 update_s=update_s,
+                remainder_s=remainder_s,
             )
         )
     return Plan(strategy=problem.options.strategy, steps=tuple(steps))
