@@ -121,23 +121,29 @@ class LivePoint:
     is known yet, or a moment on a busy host, does not move it."""
 
     newest: tuple[float, ...]  # seconds, at most NEWEST of them
+    texts: tuple[int, ...]  # text tokens of a sample of each, 0 where that is not known
     count: int  # cascades in all
-    text_tokens: int = 0  # mean of a sample
     refused: int = 0  # absurd ones since the last that was believed
 
     @classmethod
     def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
         """A point of so many equal measurements."""
-        return cls(newest=(seconds,) * min(count, NEWEST), count=count, text_tokens=text_tokens)
+        kept = min(count, NEWEST)
+        return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
 
     @property
     def seconds(self) -> float:
         return statistics.median(self.newest)
 
+    @property
+    def text_tokens(self) -> int:
+        """Of a sample, where known: the median."""
+        return round(statistics.median([text for text in self.texts if text] or [0]))
+
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
         """The point with one measurement more."""
-        newest = (*self.newest, seconds)[-NEWEST:]
-        return LivePoint(newest=newest, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
+        newest, texts = (*self.newest, seconds)[-NEWEST:], (*self.texts, text_tokens)[-NEWEST:]
+        return LivePoint(newest=newest, texts=texts, count=self.count + 1)
 
     def over(self, factor: float) -> LivePoint:
         """The same where everything is quicker by this factor."""
@@ -307,22 +313,32 @@ class Profile:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
         key = (module, batch, frames, height, width, degree)
         seen = self.live.get(key) or self._on_one_node(key)
-        if seen is not None:
-            return seen.seconds
         load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        if seen is not None:
+            return seen.seconds * self._by_text(module, load, seen.text_tokens)
         seconds = self.measured.get(key)
         if seconds is None and module == "text":
             seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
         if seconds is None and self.over_nodes:
             seconds = self._measured_over_nodes(key)
         if seconds is not None:
-            return seconds * self._file_drift(module).factor(load)
+            known = self._by_text(module, load, self.text_tokens.get(key, 0))
+            return seconds * known * self._file_drift(module).factor(load)
         if not self.extrapolate:
             return None
         model = self.model_of(module)
         if model is None:
             return None
         return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
+
+    def _by_text(self, module: Module, load: Load, measured_with: int) -> float:
+        """What a point that was measured with so many text tokens of a sample is to be multiplied by for those of this
+        load, by the module's model; 1 where either is not known."""
+        if module == "vae" or not (measured_with and load.text_tokens) or measured_with == load.text_tokens:
+            return 1.0
+        model = self.model_of(module)
+        before = model.predict(replace(load, text_tokens=measured_with)) if model is not None else 0.0
+        return model.predict(load) / before if model is not None and before > 0 else 1.0
 
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0

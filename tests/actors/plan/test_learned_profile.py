@@ -166,3 +166,19 @@ def test_a_run_s_folder_is_read_as_its_profile(tmp_path: Path) -> None:
         read_profile(tmp_path)
     save_learned(learned(), SETTING, tmp_path)
     assert read_profile(tmp_path).seconds("dit", 1, *CLIP, 1) == pytest.approx(2.3)
+
+
+def test_a_point_counts_for_captions_of_another_length_as_its_model_says() -> None:
+    """A run's captions are of any length; the point of a shape is the median of theirs."""
+    profile = Profile.from_flops(MODEL.dit, launch_s=1e-3)
+    for text in (10, 20, 40, 20, 10, 40, 20):
+        for batch in range(1, 8):
+            profile.observe("text", batch, *CLIP, 1, 0.01 + 1e-3 * batch * text, text)
+    assert profile.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
+    assert profile.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.1)
+    assert profile.price("text", 2, *CLIP, 1) == pytest.approx(0.05), "where nobody says"
+    measured = Profile.from_flops(MODEL.dit)
+    for batch in range(1, 8):
+        measured.measure(("text", batch, *CLIP, 1), 0.01 + 1e-3 * batch * 20, 20)
+    assert measured.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.05)
+    assert measured.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
