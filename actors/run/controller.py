@@ -244,7 +244,8 @@ class Controller:
         if self.config.planner.strategy == "exact":
             return
         names = [seat.name for seat in runner.world]
-        self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)))
+        nodes = {seat.name: seat.node for seat in runner.world}
+        self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)), nodes)
         speed = self.speeds.factors(names)
         if speed != runner.cluster.speed:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))

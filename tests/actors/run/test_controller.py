@@ -272,10 +272,11 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
     """A step that was dispatched before a worker was found to be slow expected of it what it expects of any."""
     heard: list[dict[str, float]] = []
     speeds = SimpleNamespace(
-        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
+        observe=lambda reports, planned_with, nodes: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
     )
     runner = SimpleNamespace(
-        world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
+        world=[SimpleNamespace(name="w0", node="n"), SimpleNamespace(name="w1", node="n")],
+        cluster=SimpleNamespace(speed=(1.0, 0.5)),
     )
     controller: Any = SimpleNamespace(
         config=SimpleNamespace(planner=SimpleNamespace(strategy="cascade")), speeds=speeds, events=None

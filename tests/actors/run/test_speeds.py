@@ -57,12 +57,59 @@ def test_noise_and_a_common_misprediction_change_nothing() -> None:
     assert speeds.factors(("a", "b")) == ()
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_cascades_of_a_bag_say_nothing_about_one_worker(degree: int) -> None:
+def bags(seconds: dict[str, float]) -> list[StepReport]:
+    """Reports of a step in which each of these pairs of workers ran the same four cascades."""
+    return [
+        replace(one, spans=tuple(replace(s, cascade=f"{pair}{n}") for n, s in enumerate(one.spans)))
+        for pair, took in seconds.items()
+        for worker in pair
+        for one in [report(worker, took, degree=2)]
+    ]
+
+
+def test_a_slow_bag_slows_its_members_down_until_one_of_them_is_seen_elsewhere() -> None:
+    speeds, names = Speeds(), tuple("abcdefgh")
+    for _ in range(20):
+        speeds.observe(bags({"ab": 1.0, "cd": 2.0, "ef": 1.0, "gh": 1.0}), {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0), "either may be the slow one"
+    for _ in range(20):
+        speeds.observe(bags({"ad": 1.0, "cb": 2.0, "ef": 1.0, "gh": 1.0}), {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0), "d is not, nor is b"
+
+
+def test_a_worker_that_is_known_alone_is_not_judged_by_its_bag() -> None:
+    speeds, names = Speeds(), tuple("abcdefgh")
+    for _ in range(20):
+        speeds.observe(bags({"ab": 1.0, "cd": 2.0, "ef": 1.0, "gh": 1.0}), {})
+        speeds.observe([report(name, 2.0 if name == "c" else 1.0) for name in names], {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0)
+    seen = Speeds()
+    seen.observe([report(name, 1.0) for name in names], {})
+    for _ in range(20):
+        seen.observe(bags({"ab": 1.0, "cd": 2.0, "ef": 1.0, "gh": 1.0}), {})
+    assert seen.factors(names) == (), "alone for too short a time to be judged: it stays as it is"
+
+
+def test_bags_over_nodes_are_not_compared_with_those_inside_one() -> None:
+    speeds, names = Speeds(), tuple("abcdefgh")
+    for _ in range(20):
+        speeds.observe(bags({"ab": 1.0, "cd": 2.0, "ef": 1.0, "gh": 1.0}), {}, dict.fromkeys("abc", "x"))
+    assert speeds.factors(names) == (), "d is on another node than c"
+
+
+def test_a_member_that_says_nothing_leaves_its_bag_out() -> None:
     speeds = Speeds()
     for _ in range(20):
-        speeds.observe([report("a", 9.0, degree=degree), report("b", 1.0, degree=degree)], {})
-    assert speeds.factors(("a", "b")) == ()
+        speeds.observe(bags({"ab": 1.0, "cd": 2.0, "ef": 1.0, "gh": 1.0})[1:], {})
+    assert all("a" not in bag for bag in speeds._known)
+
+
+def test_bags_that_never_come_again_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.run.speeds._MOST", 4)
+    speeds = Speeds()
+    for pair in ("ab", "cd", "ef", "gh", "ab", "ag"):
+        speeds.observe(bags({pair: 1.0}), {})
+    assert list(speeds._known) == [("e", "f"), ("g", "h"), ("a", "b"), ("a", "g")]
 
 
 def test_a_new_worker_is_not_judged_by_its_first_cascades() -> None:
