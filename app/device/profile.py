@@ -32,7 +32,7 @@ from actors.planning.options import tell_updates
 from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.choice import device_name, pick_device
-from app.device.measuring import Measurable, Measuring, is_known
+from app.device.measuring import BagsHere, Measurable, Measuring, is_known
 from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.points import LargestBatch, LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
@@ -123,7 +123,8 @@ def run_profile(
     if len(left) < len(points):
         print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    measuring = Measuring(config, bench, profile, out, repeats, cluster)
+    together = BagsHere(config=config, device=target.type, cluster=cluster)
+    measuring = Measuring(bench, together, profile, out, repeats)
     measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
     offer_residual(profile)
     measuring.save()
@@ -284,7 +285,7 @@ def continue_from(out: Path, profile: Profile) -> None:
     profile.max_frames = before.max_frames
     profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
     profile.exchanges = before.exchanges
-    profile.count_exchange(before.exchange_s)
+    profile.count_exchange(before.exchange_s, before.exchange_calls)
     profile.count_over_nodes(before.over_nodes)
     profile.count_handoffs(before.handoffs)
 

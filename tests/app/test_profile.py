@@ -20,7 +20,7 @@ from actors.worker.meter import TensorMeter
 from app.device.bag import Bag, carried_out, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.measuring import Measuring, footprint_of, is_known
+from app.device.measuring import BagsHere, Measuring, footprint_of, is_known
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, timed
 from app.device.profile import (
     by_information,
@@ -43,6 +43,9 @@ from tests.actors.plan.test_profile_and_costs import tiled_vae
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]
+
+
+BAGS = BagsHere(config=RunConfig.load(DEMO), device="cpu")
 
 
 def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,7 +203,7 @@ def probed(clip: LongestClip, profile: Profile, longest: int, tmp_path: Path) ->
         return PointTimes(seconds=(1.0,))
 
     bench = SimpleNamespace(device=torch_cpu(), measure=measure)
-    Measuring(RunConfig.load(DEMO), bench, profile, tmp_path / "p.json", 1).run([clip], 0.0)  # type: ignore[arg-type]
+    Measuring(bench, BAGS, profile, tmp_path / "p.json", 1).run([clip], 0.0)  # type: ignore[arg-type]
     return asked
 
 
@@ -266,7 +269,7 @@ def test_the_largest_batch_is_found_by_doubling_and_halving_to_a_twentieth(large
         return PointTimes(seconds=(1.0,), need_gib=0.1 * shape.batch)
 
     bench = SimpleNamespace(device=torch_cpu(), measure=measure)
-    Measuring(RunConfig.load(DEMO), bench, profile, tmp_path / "p.json", 1).run([batches(1)], 0.0)  # type: ignore[arg-type]
+    Measuring(bench, BAGS, profile, tmp_path / "p.json", 1).run([batches(1)], 0.0)  # type: ignore[arg-type]
     found = max(key[1] for key in profile.measured)
     assert found <= largest <= found * 1.05 + 1 and len(asked) == len(set(asked)) <= 16
     assert asked[:3] == [1, 2, 4][: len(asked[:3])], "a sweep over batches on the way"
@@ -321,7 +324,7 @@ def test_how_far_runs_of_a_point_differ_is_kept(tmp_path: Path, capsys: pytest.C
 
     profile, out = Profile(degrees={"dit": (1,)}), tmp_path / "p.json"
     bench = SimpleNamespace(device=torch_cpu(), measure=measure)
-    measuring = Measuring(RunConfig.load(DEMO), bench, profile, out, 1)  # type: ignore[arg-type]
+    measuring = Measuring(bench, BAGS, profile, out, 1)  # type: ignore[arg-type]
     measuring.run([point(1), point(2)], 0.0)
     spreads = read_profile(out).spread
     assert spreads["dit", 1, 1, 32, 32, 1] == pytest.approx(0.2 / 1.1, abs=1e-4)
@@ -423,7 +426,7 @@ def test_bags_are_measured_by_the_slices_that_plans_bring_them(tmp_path: Path) -
     profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
     assumed = profile.slice_rates()
     bench = SimpleNamespace(device=torch_cpu(), measure=alone)
-    measuring = Measuring(config, bench, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
+    measuring = Measuring(bench, BAGS, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
     measuring._bags[2, 1] = SimpleNamespace(measure=in_bag, close=lambda: None)  # type: ignore[assignment]
     measuring.run([point(1), point(1, degree=2)], 0.0)
     known = profile.slice_rates()

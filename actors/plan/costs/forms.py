@@ -100,9 +100,10 @@ def _adaptiveload(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _tiles(load: Load, exponent: float) -> tuple[float, ...]:
-    """Arachne's VAE: tiles dealt round-robin, the busiest worker decides; linear in tile volume."""
+    """Arachne's VAE: tiles dealt round-robin, the busiest worker decides; linear in tile volume, and in tiles, each of
+    which has its launches: of pictures they are most of it."""
     assert load.dealt is not None, "a load of a VAE has its tiles"
-    return 1.0, float(load.dealt.pixels)
+    return 1.0, float(load.dealt.pixels), float(load.dealt.count)
 
 
 def _pixels(load: Load, exponent: float) -> tuple[float, ...]:
@@ -121,7 +122,7 @@ FORMS = {
     "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
     "adaptiveload": CostForm(("a", "b"), _adaptiveload),
-    "tiles": CostForm(("constant", "volume"), _tiles),
+    "tiles": CostForm(("constant", "volume", "tile"), _tiles),
     "pixels": CostForm(("constant", "pixel", "sample"), _pixels),
     "captions": CostForm(("constant", "token"), _captions),
 }

@@ -177,6 +177,7 @@ class Profile:
     handoffs: tuple[HandoffPoint, ...] = ()  # as measured
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
+    exchange_calls: float = 0.0  # how many of them a cascade makes; 0: not known
     geometry: Geometry = field(default_factory=Geometry)
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
     num_heads: int | None = None
@@ -505,9 +506,9 @@ class Profile:
         self.residual = residual
         self._forget("vae")
 
-    def count_exchange(self, exchange_s: float) -> None:
-        """The all-to-alls of the DiT have been measured."""
-        self.exchange_s = exchange_s
+    def count_exchange(self, exchange_s: float, calls: float = 0.0) -> None:
+        """The all-to-alls of the DiT have been measured, of which a cascade makes so many."""
+        self.exchange_s, self.exchange_calls = exchange_s, calls
         self._forget("dit")
 
     def observe(
@@ -801,10 +802,10 @@ class Profile:
         if not loads:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
-        exchange_s = self.exchange_s if module == "dit" else 0.0
+        exchange = (self.exchange_s, self.exchange_calls) if module == "dit" else (0.0, 0.0)
         if prior is None:
             prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
-        found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
+        found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
         if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
             notes.append(
                 f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "

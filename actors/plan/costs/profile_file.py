@@ -84,6 +84,7 @@ class ProfileFile:
     remainders: tuple[RemainderPoint, ...] = ()
     exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
+    exchange_calls: float = 0.0
     handoffs: tuple[HandoffPoint, ...] = ()
     over_nodes: tuple[SpanningPoint, ...] = ()
     ran_over_nodes: tuple[SpreadPoint, ...] = ()
@@ -93,7 +94,7 @@ class ProfileFile:
     needs: KnownNeeds = field(default_factory=KnownNeeds)
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "exchange_s")
+        refuse_below(0, self, "exchange_s", "exchange_calls")
         if not (
             self.latency or self.ran_over_nodes or self.needs.kinds
         ):  # of a run that soon lacked memory: no seconds
