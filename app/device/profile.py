@@ -5,9 +5,11 @@
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
 device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
 step by the run's engine; all-to-alls; handoffs from one worker to another through Ray's object store. On a Ray cluster
-of several nodes the DiT, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
-memory is a limit, and on a GPU the longest clip that fits is searched for. The file is written after every point, and a
-file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
+of several nodes cascades, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
+memory is a limit. On a GPU, and on a CPU whose workers have a limit (`workers.memory_gib`), the largest batch and the
+longest clip that fit are searched for, and what cascades take of memory is counted; with `--minutes` larger batches are
+tried on any CPU. The file is written after every point, and a file of the same setting is continued. Other batch sizes
+and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.points import LargestBatch, LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
-from app.inputs.limits import longest_clips
+from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
@@ -343,7 +345,7 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
             quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
             print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
     _print_figures(profile)
-    for line in longest_clips(profile):
+    for line in [*longest_clips(profile), *largest_batches(profile)]:
         print(f"limit {line}")
     loads, seconds = profile.points("dit")
     if len(loads) > 1:

@@ -31,7 +31,7 @@ from app.inputs.batches import with_limits
 from app.inputs.cluster import read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
-from app.inputs.limits import longest_clips
+from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
 from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
@@ -116,7 +116,7 @@ def run_plan(
         print(line)
     if problem.memory is not None:
         print("\n".join(memory_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)))
-    for line in longest_clips(problem.profile):
+    for line in [*longest_clips(problem.profile), *largest_batches(problem.profile)]:
         print(f"limit     {line}")
     for note in problem.profile.notes:
         print(f"note: {note}")

@@ -32,7 +32,7 @@ from app.device.profile import (
     run_profile,
     shapes_of,
 )
-from app.inputs.limits import longest_clips
+from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
 from ops.comm import Group
@@ -273,6 +273,9 @@ def test_the_largest_batch_is_found_by_doubling_and_halving_to_a_twentieth(large
     found = max(key[1] for key in profile.measured)
     assert found <= largest <= found * 1.05 + 1 and len(asked) == len(set(asked)) <= 16
     assert asked[:3] == [1, 2, 4][: len(asked[:3])], "a sweep over batches on the way"
+    told = largest_batches(profile)
+    first = min(batch for batch in asked if batch > largest)
+    assert told == [f"largest batch of 17f 32x32 that fits: {found} (not {first}) at degree 1"]
     assert is_known(batches(1), profile) and not profile.fits(
         "dit", min(b for b in asked if b > largest), 17, 32, 32, 1
     )
