@@ -145,10 +145,10 @@ def offer_residual(profile: Profile) -> None:
     if importlib.util.find_spec("xgboost") is None:
         print(f"vae   {points} points are enough for trees on top of its fit: install the extra [xgboost] for them")
         return
-    profile.explain("xgboost")
+    profile.use_residual("xgboost")
     found = profile.model_of("vae")
     if found is None or found.residual is None:
-        profile.explain("none")
+        profile.use_residual("none")
 
 
 def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:

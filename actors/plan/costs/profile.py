@@ -192,6 +192,7 @@ class Profile:
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
+    _file_fits: dict[str, Fit] = field(default_factory=dict)
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
@@ -314,17 +315,16 @@ class Profile:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
         key = (module, batch, frames, height, width, degree)
         seen = self.live.get(key) or self._on_one_node(key)
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
         if seen is not None:
-            return seen.seconds * self._by_text(module, load, seen.text_tokens)
-        seconds = self.measured.get(key)
-        if seconds is None and module == "text":
-            seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
+            return seen.seconds * self._by_text(key, seen.text_tokens, text_tokens)
+        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
+        seconds = self.measured.get(held)
         if seconds is None and self.over_nodes:
             seconds = self._measured_over_nodes(key)
         if seconds is not None:
-            known = self._by_text(module, load, self.text_tokens.get(key, 0))
-            return seconds * known * self._file_drift(module).factor(load)
+            by_text = self._by_text(key, self.text_tokens.get(held, 0), text_tokens)
+            return seconds * by_text * self._file_drift(module).factor(load)
         if not self.extrapolate:
             return None
         model = self.model_of(module)
@@ -332,14 +332,15 @@ class Profile:
             return None
         return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
 
-    def _by_text(self, module: Module, load: Load, measured_with: int) -> float:
-        """What a point that was measured with so many text tokens of a sample is to be multiplied by for those of this
-        load, by the module's model; 1 where either is not known."""
-        if module == "vae" or not (measured_with and load.text_tokens) or measured_with == load.text_tokens:
+    def _by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
+        """What a point that was measured with so many text tokens of a sample is to be multiplied by for as many as are
+        wanted, by the module's model, or by that of the file's points alone; 1 where either is not known."""
+        if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
             return 1.0
-        model = self.model_of(module)
-        before = model.predict(replace(load, text_tokens=measured_with)) if model is not None else 0.0
-        return model.predict(load) / before if model is not None and before > 0 else 1.0
+        module = cast(Module, key[0])
+        model = self._model_of_file(module) if of_file else self.model_of(module)
+        before = model.predict(self._load(key, measured_with)) if model is not None else 0.0
+        return model.predict(self._load(key, wanted)) / before if model is not None and before > 0 else 1.0
 
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -480,6 +481,7 @@ class Profile:
             self.text_tokens[key] = text_tokens
         if spread is not None:
             self.spread[key] = spread
+        self._file_fits.pop(key[0], None)
         self._forget(cast(Module, key[0]))
         if key[0] == "dit":  # what these are beside
             self.count_over_nodes()
@@ -501,8 +503,8 @@ class Profile:
             self.seen_handoffs = estimate_of(self.handoffs)
             self._price_handoffs()
 
-    def explain(self, residual: str) -> None:
-        """By what the VAE's fit is completed from now on, one of RESIDUALS."""
+    def use_residual(self, residual: str) -> None:
+        """Have the VAE's fit completed by this from now on, one of RESIDUALS."""
         self.residual = residual
         self._forget("vae")
 
@@ -596,7 +598,8 @@ class Profile:
             self.live[key] = LivePoint.of(learned.measured[key], count, text)
         self.spanning.update(learned.spanning)
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
-        self.seen_handoffs = learned.seen_handoffs
+        if learned.seen_handoffs.seen:
+            self.seen_handoffs = learned.seen_handoffs
         self.needs.take_up(learned.needs.known())
         self.remainders = learned.remainders
         for one in learned.remainders:
@@ -770,7 +773,12 @@ class Profile:
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
             loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
-            ratios = [self.live[key].seconds / self.measured[key] for key in both]
+            ratios = [
+                self.live[key].seconds
+                / self.measured[key]
+                / self._by_text(key, self.text_tokens.get(key, 0), self.live[key].text_tokens, of_file=True)
+                for key in both
+            ]
             self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
         return self._drifts[module, "file"]
 
@@ -795,6 +803,16 @@ class Profile:
     def _count_spread(self, found: Iterable[SpreadCascade | None]) -> None:
         self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)
         self._cache.clear()
+
+    def _model_of_file(self, module: Module) -> Fit | None:
+        """The same as it was before a run."""
+        if module not in self._file_fits:
+            keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
+            loads = [self._load(key, self.text_tokens.get(key, 0)) for key in keys]
+            prior = self.models.get(module) or PRIORS[module]
+            seconds = [self.measured[key] for key in keys]
+            self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
+        return self._file_fits[module]
 
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)

@@ -182,3 +182,18 @@ def test_a_point_counts_for_captions_of_another_length_as_its_model_says() -> No
         measured.measure(("text", batch, *CLIP, 1), 0.01 + 1e-3 * batch * 20, 20)
     assert measured.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.05)
     assert measured.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
+
+
+def test_short_captions_of_a_run_are_no_drift_of_points_that_were_measured_with_long_ones() -> None:
+    profile = Profile.from_flops(MODEL.dit)
+
+    def took(batch: int, text: int) -> float:
+        return 0.01 + 1e-3 * batch * text
+
+    for batch in range(1, 8):
+        profile.measure(("text", batch, *CLIP, 1), took(batch, 80), 80)
+    for _ in range(5):
+        for batch in (2, 4, 6):
+            profile.observe("text", batch, *CLIP, 1, took(batch, 20), 20)
+    assert profile.price("text", 3, *CLIP, 1, 20) == pytest.approx(took(3, 20), rel=0.1), "the file's point, once"
+    assert profile.price("text", 3, *CLIP, 1, 80) == pytest.approx(took(3, 80), rel=0.1)
