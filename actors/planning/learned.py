@@ -64,7 +64,8 @@ def _backend_of(model: ModelConfig, device: str, train: TrainConfig) -> str:
     if name != "auto" or not torch.cuda.is_available():
         return "" if name == "auto" else name
     dtype = torch.bfloat16 if train.autocast == "bfloat16" else getattr(torch, train.parameter_dtype)
-    return ", ".join(serving(torch.device("cuda"), dtype, model.dit.head_dim))
+    probe = torch.empty(0, 1, model.dit.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    return ", ".join(serving(probe))
 
 
 def _vae_of(vae: VAEConfig) -> str:

@@ -105,12 +105,11 @@ def choose(q: Tensor, lengths: Pair) -> Backend:
     return next(b for b in (backend_of(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
 
 
-def serving(device: torch.device, dtype: torch.dtype, head_dim: int) -> list[BackendName]:
-    """What `auto` chooses from for queries like these, best first: nothing behind one that serves every call."""
-    probe = torch.empty(0, 1, head_dim, device=device, dtype=dtype, requires_grad=True)
-    if not probe.is_cuda:
+def serving(q: Tensor) -> list[BackendName]:
+    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call."""
+    if not q.is_cuda:
         return ["sdpa"]
-    possible = [p for p in PREFERENCES if backend_of(p.backend).why_not(probe) is None]
+    possible = [p for p in PREFERENCES if backend_of(p.backend).why_not(q) is None]
     always = next(i for i, p in enumerate(possible) if not p.least)
     return [p.backend for p in possible[: always + 1]]
 
