@@ -20,7 +20,7 @@ from actors.feed.experts import ExpertDraw
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import StepFigures, figures, mean_bound, windows
+from actors.plan.schedule.figures import StepFigures, figures, rolling_bound, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
@@ -76,11 +76,9 @@ class PlanInputs:
         """Items by step and id."""
         return {(step.step, item.id): item for step, items in zip(plan.steps, self.steps) for item in items}
 
-    def bound(self, plan: Plan) -> float:
-        """Mean seconds per step that no plan can beat: the mean of the steps' own bounds or, if larger, all work
-        divided over all workers."""
-        whole = mean_bound(Problem(self.steps, self.profile, self.cluster, self.options))
-        return max(whole, _mean([step.lower_bound_s for step in plan.steps]))
+    def bound(self) -> float:
+        """Mean seconds per step that no plan can beat."""
+        return rolling_bound(Problem(self.steps, self.profile, self.cluster, self.options))
 
 
 def run_plan(
@@ -210,7 +208,7 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
     for plan in plans:
         balance = step_figures(plan, problem)
         seconds = _mean([step.makespan_s for step in plan.steps])
-        bound = problem.bound(plan)
+        bound = problem.bound()
         peak = peak_gib(plan, problem)
         rows.append(
             (
