@@ -15,7 +15,6 @@ CALLED_BY_OTHERS = {
     *("readable", "readinto", "seekable"),  # io.RawIOBase
     "chunk_lengths",  # what a program that routes knows its rows by
     "verify_clip",  # a decoder, named to the engine as "data.tools.lint:verify_clip"
-    "_dit",  # getattr(bench, f"_{module}")
 }
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -224,6 +224,12 @@ class StepPlan:
     planning_s: float  # finding the plan took so long, on average over the steps planned together
     idle_ratio: float
     update_s: float = 0.0  # of its end, behind the makespan; 0: nobody has measured it
+    remainder_s: float = 0.0  # beside both: dispatch, calls, snapshots, asides; 0: no run has measured it
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the step before to its own, as far as it is known."""
+        return self.makespan_s + self.update_s + self.remainder_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -60,10 +60,16 @@ class Planner:
         )
 
     def observe(
-        self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster, generation: int = 0
+        self,
+        spans: Sequence[Span],
+        text_tokens: dict[str, int],
+        cluster: Cluster,
+        generation: int = 0,
+        remainder_s: float | None = None,
     ) -> None:
         """Measured cascades of a step keep the cost model true. `cluster` has the workers of this generation, with
-        their speeds as far as they are known now; a packed cascade counts as the sum of its parts."""
+        their speeds as far as they are known now; a packed cascade counts as the sum of its parts. `remainder_s` is
+        what the step took beside them and its end, where that is known."""
         learn_needs(self._profile, spans, text_tokens)
         for key, spanned in self._witnesses.doubted(cluster, generation):
             self._profile.forget(key, spanned)
@@ -73,6 +79,8 @@ class Planner:
         self._witnesses.saw(found)
         for workers, seconds in updates(spans):
             self._profile.observe_update(workers, len(cluster.nodes), seconds)
+        if remainder_s is not None:
+            self._profile.observe_remainder(cluster.num_workers, len(cluster.nodes), remainder_s)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
 

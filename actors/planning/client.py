@@ -39,7 +39,7 @@ class PlannerHandle(Protocol):
     @property
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
-    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster, int], None]: ...
+    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster, int, float | None], None]: ...
     @property
     def learned(self) -> Method[[], Profile]: ...
     @property
@@ -111,10 +111,17 @@ class PlannerClient:
                 self.request(*question, budget_s)
         raise RuntimeError(f"the planner died three times while planning step {step}.")
 
-    def observe(self, spans: Sequence[Span], text_tokens: dict[str, int], cluster: Cluster, generation: int) -> None:
+    def observe(
+        self,
+        spans: Sequence[Span],
+        text_tokens: dict[str, int],
+        cluster: Cluster,
+        generation: int,
+        remainder_s: float | None,
+    ) -> None:
         """Tell what a step of this generation has measured on `cluster`, with the speeds of its workers as far as they
-        are known now; nobody waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens, cluster, generation)
+        are known now, and what it took beside its cascades and its end; nobody waits for the answer."""
+        self._actor.observe.remote(spans, text_tokens, cluster, generation, remainder_s)
 
     def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
         """Ask what batch sizes the costs learned so far would give; nobody waits."""
@@ -125,7 +132,7 @@ class PlannerClient:
         Whether that was not known before. `text_tokens` by item: what the profile counts it by."""
         self._asked = None
         self._actor.exceeded.remote(found, text_tokens)
-        if self._learned is not None:  # it was asked before this was known
+        if self._keep_in is not None:  # a resume must not run into it again; what was asked for does not have it
             self._ask_learned_anew()
         return learn_limit(self._profile, found, text_tokens)
 

@@ -5,26 +5,90 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 
+from actors.config import TrainConfig
 from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
 from actors.plan.types import PlanError
-from ops.models.config import ModelConfig
+from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.files import read_json
+from ops.models.folders import component
 
 log = logging.getLogger(__name__)
 
+_SAID = {
+    "backend": "attention backend",
+    "checkpointing": "gradient checkpointing",
+    "trained": "training of",
+    "vae": "VAE",
+    "text": "text encoder",
+}  # how a setting is called, where that is not its name
 
-def setting_of(model: ModelConfig, device: str) -> ProfiledSetting:
-    """What costs of this model on workers with this device hold for."""
+
+def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None) -> ProfiledSetting:
+    """What costs of this resolved model hold for, on workers with this device and trained like this; without `train`
+    what it says of precision is not known."""
     dit = model.dit
     name = f"{dit.architecture} {sum(dit.block_counts)}x{dit.dim}"
-    return ProfiledSetting(model=name, device=device, attention=dit.attention)
+    return ProfiledSetting(
+        model=name,
+        device=device,
+        attention=dit.attention,
+        backend=_backend_of(model, device, train) if train is not None else "",
+        precision=f"{train.parameter_dtype}, autocast {train.autocast}" if train is not None else "",
+        checkpointing="on" if dit.gradient_checkpointing else "off",
+        trained=_trained(dit),
+        vae=_vae_of(model.vae),
+        text=_text_of(model.text, device),
+    )
+
+
+def _trained(dit: DiTConfig) -> str:
+    if dit.lora_rank:
+        return f"LoRA factors of rank {dit.lora_rank}"
+    return " ".join(dit.train_only) if dit.train_only else "all weights"
+
+
+def _backend_of(model: ModelConfig, device: str, train: TrainConfig) -> str:
+    """The attention backends that calls of this model end in; "" for GPUs that this process cannot ask."""
+    import torch
+
+    from ops.attention.varlen import serving
+
+    name = model.dit.attention
+    if device in ("", "cpu"):
+        return "sdpa" if name == "auto" else name
+    if name != "auto" or not torch.cuda.is_available():
+        return "" if name == "auto" else name
+    dtype = torch.bfloat16 if train.autocast == "bfloat16" else getattr(torch, train.parameter_dtype)
+    probe = torch.empty(0, 1, model.dit.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    return ", ".join(serving(probe))
+
+
+def _vae_of(vae: VAEConfig) -> str:
+    if vae.kind == "haar":
+        return f"haar {vae.temporal}x{vae.spatial}x{vae.spatial}, {vae.channels} channels"
+    assert vae.path is not None
+    kind = read_json(component(vae.path, "vae") / "config.json").get("_class_name", "unknown")
+    (high, wide), (down, across) = vae.tile_sample_min, vae.tile_sample_stride
+    tiles = f"tiles of {high}x{wide} every {down}x{across}" if vae.tiling else "no tiles"
+    return f"{kind} float32, {tiles}"
+
+
+def _text_of(text: TextConfig, device: str) -> str:
+    from ops.models.text import text_dtype
+
+    padded = f", padded to {max(text.pad_to, text.unmasked)}" if text.pad_to or text.unmasked else ""
+    dtype = text_dtype(text, "cpu" if device in ("", "cpu") else "cuda")
+    return f"{text.kind} {text.num_layers}x{text.d_model} {dtype} on the {text.place}{padded}"
 
 
 def save_learned(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> None:
     """Write what was learned, whole or not at all. A profile that has learned nothing writes nothing."""
-    if not (profile.live or profile.spanning):
+    if not (profile.live or profile.spanning or profile.needs.known().kinds):
         return
     profile.setting = setting
     path = run_dir / LEARNED
@@ -34,8 +98,8 @@ def save_learned(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> N
 
 
 def take_up(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> str:
-    """Go on with what an earlier start of this run has learned. Returns why it is refused, or "": of another model,
-    device or attention backend, or no profile at all."""
+    """Go on with what an earlier start of this run has learned. Returns why it is refused, or "": measured in another
+    setting, or no profile at all."""
     path = run_dir / LEARNED
     if not path.is_file():
         return ""
@@ -54,13 +118,15 @@ def refuse_other(profile: Profile, setting: ProfiledSetting, path: str) -> None:
     found = profile.setting
     if found is None:
         return
-    for name in ("model", "device", "attention"):
+    for name in (f.name for f in fields(ProfiledSetting)):
         have, want = getattr(found, name), getattr(setting, name)
+        if name == "attention" and found.backend and setting.backend:
+            continue  # how it was named does not matter
         same = _same_device(have, want) if name == "device" else have == want
         if have and want and not same:
             raise PlanError(
-                f"profile {path} is of {name} {have!r}; this run has {want!r}. Measure it with heddle profile, or "
-                f"leave planner.profile out: then the run learns it."
+                f"profile {path} is of {_SAID.get(name, name)} {have!r}; this run has {want!r}. Measure it with heddle "
+                f"profile, or leave planner.profile out: then the run learns it."
             )
 
 

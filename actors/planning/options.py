@@ -14,6 +14,7 @@ from actors.planning.learned import refuse_other, setting_of
 from ops.degrees import bag_sizes
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.folders import tiling_of
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -46,15 +47,16 @@ def profile_of(
     model: ModelConfig,
     geometry: Geometry,
     device: str = "",
+    train: TrainConfig | None = None,
     measured: Mapping[str, float] | None = None,
 ) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
-    Raises PlanError for a bad file, and for one that is of another model or attention backend, or of another device
-    than `device` where that is given. `measured`: bf16 TFLOP/s of devices that no table lists, by name."""
+    Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
+    are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name."""
     if config.profile:
         profile = read_profile(config.profile)
-        refuse_other(profile, setting_of(model, device), config.profile)
-        profile.text_cost = text_cost(model.dit)
+        refuse_other(profile, setting_of(model, device, train), config.profile)
+        profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, None
@@ -79,12 +81,17 @@ def update_kind(train: TrainConfig, weights: int, device: str) -> str:
     return f"{train.sync} {train.parameter_dtype}, {ema}, {', '.join(ways)}"
 
 
-def tell_updates(profile: Profile, train: TrainConfig, model: ModelConfig, device: str) -> None:
-    """Have a profile know how the run ends its steps: it forgets figures of another way."""
+def tell_updates(
+    profile: Profile, train: TrainConfig, model: ModelConfig, device: str, memory_gib: float = 0.0
+) -> None:
+    """Have a profile know how the run ends its steps, and that at most `memory_gib` of a device may be used (0: all):
+    it forgets figures of another way, and where memory ran out beside states that lay otherwise."""
     from ops.models.load import num_trained
 
     weights = num_trained(model.dit)
-    profile.update = profile.update.of_run(update_kind(train, weights, device), weights)
+    kind = update_kind(train, weights, device)
+    profile.update = profile.update.of_run(kind, weights)
+    profile.needs.lie_beside(f"{kind}, {memory_gib:g} GiB" if memory_gib else kind)
 
 
 def flop_profile(
@@ -94,7 +101,7 @@ def flop_profile(
     between them the slowest counts), or "", which is taken for a CPU. A GPU that is neither in the table nor among the
     `measured` is timed for ten seconds where it is this process's own; else it is taken for an H100, and a note of the
     profile says so."""
-    parts = (model.dit, model.vae, model.text, geometry, model.image)
+    parts = (model.dit, model.vae, model.text, geometry, model.image, tiling_of(model.vae))
     if device in ("", "cpu"):
         return Profile.from_flops(*parts)
     measured = measured or {}

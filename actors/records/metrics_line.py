@@ -42,7 +42,7 @@ class StepMetrics:
     wir: float | None  # None: a worker had no DiT cascade
     tokens_per_s: float
     videos_per_s: float
-    predicted_s: float  # the plan's makespan, and the end of the step as far as it is known
+    predicted_s: float  # the plan's makespan, the end of the step and what it takes besides, as far as they are known
     planning_s: float  # finding the plan took so long
     sync_s: float  # the longest gradient sum and update of a worker
     snapshot_s: float  # the longest that a worker was held up by snapshots

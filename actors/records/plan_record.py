@@ -44,6 +44,7 @@ class PlanRecord:
     idle_ratio: float
     cascades: tuple[CascadeRecord, ...]
     update_s: float = 0.0  # gradient sum, update and new parameters behind the makespan; 0: not known
+    remainder_s: float = 0.0  # beside both: dispatch, calls, snapshots, asides; 0: not known
 
     @classmethod
     def of(cls, plan: StepPlan, cascades: Sequence[Cascade], planning_s: float) -> PlanRecord:
@@ -54,6 +55,7 @@ class PlanRecord:
             idle_ratio=plan.idle_ratio,
             cascades=tuple(_cascade(cascade) for cascade in cascades),
             update_s=plan.update_s,
+            remainder_s=plan.remainder_s,
         )
 
     def line(self) -> dict[str, object]:

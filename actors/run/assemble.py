@@ -76,23 +76,24 @@ def start_controller(
     monitor = start_monitor(run)
     found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
     device = found.name
-    setting = setting_of(model, device)
+    setting = setting_of(model, device, config.train)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
     demand: Demand | None = None
     if profile is None:
-        profile = profile_of(config.planner, model, geometry, device, found.measured)
+        profile = profile_of(config.planner, model, geometry, device, config.train, found.measured)
         if found.assumed and not config.planner.profile:
             events.tell(DeviceAssumed(why=assumption(device)))
         if uses_gpu(config.workers) or config.workers.memory_gib:
             demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
-            profile.needs, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
+            predicted, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
+            profile.expect_needs(predicted)
     room = GenerationRoom(
         sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
         degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
         bag_peers=config.planner.bag_peers,
     )
-    tell_updates(profile, config.train, model, device)
+    tell_updates(profile, config.train, model, device, config.workers.memory_gib)
     settings = WorkerSettings(
         model=config.model,
         train=config.train,
@@ -102,7 +103,9 @@ def start_controller(
     )
     pool = RayPool(run, settings, monitor, worker_class)
     shortage = Shortage(snapshot=config.snapshot, room=room, demand=demand, needs=profile.needs)
-    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, found.measured), geometry=geometry)
+    costs = TargetBatch(
+        profile=profile_of(config.planner, model, geometry, device, config.train, found.measured), geometry=geometry
+    )
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),

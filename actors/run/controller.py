@@ -32,6 +32,7 @@ from actors.run.misfits import Misfits
 from actors.run.recalibrate import Recalibration
 from actors.run.skips import Skips
 from actors.run.speeds import Speeds
+from actors.run.step_pace import StepPace
 from actors.run.steps import StepRunner
 from actors.state.run_state import RunState
 from actors.step import CollectedStep, DataLost, GenerationLost
@@ -74,6 +75,7 @@ class Controller:
     ending: Ending
     asides: AsideTurns
     speeds: Speeds = field(default_factory=Speeds)
+    steps: StepPace = field(default_factory=StepPace)
     recalibration: Recalibration | None = None
     pace: LookPace = field(default_factory=LookPace)
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
@@ -193,7 +195,9 @@ class Controller:
             waiting_since = time.perf_counter()
             ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else self.pace.least_s)
             if not runner.running:
-                self.committer.account.waited_for_data(time.perf_counter() - waiting_since)
+                waited_s = time.perf_counter() - waiting_since
+                self.committer.account.waited_for_data(waited_s)
+                self.steps.waited_for_data(waited_s)
             if not ready:
                 return
             try:
@@ -224,7 +228,8 @@ class Controller:
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         spans = [s for r in done.reports for s in r.spans]
-        self.planner.observe(spans, tokens, runner.cluster, runner.generation)
+        remainder_s = self.steps.remainder(done)
+        self.planner.observe(spans, tokens, runner.cluster, runner.generation, remainder_s)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()

@@ -209,7 +209,7 @@ def step_metrics(
         wir=_rounded(workload_imbalance([sum(work_of(s) for s in of if s.module == "dit") for of in cascades])),
         tokens_per_s=round(facts.num_tokens / step_s, 1),
         videos_per_s=round(facts.num_samples / step_s, 3),
-        predicted_s=round(facts.plan.makespan_s + facts.plan.update_s, 6),
+        predicted_s=round(facts.plan.seconds, 6),
         planning_s=round(facts.planning_s, 6),
         sync_s=round(max((s.end - s.start for s in finish), default=0.0), 6),
         snapshot_s=round(max((r.snapshot_s for r in reports), default=0.0), 6),

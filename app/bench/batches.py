@@ -34,7 +34,8 @@ from actors.planning.batching import best_sizes, fitted_limits
 from actors.records.events import BatchesResized, RunEvent
 from actors.run.recalibrate import Recalibration, StageSizes
 from app.bench.planner import STAGE_2
-from app.bench.truth import Everything, Machine, true_profile, wrong_profile
+from app.bench.truth import true_profile, wrong_profile
+from app.bench.truth_machine import Everything, Machine
 from data.buckets import Choice, batch_size
 from data.config import BatchConfig
 from data.dataset.order import BatchSizes, Population, SampleOrder, SizesRecord, Stage
@@ -89,7 +90,7 @@ def run(
 def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strategy: str = "static") -> Throughput:
     """One run on a machine of its own."""
     machine = Machine(
-        np.random.default_rng(seed), late=0.0, nodes=(8,) * max(1, workers // 8), slow=-1, _ran=Everything()
+        np.random.default_rng(seed), late=0.0, nodes=(8,) * max(1, workers // 8), slow=-1, ran=Everything()
     )
     limits = limits_of(mode, every)
     sizes = {bucket: batch_size(bucket, limits, GEOMETRY) for bucket in BUCKETS}
@@ -113,7 +114,7 @@ def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strateg
             planner.observe([s for r in reports for s in r.spans], dict.fromkeys([i.id for i in items], TEXT), cluster)
             loop.collected(step)
             if step >= steps // 2:
-                used = [sum(s.end - s.start - s.wait_s for s in r.spans) for r in reports]
+                used = [sum(s.end - s.start - s.wait_s for s in r.spans if s.module != "finish") for r in reports]
                 tokens += sum(i.batch * GEOMETRY.tokens(i.frames, i.height, i.width) for i in items)
                 seconds, busy = seconds + took, busy + sum(used)
                 spreads.append(statistics.pstdev(used) / statistics.fmean(used))

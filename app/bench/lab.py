@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from actors.names import NAMESPACE
+from actors.plan.types import StepPlan
 from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
@@ -153,6 +154,7 @@ class LabRun:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.metrics: list[StepMetrics] = []
         self.spans: list[SpanRecord] = []  # of the committed steps
+        self.plans: list[StepPlan] = []  # the same
         self.events: list[RunEvent] = []
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
@@ -316,6 +318,7 @@ class LabRun:
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self.spans.extend(timeline)
         self.metrics.append(metrics)
+        self.plans.append(plan.step)
         if (since := self._waiting_since) is not None:
             now = time.monotonic()
             until = now + max(_PACE_S, _PACE_SHARE * (now - since))

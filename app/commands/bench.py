@@ -16,6 +16,7 @@ BENCHMARKS = {
     "communicators": ("app.bench.communicators", "What the limit of open bags on a worker costs and saves."),
     "ops": ("app.bench.ops", "Fused ops and attention against eager PyTorch."),
     "data": ("app.bench.data", "Indexing and decoding against other loaders on the same plan."),
+    "predicted": ("app.bench.predicted", "Predicted seconds of cascades and steps beside those of real runs here."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
     "sequence": ("app.bench.sequence", "Ulysses, shared heads, USP and rings at every degree, as priced."),

@@ -57,11 +57,11 @@ class MeasuredBag:
         the bag is of no use then."""
         answers = self._ask(("measure", module, shape, rates, repeats))
         times = [answer for answer in answers if isinstance(answer, PointTimes)]
-        peaks = [one.peak_gib for one in times if one.peak_gib is not None]
+        needs = [one.need_gib for one in times if one.need_gib is not None]
         longest = tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True))
         return PointTimes(
             seconds=longest,
-            peak_gib=max(peaks, default=None),
+            need_gib=max(needs, default=None),
             gathered_bytes=max(one.gathered_bytes for one in times),
             gathered_s=max(one.gathered_s for one in times),
         )
@@ -69,9 +69,7 @@ class MeasuredBag:
     def update(self, repeats: int) -> PointTimes:
         """The end of a step with its members as all workers of the run. Raises MemoryError as `measure`."""
         times = [answer for answer in self._ask(("update", repeats)) if isinstance(answer, PointTimes)]
-        return PointTimes(
-            seconds=tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True)), peak_gib=None
-        )
+        return PointTimes(seconds=tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True)))
 
     def exchange(self, num_bytes: int, repeats: int = 5) -> float:
         """Seconds of an all-to-all of so many bytes of each member."""
@@ -257,8 +255,7 @@ def carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:
         seconds=tuple(
             timed(lambda: group.all_to_all(received, sent, splits, splits), bench.device, group)
             for _ in range(_WARM_UP + repeats)
-        )[_WARM_UP:],
-        peak_gib=None,
+        )[_WARM_UP:]
     )
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from actors.plan.places import Places
     from actors.worker.handoff import Inputs
+    from actors.worker.meter import Meter
     from ops.comm import Group
     from ops.gradients import Gradients
     from ops.models.base.vae import VAE
@@ -56,10 +57,18 @@ class Bench:
         self.group = group or Group.solo()
         self._gradients: Gradients | None = None
         self._gathered: list[tuple[int, float]] = []  # bytes and seconds of the runs that are being measured
+        self._settled = False  # its modules are loaded, and what they take is counted
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
         self.frame = FirstFrame.of(model)
+
+    @cached_property
+    def meter(self) -> Meter:
+        """What counts the memory of cascades, as on a worker of the run."""
+        from actors.worker.meter import meter_of
+
+        return meter_of(self.device, self.config.workers.memory_gib)
 
     @cached_property
     def dit(self) -> nn.Module:
@@ -97,9 +106,15 @@ class Bench:
 
         train, named = self.config.train, trainable(module)
         layout = slots(named)
-        if train.sync != "flat" or not self._holds_gradient(layout[-1].hi):
-            return
         parameters = [parameter for _, parameter in named]
+        if train.sync != "flat":  # DeepSpeed's are there before the first pass
+            for parameter in parameters:
+                parameter.grad = torch.zeros_like(parameter)
+            return
+        if not self._holds_gradient(layout[-1].hi):  # it goes to GPUs that are not here
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(_let_fall)
+            return
         dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
         made = gradients_in(memory_of(train, self.places))(parameters, layout, dtype)
         made.form(self.group, shard_bounds(layout[-1].hi, self.group.size))
@@ -148,6 +163,7 @@ class Bench:
         collect()
 
     def _drop(self, *modules: str) -> None:
+        self._settled = False
         for module in modules:
             self.__dict__.pop(module, None)
         if "dit" in modules and self._gradients is not None:
@@ -190,34 +206,51 @@ class Bench:
         sync.begin_step()
         seconds = tuple(timed(work, self.device, group) for _ in range(WARM_UP + repeats))[WARM_UP:]
         self._let_go(sync.gradients)
-        return PointTimes(seconds=seconds, peak_gib=None)
+        return PointTimes(seconds=seconds)
 
     def measure(
         self, module: Module, shape: ProfiledShape, repeats: int, rates: SliceRates | None = None
     ) -> PointTimes:
-        """Seconds of a cascade, several times after a warm-up, and the peak GiB of a worker with all modules where the
-        device counts. `rates`: by which a bag slices spatial-temporal blocks, the same on all members."""
-        import torch
-
+        """Seconds of a cascade, several times after a warm-up, and the memory that it takes beside all modules where
+        that is counted. `rates`: by which a bag slices spatial-temporal blocks, the same on all members."""
         from ops.models.experts import slice_by
 
-        if self.device.type == "cuda":
-            _ = self.dit, self.vae, self.text, self.image
-        work = getattr(self, f"_{module}")(shape)
+        self._settle()
         if module == "dit":
             slice_by(self.dit, rates)
         self._gathered.clear()
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        seconds = tuple(timed(work, self.device, self.group) for _ in range(WARM_UP + repeats))[WARM_UP:]
-        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else None
+        work, need_gib = self._begun(module, shape)
+        seconds = tuple(timed(work, self.device, self.group) for _ in range(repeats))
         moved = self._gathered[WARM_UP:]
         return PointTimes(
             seconds=seconds,
-            peak_gib=peak,
+            need_gib=need_gib,
             gathered_bytes=max((num_bytes for num_bytes, _ in moved), default=0),
             gathered_s=statistics.median([took for _, took in moved]) if moved else 0.0,
         )
+
+    def _settle(self) -> None:
+        """Where memory is counted, a worker's modules are all there beside every cascade."""
+        if self._settled or (self.device.type == "cpu" and not self.config.workers.memory_gib):
+            return
+        _ = self.dit, self.vae, self.text, self.image
+        self.meter.settled()
+        self._settled = True
+
+    def _begun(self, module: Module, shape: ProfiledShape) -> tuple[Callable[[], object], float | None]:
+        """A cascade after its warm-up, in which what it takes is counted: of the DiT with the inputs that it makes
+        (pixels and captions come from the feeder)."""
+        make: Callable[[ProfiledShape], Callable[[], object]] = getattr(self, f"_{module}")
+        given = None if module == "dit" else make(shape)
+        need_gib = None
+        self.meter.start()
+        try:
+            work = given or make(shape)
+            for _ in range(WARM_UP):
+                work()
+        finally:
+            need_gib = self.meter.stop()
+        return work, need_gib
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
         from actors.worker.encoding import encode_texts
@@ -324,6 +357,10 @@ class Bench:
             return gather_inputs(samples, sources, store, {}, group, self.device, widths, dtype, tail=self.frame.tail)
 
         return gather
+
+
+def _let_fall(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class _Unparted:

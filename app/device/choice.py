@@ -27,10 +27,3 @@ def device_name(device: torch.device) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.processor() or 'core'}"
-
-
-def memory_gib(device: torch.device) -> float | None:
-    """Memory of a GPU in GiB; None for a CPU."""
-    import torch
-
-    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None

@@ -9,41 +9,84 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from actors.plan.costs.exchange import ExchangePoint, exchange_speed
-from actors.plan.costs.flops import exchange_seconds
+from actors.plan.costs.flops import exchange_calls, exchange_seconds
+from actors.plan.costs.handoff import HandoffPoint
+from actors.plan.costs.needs import Footprint, Samples
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.update import UpdatePoint
-from actors.plan.types import MODULES
+from actors.plan.types import MODULES, Module
 from app.device.bag import Bag, MeasuredBag
-from app.device.bench import Bench
 from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
-from app.device.points import LongestClip, PointTimes, ProfilePoint, SideFigure
+from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
+from ops.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
 
 EXCHANGES = (2**20, 2**25)  # bytes of an all-to-all: latency, and bandwidth
 _HANDOFFS = 3  # timed ones of each size, at least
-Measurable = ProfilePoint | SideFigure | LongestClip
+Measurable = ProfilePoint | SideFigure | LongestClip | LargestBatch
+
+
+class MeasuredAlone(Protocol):
+    """What is measured without a bag (`app.device.bench.Bench`)."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    def measure(self, module: Module, shape: ProfiledShape, repeats: int) -> PointTimes:
+        """Raises MemoryError, or PyTorch's error, where it ran out of memory."""
+        ...
+
+    def update(self, repeats: int) -> PointTimes: ...
+    def rest(self) -> None:
+        """Take nothing of the device until the next measurement."""
+        ...
+
+
+class MeasuredTogether(Protocol):
+    """Where bags and handoffs come from."""
+
+    def bag(self, degree: int, nodes: int) -> MeasuredBag: ...
+    def handoffs(self, nodes: int, repeats: int) -> list[HandoffPoint]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BagsHere:
+    """Bags of processes of this machine or of actors on a cluster, and handoffs through Ray's object store."""
+
+    config: RunConfig
+    device: str
+    cluster: MeasuredCluster | None = None  # None where neither handoffs nor bags over nodes are asked for
+
+    def bag(self, degree: int, nodes: int) -> MeasuredBag:
+        if nodes == 1:
+            return Bag(self.config, degree, self.device)
+        assert self.cluster is not None, "only a cluster has bags over nodes"
+        return BagOverNodes(self.config, self.cluster.bags[degree], self.device)
+
+    def handoffs(self, nodes: int, repeats: int) -> list[HandoffPoint]:
+        assert self.cluster is not None, "only a cluster has such points"
+        return timed_handoffs(self.cluster.ends(nodes), self.device, repeats)
 
 
 class Measuring:
     """The bags of a `heddle profile`, and what they have found so far, in `profile` and in the file `out`."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        bench: Bench,
-        profile: Profile,
-        out: Path,
-        repeats: int,
-        cluster: MeasuredCluster | None = None,
+        self, bench: MeasuredAlone, together: MeasuredTogether, profile: Profile, out: Path, repeats: int
     ) -> None:
-        """`cluster`: of handoffs and of bags over nodes; None where none are asked for."""
-        self._config, self._bench, self._profile, self._out, self._repeats = config, bench, profile, out, repeats
-        self._device, self._cluster = bench.device.type, cluster
+        self._bench, self._together, self._profile, self._out, self._repeats = bench, together, profile, out, repeats
+        self._device = bench.device.type
         self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes
 
     def run(self, points: Sequence[Measurable], until: float) -> None:
@@ -54,7 +97,7 @@ class Measuring:
                     left = len(points) - number
                     print(f"          the time is over: {left} points are left; call again to continue")
                     break
-                if isinstance(point, LongestClip):
+                if isinstance(point, LongestClip | LargestBatch):
                     self._search(point, until)
                 elif not is_known(point, self._profile):
                     self._measure(point)
@@ -72,9 +115,9 @@ class Measuring:
         write_profile(self._profile, torn)
         os.replace(torn, self._out)
 
-    def _search(self, clip: LongestClip, until: float) -> None:
-        """Bisect over the length. Every clip on the way is a point or a limit, so another call goes on from there."""
-        while (point := clip.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
+    def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
+        """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""
+        while (point := wanted.next_point(self._profile)) is not None and not (until and time.monotonic() > until):
             self._measure(point)
             self.save()
 
@@ -102,11 +145,14 @@ class Measuring:
         else:
             times = self._in_bag(point)
         if point.nodes == 1:
-            self._profile.measure(point.key, times.median, times.peak_gib, point.shape.text_tokens)
+            self._profile.measure(point.key, times.median, point.shape.text_tokens, round(times.spread, 4))
         else:
             self._profile.count_over_nodes([spanning_point(point, times.median)])
-        peak = f"  {times.peak_gib:6.2f} GiB" if times.peak_gib else ""
-        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{peak}{_handed(times)}", flush=True)
+        need = ""
+        if times.need_gib is not None:
+            self._profile.observe_need(footprint_of(point, self._profile), times.need_gib)
+            need = f"  takes {times.need_gib:6.3f} GiB"
+        print(f"{point.name} {times.median:9.4f} s  spread {100 * times.spread:.0f}%{need}{_handed(times)}", flush=True)
 
     def _in_bag(self, point: ProfilePoint) -> PointTimes:
         # by what is known now: a plan brings such rates, and its bags then run as this one does
@@ -147,16 +193,16 @@ class Measuring:
             found.append(ExchangePoint(workers=degree, num_bytes=size, seconds=seconds, nodes=nodes))
         self._profile.exchanges = (*self._profile.exchanges, *found)
         if line := exchange_speed(self._profile.exchanges):
-            self._profile.count_exchange(exchange_seconds(self._bench.model.dit, line[1]))
+            dit = self._bench.model.dit
+            self._profile.count_exchange(exchange_seconds(dit, line[1]), exchange_calls(dit))
         speeds = ", ".join(
             f"{one.sent / one.seconds / 1e9:.2f} GB/s for {one.num_bytes / 2**20:.0f} MiB" for one in found
         )
         print(f"a2a   all-to-all of {degree}{_over(nodes)}: {speeds} of a member", flush=True)
 
     def _handoff(self, nodes: int) -> None:
-        assert self._cluster is not None, "only a cluster has such points"
         self._free_nodes()
-        found = timed_handoffs(self._cluster.ends(nodes), self._device, max(self._repeats, _HANDOFFS))
+        found = self._together.handoffs(nodes, max(self._repeats, _HANDOFFS))
         self._profile.count_handoffs(found)
         sizes = sorted({point.num_bytes for point in found})
         middle = {size: statistics.median(p.seconds for p in found if p.num_bytes == size) for size in sizes}
@@ -166,12 +212,9 @@ class Measuring:
 
     def _bag(self, degree: int, nodes: int) -> MeasuredBag:
         if (degree, nodes) not in self._bags:
-            if nodes == 1:
-                self._bags[degree, nodes] = Bag(self._config, degree, self._device)
-            else:
-                assert self._cluster is not None, "only a cluster has bags over nodes"
+            if nodes > 1:
                 self._free_nodes()
-                self._bags[degree, nodes] = BagOverNodes(self._config, self._cluster.bags[degree], self._device)
+            self._bags[degree, nodes] = self._together.bag(degree, nodes)
         return self._bags[degree, nodes]
 
     def _free_nodes(self) -> None:
@@ -213,6 +256,19 @@ def spanning_point(point: ProfilePoint, seconds: float) -> SpanningPoint:
     )
 
 
+def footprint_of(point: ProfilePoint, profile: Profile) -> Footprint:
+    """The size of a measured cascade, as its need of memory sees it."""
+    shape, bucket = point.shape, point.shape.bucket
+    clips = Samples(
+        count=shape.batch,
+        frames=bucket.frames,
+        height=bucket.height,
+        width=bucket.width,
+        text_tokens=shape.text_tokens,
+    )
+    return profile.footprint(point.module, [clips], point.degree)
+
+
 def _over(nodes: int) -> str:
     return f" over {nodes} nodes" if nodes > 1 else ""
 
@@ -247,7 +303,7 @@ def is_known(point: Measurable, profile: Profile) -> bool:
     if isinstance(point, ProfilePoint):
         found = {one.key for one in profile.over_nodes} if point.nodes > 1 else profile.measured
         return point.key in found or any(limit.forbids(*point.key) for limit in profile.max_frames)
-    if isinstance(point, LongestClip):
+    if isinstance(point, LongestClip | LargestBatch):
         return point.next_point(profile) is None
     place = (point.degree, point.nodes)
     if point.kind == "update":

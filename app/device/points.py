@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
     from ops.comm import Group
+
+_NEAR = 0.05  # of the largest batch that ran: nearer to the smallest that did not, nothing is searched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,11 +109,37 @@ def clip_lengths(geometry: Geometry, most: int) -> list[int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LargestBatch:
+    """As many clips of this bucket in a bag of this degree as memory allows. What runs on the way is AdaptiveLoad's
+    throughput sweep (sec. 3.2)."""
+
+    bucket: Bucket
+    text_tokens: int
+    degree: int
+    most: int  # larger batches are not tried
+
+    def next_point(self, profile: Profile) -> ProfilePoint | None:
+        """The batch whose success or failure halves what is not known: twice the largest that ran until one did not.
+        None where the two are a twentieth apart, or none up to `most` fails."""
+        clip = (self.bucket.frames, self.bucket.height, self.bucket.width)
+        place = (*clip, self.degree)
+        low = max((key[1] for key in profile.measured if key[0] == "dit" and key[2:] == place), default=0)
+        failed = [one.batch for one in profile.max_frames if one.forbids("dit", one.batch, *place)]
+        high = min([self.most + 1, *failed])
+        if high - low <= max(1.0, _NEAR * low):
+            return None
+        batch = (low + high) // 2 if high <= self.most else min(2 * low, self.most)
+        shape = ProfiledShape(batch=max(batch, 1), bucket=self.bucket, text_tokens=self.text_tokens)
+        return ProfilePoint(module="dit", shape=shape, degree=self.degree)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PointTimes:
-    """Seconds of the timed runs of one cascade, and the peak GiB of a member where the device counts it."""
+    """Seconds of the timed runs of one cascade, and the GiB that it took of a member's memory beside what was there
+    before, where that is counted."""
 
     seconds: tuple[float, ...]
-    peak_gib: float | None
+    need_gib: float | None = None
     gathered_bytes: int = 0  # encode results that a member got from the others of its bag in each run
     gathered_s: float = 0.0  # of each run for it, median
 
@@ -127,15 +154,19 @@ class PointTimes:
 
 
 def timed(work: Callable[[], object], device: torch.device, group: Group) -> float:
-    """Seconds of one call, which all members of the group begin together."""
+    """Seconds of one call, which all members of the group begin together: by events on the stream of a GPU."""
     import torch
 
+    from actors.worker.stopwatch import stopwatch_of
+
+    watch = stopwatch_of(device)
     if group.size > 1:
         group.barrier(device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    start = time.perf_counter()
+    began = watch.mark()
     work()
+    ended = watch.mark()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return watch.seconds(began, ended)

@@ -5,46 +5,54 @@
 Every bucket is measured with synthetic pixels, random tokens and the config's own models: text, VAE and DiT on one
 device and in bags of every degree that this machine has devices for, with the process groups of a run; the end of a
 step by the run's engine; all-to-alls; handoffs from one worker to another through Ray's object store. On a Ray cluster
-of several nodes the DiT, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
-memory is a limit, and on a GPU the longest clip that fits is searched for. The file is written after every point, and a
-file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
+of several nodes cascades, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
+memory is a limit. On a GPU, and on a CPU whose workers have a limit (`workers.memory_gib`), the largest batch and the
+longest clip that fit are searched for, and what cascades take of memory is counted; with `--minutes` larger batches are
+tried on any CPU. The file is written after every point, and a file of the same setting is continued. Other batch sizes
+and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.exchange import exchange_speed
-from actors.plan.costs.fit import fit_form, knapformer_constants
+from actors.plan.costs.fit import RESIDUAL_POINTS, fit_form, knapformer_constants
 from actors.plan.costs.handoff import estimate_of
 from actors.plan.costs.profile import MOST_DEGREE, Handoff, Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.spanning import OVERLAP
-from actors.plan.types import MODULES, PlanError
+from actors.plan.types import MODULES, Module, PlanError
 from actors.planning.batching import TargetBatch, seconds_of
 from actors.planning.learned import refuse_other, setting_of
+from actors.planning.memory import clips_of, forecast
 from actors.planning.options import tell_updates
 from app.device.bag import degrees_here
 from app.device.bench import Bench
-from app.device.choice import device_name, memory_gib, pick_device
-from app.device.measuring import Measurable, Measuring, is_known
+from app.device.choice import device_name, pick_device
+from app.device.measuring import BagsHere, Measurable, Measuring, is_known
 from app.device.over_nodes import LentRay, MeasuredCluster
-from app.device.points import LongestClip, ProfiledShape, ProfilePoint, SideFigure
+from app.device.points import LargestBatch, LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
-from app.inputs.limits import longest_clips
+from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
+from data.types import Bucket
 from ops.degrees import SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.folders import tiling_of
 from ops.typed import ConfigError
 
 SWEPT_TOKENS = 20_000
 _LONGER = 16  # times the longest bucket: longer clips are not tried
+_LARGER = 16  # times the planned batch: larger ones are not tried
+_WIDE = 0.5  # a spread of runs that says that the machine did something else meanwhile
 
 
 def run_profile(
@@ -82,11 +90,11 @@ def run_profile(
         model.text,
         geometry,
         model.image,
-        gpu_memory_gib=memory_gib(target),
+        tiling_of(model.vae),
         degrees=config.planner.degrees or usual_degrees(model, config.planner.sequence, degrees),
         device=device_name(target),
     )
-    profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu")
+    profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu", config.train)
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     legal = profile.degrees["dit"]
     cluster = None if ray is None else MeasuredCluster.of(ray, config, legal, degrees, target.type)
@@ -96,9 +104,16 @@ def run_profile(
     shapes = list(shapes_of(sized, geometry, profile))
     handoffs = () if cluster is None else cluster.handoffs(config.workers.max, target.type)
     points = by_information(points_of(shapes, bags, over), figures_of(config, bags, over, handoffs))
-    if target.type == "cuda":  # a CPU's memory has no limit that belongs to one worker
+    limited = target.type == "cuda" or bool(config.workers.memory_gib)  # else no limit belongs to one worker
+    if limited:
+        clips, cuda = clips_of(config.data, geometry), target.type == "cuda"
+        profile.expect_needs(forecast(model, geometry, config.train, clips, legal, cuda).needs)
+    if limited or minutes:
+        points += largest_of(shapes, bags)
+    if limited:
         points += longest_of(shapes, bags)
-    tell_updates(profile, config.train, model, "" if target.type == "cpu" else profile.device)
+    device = "" if target.type == "cpu" else profile.device
+    tell_updates(profile, config.train, model, device, config.workers.memory_gib)
     if not fresh:
         continue_from(out, profile)
     left = [point for point in points if not is_known(point, profile)]
@@ -110,13 +125,30 @@ def run_profile(
     if len(left) < len(points):
         print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    measuring = Measuring(config, bench, profile, out, repeats, cluster)
+    together = BagsHere(config=config, device=target.type, cluster=cluster)
+    measuring = Measuring(bench, together, profile, out, repeats)
     measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
+    offer_residual(profile)
     measuring.save()
     _print_fits(profile, model)
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
     return profile
+
+
+def offer_residual(profile: Profile) -> None:
+    """Have trees explain what the fit of the VAE leaves (Arachne sec. IV-B), where points are many enough and the
+    package is here. They stay where they help at points that they have not seen."""
+    points = sum(key[0] == "vae" for key in profile.measured)
+    if profile.residual != "none" or points < RESIDUAL_POINTS:
+        return
+    if importlib.util.find_spec("xgboost") is None:
+        print(f"vae   {points} points are enough for trees on top of its fit: install the extra [xgboost] for them")
+        return
+    profile.use_residual("xgboost")
+    found = profile.model_of("vae")
+    if found is None or found.residual is None:
+        profile.use_residual("none")
 
 
 def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence[int]) -> tuple[int, ...]:
@@ -128,9 +160,10 @@ def usual_degrees(model: ModelConfig, setting: SequenceSetting, wanted: Sequence
 def points_of(
     shapes: Sequence[ProfiledShape], bags: Sequence[int], over: Mapping[int, int] | None = None
 ) -> list[ProfilePoint]:
-    """Every module alone, and its largest batches in bags; of the DiT also in bags `over` nodes (their number by
-    degree), where a single bucket has its smallest batch, too: what a row and what a peer takes there is told apart by
-    two sizes. Captions are dealt whole: a bag has one for every member."""
+    """Every module alone, and its largest batches in bags; also in bags `over` nodes (their number by degree). There a
+    single bucket of the DiT has its smallest batch, too: what a row and what a peer takes is told apart by two sizes.
+    Encoders have their largest cascade: what a bag of them sends is little, and one share of all stands for it.
+    Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
     largest: dict[object, ProfiledShape] = {}
     for shape in shapes:
@@ -144,10 +177,15 @@ def points_of(
         if module != "text" or shape.batch >= degree
     ]
     spread = list(largest.values()) if len(largest) > 1 else [shapes[0], *shapes[1:][-1:]]
+    heaviest = max(largest.values(), key=lambda shape: shape.batch * shape.bucket.frames * shape.bucket.area)
+    most = max(largest.values(), key=lambda shape: shape.batch)
+    widest: dict[Module, list[ProfiledShape]] = {"dit": spread, "vae": [heaviest], "text": [most]}
     spanning = [
-        ProfilePoint(module="dit", shape=shape, degree=degree, nodes=nodes)
+        ProfilePoint(module=module, shape=shape, degree=degree, nodes=nodes)
         for degree, nodes in (over or {}).items()
-        for shape in spread
+        for module in MODULES
+        for shape in widest[module]
+        if module != "text" or shape.batch >= degree
     ]
     return found + inside + spanning
 
@@ -175,6 +213,23 @@ def longest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Lon
             height=largest.height, width=largest.width, text_tokens=text, degree=degree, most_frames=_LONGER * frames
         )
         for degree in (1, *bags)
+    ]
+
+
+def largest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[LargestBatch]:
+    """The search for the largest batch: of every bucket alone, and in bags of the one with the longest samples, as
+    memory is linear in rows. The shortest samples, whose batches cost least, first."""
+    planned: dict[Bucket, ProfiledShape] = {}
+    for shape in shapes:
+        if shape.bucket not in planned or planned[shape.bucket].batch < shape.batch:
+            planned[shape.bucket] = shape
+    ordered = sorted(planned.values(), key=lambda shape: (shape.bucket.frames * shape.bucket.area, shape.bucket))
+    wanted = [(shape, 1) for shape in ordered] + [(ordered[-1], degree) for degree in bags]
+    return [
+        LargestBatch(
+            bucket=shape.bucket, text_tokens=shape.text_tokens, degree=degree, most=_LARGER * degree * shape.batch
+        )
+        for shape, degree in wanted
     ]
 
 
@@ -227,11 +282,12 @@ def continue_from(out: Path, profile: Profile) -> None:
     except PlanError as error:
         raise ConfigError(f"{error} --out names a file that is not continued: give another, or --fresh.") from None
     for key, seconds in before.measured.items():
-        profile.measure(key, seconds, before.peak_gib.get(key), before.text_tokens.get(key))
+        profile.measure(key, seconds, before.text_tokens.get(key), before.spread.get(key))
+    profile.needs.take_up(before.needs.known())
     profile.max_frames = before.max_frames
     profile.update = before.update.of_run(profile.update.kind, profile.update.weights)
     profile.exchanges = before.exchanges
-    profile.count_exchange(before.exchange_s)
+    profile.count_exchange(before.exchange_s, before.exchange_calls)
     profile.count_over_nodes(before.over_nodes)
     profile.count_handoffs(before.handoffs)
 
@@ -289,7 +345,7 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
             quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
             print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
     _print_figures(profile)
-    for line in longest_clips(profile):
+    for line in [*longest_clips(profile), *largest_batches(profile)]:
         print(f"limit {line}")
     loads, seconds = profile.points("dit")
     if len(loads) > 1:
@@ -298,8 +354,26 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
             print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}")
         except ValueError as error:
             print(f"      gamma of KnapFormer: {error}")
+    for line in need_lines(profile):
+        print(line)
+    wide = [key for key, spread in profile.spread.items() if spread > _WIDE]
+    if wide:
+        print(
+            f"note: runs of {len(wide)} of {len(profile.spread)} points differ by more than {_WIDE:.0%} of their "
+            f"median: was the machine busy? --fresh measures them again"
+        )
     for note in profile.notes:
         print(f"note: {note}")
+
+
+def need_lines(profile: Profile) -> list[str]:
+    """What cascades need of a worker's memory beside the states, by measured peaks: one line for each kind."""
+    units = {"dit": "row", "text": "token", "vae": "clip"}
+    return [
+        f"needs {module} {kind}: {line.fixed_gib:.3f} GiB and {1024 * line.gib_per_unit:.4g} MiB a {units[module]}, "
+        f"by {len(profile.needs.measured[module, kind])} peaks"
+        for (module, kind), line in sorted(profile.needs.lines().items())
+    ]
 
 
 def _print_figures(profile: Profile) -> None:

@@ -75,7 +75,7 @@ def batch_room_gib(
     demand = Demand.of(config.data, model, geometry, peers)
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
     found = forecast(model, geometry, config.train, demand.clips, degrees, cuda)
-    profile.needs = found.needs
+    profile.expect_needs(found.needs)
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node
         found = placed(found, config, demand, degrees, memory, per_node)

@@ -1,4 +1,4 @@
-"""What a profile says of the longest clips that fit, for a person."""
+"""What a profile says of the longest clips and the largest batches that fit, for a person."""
 
 from __future__ import annotations
 
@@ -20,6 +20,29 @@ def longest_clips(profile: Profile) -> list[str]:
         ]
         lines.append(f"longest clip of {height}x{width} that fits: {', '.join(told)}")
     return lines
+
+
+def largest_batches(profile: Profile) -> list[str]:
+    """One line per bucket of which a batch of several clips ran out of memory: the most clips by degree."""
+    buckets: dict[tuple[int, int, int], dict[int, int]] = {}
+    for limit in profile.max_frames:
+        if limit.module == "dit" and limit.batch > 1:
+            of = buckets.setdefault((limit.frames + 1, limit.height, limit.width), {})
+            of[limit.degree] = min(limit.batch, of.get(limit.degree, limit.batch))
+    return [
+        f"largest batch of {frames}f {height}x{width} that fits: "
+        + ", ".join(
+            f"{_largest(profile, (frames, height, width, degree), failed)} (not {failed}) at degree {degree}"
+            for degree, failed in sorted(of.items())
+        )
+        for (frames, height, width), of in sorted(buckets.items())
+    ]
+
+
+def _largest(profile: Profile, place: tuple[int, int, int, int], failed: int) -> int:
+    """The largest batch that ran below the first that did not."""
+    batches = (key[1] for key in profile.measured if key[0] == "dit" and key[2:] == place)
+    return max((batch for batch in batches if batch < failed), default=0)
 
 
 def _longest(profile: Profile, height: int, width: int, degree: int, most: int) -> str:

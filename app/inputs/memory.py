@@ -71,7 +71,7 @@ def view_memory(
     demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
     forecasts = Forecasts(geometry, demand.clips, cuda)
     found = forecasts.of(model, config.train, degrees)
-    profile.needs = found.needs
+    profile.expect_needs(found.needs)
     if cuda and memory is not None:
         found = placed(found, config, demand, degrees, memory, max(cluster.nodes))
     view = MemoryView(

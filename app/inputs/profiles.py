@@ -24,9 +24,11 @@ def load_profile(path: str | Path) -> Profile:
 def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Profile:
     """The profile that a run of this config plans with. Raises ConfigError."""
     device = gpu_of(config)
-    profile = _as_config_error(lambda: run_profile_of(config.planner, model, geometry, device), config.planner.profile)
-    if profile.update.points:
-        tell_updates(profile, config.train, model, device)
+    profile = _as_config_error(
+        lambda: run_profile_of(config.planner, model, geometry, device, config.train), config.planner.profile
+    )
+    if profile.update.points or profile.needs.limits:
+        tell_updates(profile, config.train, model, device, config.workers.memory_gib)
     return profile
 
 

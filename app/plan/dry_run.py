@@ -123,7 +123,7 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
     print(
         f"plan      {plan.strategy} on {workers} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
-        f"per step (bound {inputs.bound(plan):.3f} s), idle {100 * idle:.1f}%, planned in "
+        f"per step (bound {inputs.bound():.3f} s), idle {100 * idle:.1f}%, planned in "
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
     whole = step_seconds(plan)

@@ -20,7 +20,7 @@ from actors.feed.experts import ExpertDraw
 from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import check
-from actors.plan.schedule.figures import StepFigures, figures, mean_bound, windows
+from actors.plan.schedule.figures import StepFigures, figures, rolling_bound, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
 from actors.planning.make_plan import make_plan
@@ -31,7 +31,7 @@ from app.inputs.batches import with_limits
 from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
-from app.inputs.limits import longest_clips
+from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
@@ -77,11 +77,9 @@ class PlanInputs:
         """Items by step and id."""
         return {(step.step, item.id): item for step, items in zip(plan.steps, self.steps) for item in items}
 
-    def bound(self, plan: Plan) -> float:
-        """Mean seconds per step that no plan can beat: the mean of the steps' own bounds or, if larger, all work
-        divided over all workers."""
-        whole = mean_bound(Problem(self.steps, self.profile, self.cluster, self.options))
-        return max(whole, _mean([step.lower_bound_s for step in plan.steps]))
+    def bound(self) -> float:
+        """Mean seconds per step that no plan can beat."""
+        return rolling_bound(Problem(self.steps, self.profile, self.cluster, self.options))
 
 
 def run_plan(
@@ -117,7 +115,7 @@ def run_plan(
         print(line)
     if problem.memory is not None:
         print("\n".join(memory_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)))
-    for line in longest_clips(problem.profile):
+    for line in [*longest_clips(problem.profile), *largest_batches(problem.profile)]:
         print(f"limit     {line}")
     for note in problem.profile.notes:
         print(f"note: {note}")
@@ -211,7 +209,7 @@ def table(plans: Sequence[Plan], problem: PlanInputs) -> str:
     for plan in plans:
         balance = step_figures(plan, problem)
         seconds = _mean([step.makespan_s for step in plan.steps])
-        bound = problem.bound(plan)
+        bound = problem.bound()
         peak = peak_gib(plan, problem)
         rows.append(
             (
@@ -261,18 +259,21 @@ def update_line(plans: Sequence[Plan], problem: PlanInputs) -> str:
     update_s = max((step.update_s for plan in plans for step in plan.steps), default=0.0)
     if not update_s:
         return ""
+    remainder_s = max(step.remainder_s for plan in plans for step in plan.steps)
+    between = f" and {remainder_s:.3f} s beside cascades, as a run has learned" if remainder_s else ""
     whole = ", ".join(f"{plan.strategy} {step_seconds(plan):.3f} s" for plan in plans)
     here = (problem.cluster.num_workers, len(problem.cluster.nodes))
     known = any((one.workers, one.nodes) == here for one in problem.profile.update.points)
     return (
         f"update    {update_s:.3f} s more at the end of each step (gradient sum, optimizer, new parameters; "
-        f"{'measured' if known else 'by what was measured on other numbers of workers'}): {whole} per step in all"
+        f"{'measured' if known else 'by what was measured on other numbers of workers'}){between}: {whole} per step "
+        f"in all"
     )
 
 
 def step_seconds(plan: Plan) -> float:
-    """Mean seconds per step, its end included as far as it is known: what `predicted_s` of a run says."""
-    return _mean([step.makespan_s + step.update_s for step in plan.steps])
+    """Mean seconds per step, its end and remainder included as far as they are known: `predicted_s` of a run."""
+    return _mean([step.seconds for step in plan.steps])
 
 
 def step_figures(plan: Plan, problem: PlanInputs) -> list[StepFigures]:
@@ -294,14 +295,6 @@ def peak_gib(plan: Plan, problem: PlanInputs) -> float:
     peaks = [0.0]
     for cascade in (cascade for step in plan.steps for cascade in step.cascades):
         peaks.append(cascade_gib(cascade, items, problem.profile) or 0.0)
-        for part in cascade.parts:
-            item = items[cascade.step, part.item]
-            peaks.append(
-                problem.profile.memory_gib(
-                    cascade.module, part.count, item.frames, item.height, item.width, cascade.degree, item.text_tokens
-                )
-                or 0.0
-            )
     return max(peaks)
 
 

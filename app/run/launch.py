@@ -145,7 +145,7 @@ def _with_limits(config: RunConfig, device: WorkersDevice) -> RunConfig:
     if not before:
         return config
     model, geometry = resolve(config.model)
-    profile = profile_of(config.planner, model, geometry, device.name, device.measured)
+    profile = profile_of(config.planner, model, geometry, device.name, config.train, device.measured)
     cluster = given_cluster(config) or Cluster(nodes=(gpus_of_a_node(),))
     found, fit = with_limits(config, model, geometry, profile, cluster)
     for name, limits in ((name, batch_limits(found)[name]) for name in before):

@@ -105,6 +105,15 @@ def choose(q: Tensor, lengths: Pair) -> Backend:
     return next(b for b in (backend_of(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
 
 
+def serving(q: Tensor) -> list[BackendName]:
+    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call."""
+    if not q.is_cuda:
+        return ["sdpa"]
+    possible = [p for p in PREFERENCES if backend_of(p.backend).why_not(q) is None]
+    always = next(i for i, p in enumerate(possible) if not p.least)
+    return [p.backend for p in possible[: always + 1]]
+
+
 @cache
 def backend_of(name: BackendName) -> Backend:
     """The backend of that name. Raises ValueError for a name that none has."""

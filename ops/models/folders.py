@@ -14,9 +14,10 @@ from typing import cast
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
-from ops.models.config import ImageConfig, ModelConfig, TextConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
+from ops.models.tiling import Tiling
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 
@@ -137,6 +138,31 @@ def vae_numbers(fields: Json, where: str) -> tuple[int, tuple[int, int, int]]:
     if name not in VAE_CLASSES:
         raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
     return VAE_CLASSES[name].numbers(fields)
+
+
+def tiling_of(vae: VAEConfig) -> Tiling:
+    """How this autoencoder cuts clips; of one in a folder by its config.json."""
+    if vae.kind == "haar":
+        return Tiling()
+    assert vae.path is not None
+    return tiling_by(read_json(component(vae.path, "vae") / "config.json"), vae)
+
+
+def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
+    """The same by the fields of its config.json. With a patch (Wan 2.2) Diffusers counts tiles in patched pixels."""
+    segments = VAE_CLASSES[fields["_class_name"]].segments or (0, 0)
+    over_time = Tiling(frames=segments[0], frame_stride=segments[1])
+    if not vae.tiling:
+        return over_time
+    (height, width), (down, across) = vae.tile_sample_min, vae.tile_sample_stride
+    return replace(
+        over_time,
+        height=height,
+        width=width,
+        height_stride=down,
+        width_stride=across,
+        scale=fields.get("patch_size") or 1,
+    )
 
 
 def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:

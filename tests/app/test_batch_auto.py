@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.costs.needs import SOLO, NeedLine, Needs
+from actors.plan.costs.needs import SOLO, Footprint, NeedLine, Needs
 from actors.plan.types import Cluster
 from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
@@ -86,15 +86,20 @@ def test_a_run_finds_the_numbers_of_every_auto_and_says_them(
     assert any("workers.memory_gib says it" in line for line in said) == bool(notes), "memory_tokens stays as set"
 
 
-def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A preview of a cluster has the batches that a run there has, wherever the preview is made."""
+def predict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast of a MiB for every row, beside next to no states."""
     needs = Needs()
     needs.predicted["dit", SOLO] = NeedLine(fixed_gib=0.0, gib_per_unit=1e-3)
     sizes = {"parameters": 10, "trained": 10, "parameter_bytes": 4, "state_bytes": 16}
     made = MemoryForecast(**sizes, deepspeed=False, vae_gib=0.0, text_gib=0.0, image_gib=0.0, needs=needs)  # type: ignore[arg-type]
     monkeypatch.setattr("app.inputs.batches.forecast", lambda *of: made)
+
+
+def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preview of a cluster has the batches that a run there has, wherever the preview is made."""
+    predict(monkeypatch)
     config = load(tmp_path, "data: {batch: auto}\nworkers: {min: 1, max: 1, device: cuda}\n")
     model, geometry = resolve(config.model)
     rows = []
@@ -103,6 +108,21 @@ def test_the_limit_of_memory_is_that_of_the_gpus_that_are_planned_for(
         found, _ = with_limits(config, model, geometry, flop_profile(model, geometry, "H100"), cluster)
         rows.append(found.data.batch.memory_tokens)
     assert 4000 < rows[0] < 8000 < rows[1] < 16000
+
+
+def test_measured_peaks_say_how_many_tokens_a_batch_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profile of a GPU found 2 MiB a row where the forecast expects 1: half as many fit."""
+    predict(monkeypatch)
+    config = load(tmp_path, "data: {batch: auto}\nworkers: {min: 1, max: 1, device: cuda}\n")
+    model, geometry = resolve(config.model)
+    rows = []
+    for peaks in ({}, {500.0: 1.0, 5000.0: 10.0}):
+        profile = flop_profile(model, geometry, "H100")
+        for units, gib in peaks.items():
+            profile.observe_need(Footprint(module="dit", kind=SOLO, units=units), gib)
+        found, _ = with_limits(config, model, geometry, profile, Cluster(nodes=(1,), memory_gib=24.0))
+        rows.append(found.data.batch.memory_tokens)
+    assert rows[0] > 10_000 and rows[1] == pytest.approx(rows[0] / 2, abs=1)
 
 
 @pytest.mark.parametrize("word", ["on", "off", "suggest", "'on'"])

@@ -16,22 +16,36 @@ from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile
+from actors.worker.meter import TensorMeter
 from app.device.bag import Bag, carried_out, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.measuring import Measuring, is_known
-from app.device.points import LongestClip, PointTimes, ProfiledShape, ProfilePoint
-from app.device.profile import by_information, figures_of, longest_of, points_of, run_profile, shapes_of
-from app.inputs.limits import longest_clips
+from app.device.measuring import BagsHere, Measuring, footprint_of, is_known
+from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, timed
+from app.device.profile import (
+    by_information,
+    figures_of,
+    largest_of,
+    longest_of,
+    offer_residual,
+    points_of,
+    run_profile,
+    shapes_of,
+)
+from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
 from ops.comm import Group
 from ops.models.folders import resolve
 from ops.spatial_temporal.choice import WHOLE
 from ops.typed import ConfigError
+from tests.actors.plan.test_profile_and_costs import tiled_vae
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]
+
+
+BAGS = BagsHere(config=RunConfig.load(DEMO), device="cpu")
 
 
 def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,11 +126,11 @@ def test_a_file_without_the_figures_is_continued_by_them_alone(tmp_path: Path, m
 
     def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         asked.append(module)
-        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,))
 
     def update(self: Bench, repeats: int) -> PointTimes:
         asked.append("update")
-        return PointTimes(seconds=(0.25,), peak_gib=None)
+        return PointTimes(seconds=(0.25,))
 
     monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr(Bench, "update", update)
@@ -186,10 +200,10 @@ def probed(clip: LongestClip, profile: Profile, longest: int, tmp_path: Path) ->
         asked.append(shape.bucket.frames)
         if shape.bucket.frames > longest:
             raise MemoryError("full")
-        return PointTimes(seconds=(1.0,), peak_gib=None)
+        return PointTimes(seconds=(1.0,))
 
     bench = SimpleNamespace(device=torch_cpu(), measure=measure)
-    Measuring(RunConfig.load(DEMO), bench, profile, tmp_path / "p.json", 1).run([clip], 0.0)  # type: ignore[arg-type]
+    Measuring(bench, BAGS, profile, tmp_path / "p.json", 1).run([clip], 0.0)  # type: ignore[arg-type]
     return asked
 
 
@@ -240,6 +254,112 @@ def test_limits_of_one_degree_leave_the_others_to_be_searched() -> None:
     assert [one.degree for one in longest_of([point(1, 5).shape, point(3).shape], (2, 4))] == [1, 2, 4]
 
 
+def batches(degree: int, most: int = 512) -> LargestBatch:
+    return LargestBatch(bucket=Bucket(17, 32, 32), text_tokens=8, degree=degree, most=most)
+
+
+@pytest.mark.parametrize("largest", [1, 7, 40, 300])
+def test_the_largest_batch_is_found_by_doubling_and_halving_to_a_twentieth(largest: int, tmp_path: Path) -> None:
+    profile, asked = Profile(degrees={"dit": (1,)}), []
+
+    def measure(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
+        asked.append(shape.batch)
+        if shape.batch > largest:
+            raise MemoryError("full")
+        return PointTimes(seconds=(1.0,), need_gib=0.1 * shape.batch)
+
+    bench = SimpleNamespace(device=torch_cpu(), measure=measure)
+    Measuring(bench, BAGS, profile, tmp_path / "p.json", 1).run([batches(1)], 0.0)  # type: ignore[arg-type]
+    found = max(key[1] for key in profile.measured)
+    assert found <= largest <= found * 1.05 + 1 and len(asked) == len(set(asked)) <= 16
+    assert asked[:3] == [1, 2, 4][: len(asked[:3])], "a sweep over batches on the way"
+    told = largest_batches(profile)
+    first = min(batch for batch in asked if batch > largest)
+    assert told == [f"largest batch of 17f 32x32 that fits: {found} (not {first}) at degree 1"]
+    assert is_known(batches(1), profile) and not profile.fits(
+        "dit", min(b for b in asked if b > largest), 17, 32, 32, 1
+    )
+    longer = LargestBatch(bucket=Bucket(33, 32, 32), text_tokens=8, degree=1, most=512)
+    first = longer.next_point(profile)
+    assert first is None or first.shape.batch <= largest + 1, "what is larger is not tried again"
+
+
+def test_a_search_for_the_largest_batch_ends_where_none_fails() -> None:
+    profile = Profile(degrees={"dit": (1, 2)})
+    asked = []
+    while (one := batches(2, most=6).next_point(profile)) is not None:
+        asked.append((one.shape.batch, one.degree))
+        profile.measure(one.key, 1.0)
+    assert asked == [(1, 2), (2, 2), (4, 2), (6, 2)]
+
+
+def test_every_bucket_is_searched_alone_and_the_longest_in_bags() -> None:
+    shapes = [point(batch, frames).shape for frames in (5, 1) for batch in (1, 3)]
+    wanted = [(one.bucket.frames, one.degree, one.most) for one in largest_of(shapes, (2, 4))]
+    assert wanted == [(1, 1, 48), (5, 1, 48), (5, 2, 96), (5, 4, 192)]
+
+
+def test_memory_is_counted_where_it_has_a_limit(tmp_path: Path) -> None:
+    """That of a CPU's workers is that of their tensors."""
+    here = TensorMeter(0.0).room_gib()
+    assert here is not None
+    limited = [*TINY, "data.buckets.table=[5x32x48]", f"workers.memory_gib={0.013 - here}"]
+    out = tmp_path / "p.json"
+    profile = run_profile(DEMO, limited, out, repeats=1, device="cpu", degrees=[1])
+    found = read_profile(out)
+    assert found.needs.measured == profile.needs.measured
+    units, gib = max(found.needs.measured["dit", "solo"].items())
+    assert units > 50 and 0.001 < gib < 0.013, "beside the modules, and within the limit"
+    ran = {key[1] for key in found.measured if key[0] == "dit" and key[2:] == (5, 32, 48, 1)}
+    failed = [limit.batch for limit in found.max_frames if limit.forbids("dit", limit.batch, 5, 32, 48, 1)]
+    assert max(ran) >= 2 and min(failed) <= 1.05 * max(ran) + 1, "the largest batch was searched"
+    assert found.needs.gib(footprint_of(point_of(min(failed)), found)) > 0.9 * gib, "and lies where the peaks say"
+
+
+def point_of(batch: int) -> ProfilePoint:
+    shape = ProfiledShape(batch=batch, bucket=Bucket(5, 32, 48), text_tokens=56)
+    return ProfilePoint(module="dit", shape=shape)
+
+
+def test_how_far_runs_of_a_point_differ_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
+        return PointTimes(seconds=(1.0, 1.2, 1.1 * shape.batch))
+
+    profile, out = Profile(degrees={"dit": (1,)}), tmp_path / "p.json"
+    bench = SimpleNamespace(device=torch_cpu(), measure=measure)
+    measuring = Measuring(bench, BAGS, profile, out, 1)  # type: ignore[arg-type]
+    measuring.run([point(1), point(2)], 0.0)
+    spreads = read_profile(out).spread
+    assert spreads["dit", 1, 1, 32, 32, 1] == pytest.approx(0.2 / 1.1, abs=1e-4)
+    assert spreads["dit", 2, 1, 32, 32, 1] == pytest.approx(1.0, abs=1e-4) and "spread 100%" in capsys.readouterr().out
+
+
+def test_a_gpu_is_timed_by_events_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Marks stand around the work alone, after the barrier; they are read when the device is done."""
+    import torch
+
+    told: list[str] = []
+
+    class Events:
+        def mark(self) -> str:
+            told.append("mark")
+            return f"event {told.count('mark')}"
+
+        def seconds(self, first: object, second: object) -> float:
+            told.append(f"{first} to {second}")
+            return 0.25
+
+    class Pair(Group):
+        def barrier(self, device: Any) -> None:
+            told.append("barrier")
+
+    monkeypatch.setattr("actors.worker.stopwatch.StreamWatch", lambda device: Events())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: told.append("synchronize"))
+    took = timed(lambda: told.append("work"), torch.device("cuda"), Pair(None, (0, 1), 0, 0.0))
+    assert took == 0.25
+    assert told == ["barrier", "synchronize", "mark", "work", "mark", "synchronize", "event 1 to event 2"]
+
+
 def test_bags_run_the_largest_batch_of_every_bucket() -> None:
     shapes = [point(batch, frames).shape for frames in (1, 5) for batch in (1, 3)]
     bags: dict[str, list] = {"text": [], "vae": [], "dit": []}
@@ -261,18 +381,18 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
         def __init__(self, *settings: object) -> None: ...
 
         def measure(self, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
-            return PointTimes(seconds=(0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
+            return PointTimes(seconds=(0.06 * shape.batch * shape.bucket.frames,))
 
         def exchange(self, num_bytes: int) -> float:
             return 0.001 + num_bytes / 2 / 1e9  # half of it goes to the other one
 
         def update(self, repeats: int) -> PointTimes:
-            return PointTimes(seconds=(0.3,), peak_gib=None)
+            return PointTimes(seconds=(0.3,))
 
         def close(self) -> None: ...
 
     def measure(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
-        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,))
 
     monkeypatch.setattr(Bench, "measure", measure)
     monkeypatch.setattr("app.device.measuring.Bag", Two)
@@ -298,18 +418,18 @@ def test_bags_are_measured_by_the_slices_that_plans_bring_them(tmp_path: Path) -
 
     def alone(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         seen.append((1, rates))
-        return PointTimes(seconds=(1.0 * shape.batch,), peak_gib=None)
+        return PointTimes(seconds=(1.0 * shape.batch,))
 
     def in_bag(module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
         seen.append((2, rates))
-        return PointTimes(seconds=(0.6 * shape.batch,), peak_gib=None)
+        return PointTimes(seconds=(0.6 * shape.batch,))
 
     config = RunConfig.load(DEMO.with_name("demo-stdit.yaml"))
     model, geometry = resolve(config.model)
     profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
     assumed = profile.slice_rates()
     bench = SimpleNamespace(device=torch_cpu(), measure=alone)
-    measuring = Measuring(config, bench, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
+    measuring = Measuring(bench, BAGS, profile, tmp_path / "p.json", 1)  # type: ignore[arg-type]
     measuring._bags[2, 1] = SimpleNamespace(measure=in_bag, close=lambda: None)  # type: ignore[assignment]
     measuring.run([point(1), point(1, degree=2)], 0.0)
     known = profile.slice_rates()
@@ -358,7 +478,7 @@ def test_what_runs_out_of_memory_is_a_limit_and_larger_points_are_spared(
         asked.append((module, shape.bucket.frames, shape.batch))
         if module == "dit" and shape.bucket.frames * shape.batch >= 5:
             raise RuntimeError("CUDA out of memory. Tried to allocate 3 GiB")
-        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,))
 
     monkeypatch.setattr(Bench, "measure", measure)
     out = tmp_path / "p.json"
@@ -378,7 +498,7 @@ def test_a_limit_holds_for_pictures_too_and_is_not_tried_again(
         asked.append((module, shape.bucket.frames, shape.batch))
         if module == "dit" and shape.bucket.frames == frames and shape.batch >= max(batches):
             raise MemoryError("not enough")
-        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,))
 
     monkeypatch.setattr(Bench, "measure", measure)
     out = tmp_path / "p.json"
@@ -398,7 +518,7 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
         def __init__(self, config: object, degree: int, device: str) -> None:
             raise MemoryError("the weights")
 
-    one = PointTimes(seconds=(0.1,), peak_gib=None)
+    one = PointTimes(seconds=(0.1,))
     monkeypatch.setattr(Bench, "measure", lambda *of: one)
     monkeypatch.setattr("app.device.measuring.Bag", NoRoom)
     out = tmp_path / "p.json"
@@ -428,7 +548,7 @@ class Pipes:
                 pipe.send(answer[1])
 
 
-ONE = PointTimes(seconds=(1.0,), peak_gib=None)
+ONE = PointTimes(seconds=(1.0,))
 
 
 def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail(
@@ -466,9 +586,7 @@ def test_measurements_that_limit_no_batch_are_kept_and_said(
 
 
 def test_a_config_with_the_batches_of_a_table_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        Bench, "measure", lambda self, module, shape, repeats: PointTimes(seconds=(0.1 * shape.batch,), peak_gib=None)
-    )
+    monkeypatch.setattr(Bench, "measure", lambda self, module, shape, repeats: PointTimes(seconds=(0.1 * shape.batch,)))
     table = ["data.buckets={open_sora: {256px: {1: [1.0, 2], 5: [1.0, 1]}}}", "data.batch.from_table=true"]
     run_profile(DEMO, table, tmp_path / "p.json", repeats=1, device="cpu", degrees=[1])
     assert read_profile(tmp_path / "p.json").measured
@@ -493,3 +611,22 @@ def test_a_bag_is_measured_with_its_exchanges(tmp_path: Path, capsys: pytest.Cap
     assert "all-to-all of 2:" in told and "update  end of a step on 2 workers" in told
     assert profile.update_seconds(2) > 0 and len(profile.exchanges) == 2
     assert " MiB from the others" in told, "a bag's cascade begins with the handoff of its inputs"
+
+
+def test_trees_are_offered_where_points_are_enough_and_help(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = read_profile(tiled_vae(36))
+    offer_residual(found)
+    model = found.model_of("vae")
+    assert found.residual == "xgboost" and model is not None and model.residual is not None
+    few, straight = read_profile(tiled_vae(12)), read_profile(tiled_vae(36))
+    for key in straight.measured:
+        straight.measure(key, 0.05 + 1e-7 * straight.load_of("vae", *key[1:], 0).dealt.pixels)  # type: ignore[union-attr]
+    offer_residual(few)
+    offer_residual(straight)
+    assert few.residual == straight.residual == "none"
+    monkeypatch.setattr("app.device.profile.importlib.util.find_spec", lambda name: None)
+    lacking = read_profile(tiled_vae(36))
+    offer_residual(lacking)
+    assert lacking.residual == "none" and "install the extra [xgboost]" in capsys.readouterr().out

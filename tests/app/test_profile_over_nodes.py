@@ -75,9 +75,10 @@ def test_one_bag_over_nodes_after_the_other() -> None:
 
 def test_two_sizes_are_measured_over_nodes_also_of_a_single_bucket() -> None:
     shapes = [ProfiledShape(batch=batch, bucket=Bucket(5, 32, 32), text_tokens=8) for batch in (1, 2, 4)]
-    over = [one.shape.batch for one in points_of(shapes, (2,), {2: 2}) if one.nodes > 1]
-    assert sorted(over) == [1, 4]
-    assert [one.shape.batch for one in points_of(shapes[:1], (2,), {2: 2}) if one.nodes > 1] == [1]
+    over = [one for one in points_of(shapes, (2,), {2: 2}) if one.nodes > 1]
+    assert sorted(one.shape.batch for one in over if one.module == "dit") == [1, 4]
+    assert [(one.module, one.shape.batch) for one in over if one.module != "dit"] == [("text", 4), ("vae", 4)]
+    assert [one.module for one in points_of(shapes[:1], (2,), {2: 2}) if one.nodes > 1] == ["vae", "dit"]
 
 
 class Apart:
@@ -91,13 +92,13 @@ class Apart:
         Apart.most = max(Apart.most, Apart.alive)
 
     def measure(self, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
-        return PointTimes(seconds=(self.slow * 0.06 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(self.slow * 0.06 * shape.batch * shape.bucket.frames,))
 
     def exchange(self, num_bytes: int) -> float:
         return self.slow * (0.001 + num_bytes / 2 / 1e9)
 
     def update(self, repeats: int) -> PointTimes:
-        return PointTimes(seconds=(self.slow * 0.3,), peak_gib=None)
+        return PointTimes(seconds=(self.slow * 0.3,))
 
     def close(self) -> None:
         Apart.alive -= self.slow > 1
@@ -107,7 +108,7 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def alone(self: Bench, module: str, shape: ProfiledShape, repeats: int, rates: object = None) -> PointTimes:
-        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,), peak_gib=None)
+        return PointTimes(seconds=(0.1 * shape.batch * shape.bucket.frames,))
 
     def handoffs(places: tuple[str, str], device: str, repeats: int) -> list[HandoffPoint]:
         timed.append(places)
@@ -121,7 +122,7 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
     timed: list[tuple[str, str]] = []
     Apart.alive = Apart.most = 0
     monkeypatch.setattr(Bench, "measure", alone)
-    monkeypatch.setattr(Bench, "update", lambda self, repeats: PointTimes(seconds=(0.25,), peak_gib=None))
+    monkeypatch.setattr(Bench, "update", lambda self, repeats: PointTimes(seconds=(0.25,)))
     monkeypatch.setattr("app.device.measuring.Bag", Apart)
     monkeypatch.setattr("app.device.measuring.BagOverNodes", Apart)
     monkeypatch.setattr("app.device.measuring.timed_handoffs", handoffs)
@@ -130,8 +131,10 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
     run_profile(DEMO, TINY, out, repeats=3, device="cpu", degrees=[1, 2], ray=ray)
     profile = read_profile(out)
     assert profile.cross_node.factor(1.0) == pytest.approx(1.5)
-    assert {(point.frames, point.degree, point.nodes) for point in profile.over_nodes} == {
-        (frames, degree, 2) for frames in (1, 5) for degree in (2, 4)
+    assert {(point.module, point.frames, point.degree, point.nodes) for point in profile.over_nodes} == {
+        *(("dit", frames, degree, 2) for frames in (1, 5) for degree in (2, 4)),
+        *(("vae", 5, degree, 2) for degree in (2, 4)),
+        ("text", 1, 2, 2),
     }
     assert (Apart.most, Apart.alive) == (1, 0), "the next one waits for its workers"
     assert profile.update_seconds(2) == 0.3 and profile.update_seconds(2, nodes=2) == pytest.approx(0.45)
@@ -152,7 +155,7 @@ def test_what_is_measured_across_nodes_is_kept_told_and_not_measured_twice(
         assert line in told, line
     run_profile(DEMO, TINY, out, repeats=3, device="cpu", degrees=[1, 2], ray=ray)
     again = read_profile(out)
-    assert len(timed) == 2 and "31 are known from" in capsys.readouterr().out
+    assert len(timed) == 2 and "34 are known from" in capsys.readouterr().out
     assert (again.over_nodes, again.cross_node, again.handoff) == (
         profile.over_nodes,
         profile.cross_node,

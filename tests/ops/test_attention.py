@@ -14,7 +14,7 @@ from ops.attention.flex import BLOCK, document_mask
 from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
 from ops.attention.sdpa import Sdpa
-from ops.attention.varlen import attention, backend_of, check_backend, choose
+from ops.attention.varlen import attention, backend_of, check_backend, choose, serving
 from tests.ops.attention_cases import CASES, reference
 
 torch.set_num_threads(1)
@@ -180,6 +180,17 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(flash, "INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert auto(OnCuda(), (2048, 2047)) == "flash3" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
+
+
+def test_what_auto_comes_to_is_known_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that were measured where flash3 is installed are not those of the same setting where it is not."""
+    monkeypatch.setattr(flash, "INSTALLED", False)
+    found = [serving(q) for q in (OnCuda(), OnCuda(size=256), OnCuda(torch.float32))]  # type: ignore[arg-type]
+    assert found == [["cudnn", "flash"], ["flash"], ["sdpa"]]
+    monkeypatch.setattr(flash, "INSTALLED", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert serving(OnCuda()) == ["flash3"]  # type: ignore[arg-type]
+    assert serving(torch.empty(0, 1, 128)) == ["sdpa"]
 
 
 def test_flash_and_flash3_put_their_own_kernels_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

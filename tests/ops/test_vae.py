@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from ops.models.base.tiles import Tile, deal
 from ops.models.base.vae import DiffusersVAE
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
+from ops.models.families import VAE_CLASSES
+from ops.models.folders import tiling_of
 from ops.models.load import build_vae
 from ops.models.vae import vae_of
 from tests.ops.conftest import RunRanks
@@ -119,6 +122,35 @@ def test_tiles_blend_to_diffusers_tiled_encode(family: str) -> None:
     vae.model.use_tiling = True
     torch.testing.assert_close(blended, by_diffusers(vae, video), atol=FP32_ATOL, rtol=FP32_ATOL)
     assert torch.equal(blended, vae.blend(parts, shape)), "blend must not change the tiles it is given"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_bag_member_encodes_is_known_from_the_settings_alone(family: str, tmp_path: Path) -> None:
+    """Plans price it by the config.json of the folder, without the autoencoder."""
+    settings = TILES if family != "wan_patched" else {**TILES, "tile_sample_stride": (16, 16)}
+    vae = make(family, **settings)
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": type(vae.model).__name__, **vae.model.config}))
+    tiling = tiling_of(VAEConfig(kind="diffusers", path=str(tmp_path), **settings))  # type: ignore[arg-type]
+    for shape in ((5, 96, 80), (29, 64, 32), (1, 32, 32)):
+        tiles = vae.plan_tiles(*shape)
+        for clips, members in ((1, 1), (3, 1), (1, 2), (3, 4)):
+            units = [tile for _ in range(clips) for tile in tiles]
+            hands = [units[rank::members] for rank in range(members)]
+            dealt = tiling.dealt(clips, shape, members)
+            assert dealt.pixels == max(sum(tile.pixels for tile in hand) for hand in hands)
+            assert dealt.count == max(map(len, hands))
+            largest = max(tiles, key=lambda tile: tile.pixels)
+            assert dealt.shape == tuple(b - a for a, b in (largest.frames, largest.rows, largest.columns))
+
+
+def test_hunyuan_is_cut_over_time_as_its_class_says() -> None:
+    model = make("hunyuan").model
+    assert VAE_CLASSES["AutoencoderKLHunyuanVideo"].segments == (
+        model.tile_sample_min_num_frames,
+        model.tile_sample_stride_num_frames,
+    )
+    assert model.use_framewise_encoding
+    assert not any(getattr(make(name).model, "use_framewise_encoding", False) for name in ("wan", "cogvideox"))
 
 
 def test_hunyuan_segments_over_time_equal_diffusers() -> None:

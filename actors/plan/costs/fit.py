@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -15,6 +15,11 @@ POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is re
 POOR_RESIDUAL = 0.5
 LEAST_POINTS = 6  # fewer are no fit: they scale the prior
 RESIDUAL_POINTS = 24  # of the VAE, from which its residual is tried
+# How far a point may be from its law by noise, and how sure is what is known of a bag apart from its points: by what
+# all-to-alls of their own took, and by how many of them the code has.
+_POINT_DOUBT, _COMM_DOUBT, _CALLS_DOUBT = 0.05, 0.3, 1.0
+
+Expected = Mapping[str, tuple[float, float]]  # coefficient -> (value, doubt relative to it)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +72,18 @@ def model_from(
     device: str,
     residual: bool,
     exchange_s: float = 0.0,
+    exchange_calls: float = 0.0,
 ) -> tuple[Fit, list[str]]:
     """(model, notes for the report): a fit of the points, at least one; the scaled prior where they are few or the fit
     is poor. `residual`: with trees on what the VAE's fit leaves. `exchange_s` of the transformer, by a measured
-    all-to-all, is what points without a bag cannot say and a prior only assumes; 0: not measured."""
+    all-to-all, is what points without a bag cannot say, points of bags say only with their noise, and a prior only
+    assumes; 0: not measured. `exchange_calls`: how many all-to-alls a cascade makes; 0: not known."""
     notes = []
+    expected = {
+        name: (value, doubt)
+        for name, value, doubt in (("comm", exchange_s, _COMM_DOUBT), ("calls", exchange_calls, _CALLS_DOUBT))
+        if value > 0
+    }
     if exchange_s:
         prior = with_exchange(prior, exchange_s)
     if len(loads) >= LEAST_POINTS:
@@ -79,9 +91,9 @@ def model_from(
         if exchange_s and all(load.degree == 1 for load in loads):
             fitted = with_exchange(fit_form(prior.form, loads, seconds, source), exchange_s)
         elif prior.form not in FORMS_OF[module]:  # blocks of another kind, which only its own form describes
-            fitted = fit_form(prior.form, loads, seconds, source)
+            fitted = fit_form(prior.form, loads, seconds, source, expected)
         else:
-            fitted = fit(module, loads, seconds, source)
+            fitted = fit(module, loads, seconds, source, expected)
         if module == "vae" and residual and len(loads) >= RESIDUAL_POINTS:
             fitted = with_residual(fitted, loads, seconds)
         elif module == "vae" and residual:
@@ -98,22 +110,29 @@ def model_from(
     return _scaled(prior, loads, seconds, exchange_s), notes
 
 
-def fit(module: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
+def fit(
+    module: str, loads: Sequence[Load], seconds: Sequence[float], source: str, expected: Expected | None = None
+) -> Fit:
     """The best of the module's forms on measured points, by R^2. Needs at least two points. Where the latency of
     all-to-alls was measured, the form without it is not tried: of seconds that grow a thousandfold R^2 does not see it.
     """
     other = "arachne" if any(load.call_s for load in loads) else "arachne_calls"
-    fits = [fit_form(form, loads, seconds, source) for form in FORMS_OF[module] if form != other]
+    fits = [fit_form(form, loads, seconds, source, expected) for form in FORMS_OF[module] if form != other]
     return max(fits, key=lambda found: (not found.poor, found.r2))
 
 
-def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source: str) -> Fit:
-    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2."""
+def fit_form(
+    form: str, loads: Sequence[Load], seconds: Sequence[float], source: str, expected: Expected | None = None
+) -> Fit:
+    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2. What is
+    `expected` of coefficients counts like further points, the more the surer it is."""
     target = np.array(seconds)
+    known, values, scales = _pseudo_points(FORMS[form].names, expected or {})
     best: Fit | None = None
     for exponent in [1.6 + 0.05 * i for i in range(17)] if form == "adaptiveload" else [2.0]:
         columns = np.array([FORMS[form].features(load, exponent) for load in loads])
-        coefficients = nonnegative_fit(columns, target)
+        both = np.vstack([columns, known])
+        coefficients = nonnegative_fit(both, np.append(target, values), np.append(target, scales))
         r2, worst = quality(columns @ coefficients, target)
         if best is None or r2 > best.r2:
             best = Fit(
@@ -127,6 +146,17 @@ def fit_form(form: str, loads: Sequence[Load], seconds: Sequence[float], source:
             )
     assert best is not None
     return best
+
+
+def _pseudo_points(names: Sequence[str], expected: Expected) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(columns [n, m], values [n], scales [n]): a row says that a coefficient is what is expected, with an error that
+    counts, beside those of points, as much as its doubt allows."""
+    found = [(names.index(name), *told) for name, told in expected.items() if name in names]
+    columns = np.zeros((len(found), len(names)))
+    for row, (place, _, _) in enumerate(found):
+        columns[row, place] = 1.0
+    values = np.array([value for _, value, _ in found])
+    return columns, values, np.array([value * doubt / _POINT_DOUBT for _, value, doubt in found])
 
 
 def nonnegative_fit(columns: np.ndarray, target: np.ndarray, scale: np.ndarray | None = None) -> np.ndarray:
@@ -169,7 +199,7 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     """
     import xgboost
 
-    columns = np.array([(load.frames, load.height, load.width, load.batch, load.degree) for load in loads], dtype=float)
+    columns = np.array([_of_tiles(load) for load in loads])
     ratio = np.array(seconds) / np.array([found.predict(load) for load in loads])
     options = {"max_depth": 3, "eta": 0.15, "lambda": 2.0, "seed": 0, "nthread": 1, "verbosity": 0}
 
@@ -186,12 +216,18 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
     booster = train(np.ones(len(ratio), dtype=bool))
 
     def residual(load: Load) -> float:
-        row = np.array([(load.frames, load.height, load.width, load.batch, load.degree)], dtype=float)
+        row = np.array([_of_tiles(load)])
         return float(np.exp(np.clip(booster.predict(xgboost.DMatrix(row))[0], -0.7, 0.7)))
 
     predicted = np.array([found.predict(load) * residual(load) for load in loads])
     r2, worst = quality(predicted, np.array(seconds))
     return replace(found, source=found.source + " with an XGBoost residual", r2=r2, worst=worst, residual=residual)
+
+
+def _of_tiles(load: Load) -> tuple[float, ...]:
+    """What trees see of a VAE's cascade: the largest tile, how many the busiest member has, and who else there is."""
+    assert load.dealt is not None, "a load of a VAE has its tiles"
+    return *map(float, load.dealt.shape), float(load.dealt.count), float(load.batch), float(load.degree)
 
 
 def with_exchange(found: Fit, exchange_s: float) -> Fit:

@@ -59,6 +59,13 @@ def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
     return flop_coefficients(dit, 1.0, exchange_gbps=bytes_per_s / 1e9, **nothing)["dit"].coefficients[-1]
 
 
+def exchange_calls(dit: DiTConfig) -> float:
+    """All-to-alls of a bag's training cascade: two around the attention of every block, in each of its passes
+    (`ops.sequence_parallel`). 0 where blocks are exchanged in slices."""
+    passes = 3.0 + dit.gradient_checkpointing
+    return 0.0 if dit.spatial_temporal else 2.0 * passes * sum(dit.block_counts)
+
+
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:
     return Fit(source="FLOP model", form=form, coefficients=coefficients)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ops.models.tiling import DealtTiles
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCost:
@@ -40,6 +42,7 @@ class Load:
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
     call_s: float = 0.0  # of an all-to-all of its bag that sends nothing, on one node; 0: not measured
     text: TextCost = JOINT  # of the DiT
+    dealt: DealtTiles | None = None  # of a VAE: what the busiest member encodes
 
     @property
     def length(self) -> int:
@@ -116,9 +119,10 @@ def _adaptiveload(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _tiles(load: Load, exponent: float) -> tuple[float, ...]:
-    """Arachne's VAE: tiles dealt round-robin, the busiest worker decides; linear in tile volume."""
-    count, volume = vae_tiles(load.frames, load.height, load.width)
-    return 1.0, -(-load.batch * count // load.degree) * volume
+    """Arachne's VAE: tiles dealt round-robin, the busiest worker decides; linear in tile volume, and in tiles, each of
+    which has its launches: of pictures they are most of it."""
+    assert load.dealt is not None, "a load of a VAE has its tiles"
+    return 1.0, float(load.dealt.pixels), float(load.dealt.count)
 
 
 def _pixels(load: Load, exponent: float) -> tuple[float, ...]:
@@ -137,7 +141,7 @@ FORMS = {
     "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
     "adaptiveload": CostForm(("a", "b"), _adaptiveload),
-    "tiles": CostForm(("constant", "volume"), _tiles),
+    "tiles": CostForm(("constant", "volume", "tile"), _tiles),
     "pixels": CostForm(("constant", "pixel", "sample"), _pixels),
     "captions": CostForm(("constant", "token"), _captions),
 }
@@ -146,13 +150,3 @@ FORMS_OF = {
     "vae": ("tiles", "pixels"),
     "text": ("captions",),
 }
-TILE = (16, 256, 256)  # frames, height, width of a VAE tile; neighbours overlap by a quarter in space
-
-
-def vae_tiles(frames: int, height: int, width: int) -> tuple[int, float]:
-    """(tiles of a clip, pixels of one) for a tiled encode; small clips are one smaller tile."""
-    sizes = [min(size, tile) for size, tile in zip((frames, height, width), TILE)]
-    counts = [-(-frames // TILE[0])]
-    for size, tile in zip((height, width), TILE[1:]):
-        counts.append(1 if size <= tile else -(-(size - tile) // (tile * 3 // 4)) + 1)
-    return counts[0] * counts[1] * counts[2], float(sizes[0] * sizes[1] * sizes[2])

@@ -6,21 +6,23 @@ count as the part of a row that they take (`Needs.text_rows`), and where ranks s
 (`Needs.row_weight`). Units of a VAE are clips of one shape, those of a text
 encoder tokens. A line is predicted from the model, before anything has run, and
 replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
+`known` is what outlasts the process: in the folder of a run, and in the file of `heddle profile`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.plan.types import Module
+from actors.plan.types import Module, refuse_below, refuse_unless_positive
 from ops.degrees import surplus
 from ops.models.config import TEXT_BATCH_TOKENS
 
 NeedKey = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 SOLO, BAG = "solo", "bag"
+_ALIKE = 0.02  # by which a row may count otherwise before measured peaks are of another unit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +74,7 @@ def footprint(
 
 
 def clip_kind(clip: Samples, degree: int = 1) -> str:
-    """Kind of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
+    """NeedKey of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
     return f"{clip.frames}f {clip.height}x{clip.width}{'' if degree == 1 else ' tiles'}"
 
 
@@ -101,6 +103,56 @@ def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLi
     return NeedLine(fixed_gib=gib[0] - slope * units[0], gib_per_unit=slope)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedPeak:
+    """The highest peak of cascades of so many units."""
+
+    units: float
+    gib: float
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "units")
+        refuse_below(0, self, "gib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedTry:
+    """How often a cascade of so many units has run out of memory, and what it lacked at least."""
+
+    units: float
+    times: int
+    missing_gib: float = 0.0
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "units")
+        refuse_below(0, self, "times", "missing_gib")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KindNeeds:
+    """What was measured of the cascades of one kind."""
+
+    module: Module
+    kind: str
+    peaks: tuple[NeedPeak, ...] = ()
+    limit: float | None = None  # units at which memory ran out
+    tries: tuple[NeedTry, ...] = ()
+
+    def __post_init__(self) -> None:
+        refuse_unless_positive(self, "limit")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KnownNeeds:
+    """What `Needs` has measured, and the rows that it counted by: as it is kept in a file."""
+
+    beside: str = ""
+    text_rows: Mapping[str, float] = field(default_factory=dict)
+    copied: float = 0.0
+    num_heads: int = 0
+    kinds: tuple[KindNeeds, ...] = ()
+
+
 @dataclass(kw_only=True, slots=True)
 class Needs:
     """Lines, peaks and limits of one model on one device. `observe` and `exceed` change it."""
@@ -117,6 +169,7 @@ class Needs:
     # and the number of heads; 0: nothing was predicted.
     copied: float = 0.0
     num_heads: int = 0
+    beside: str = ""  # how the states lie beside which memory ran out, and what a device may give: limits hold for that
     _learned: dict[NeedKey, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:
@@ -161,6 +214,10 @@ class Needs:
                 most.append(line.most(room_gib))
         return min(most)
 
+    def lines(self) -> dict[NeedKey, NeedLine]:
+        """What is predicted by measured peaks, for every kind that has some."""
+        return {kind: self._line(kind, points) for kind, points in self.measured.items()}
+
     def observe(self, found: Footprint, peak_gib: float) -> None:
         """A cascade has run and needed so much. A limit that it reached is none."""
         points = self.measured.setdefault(found.line, {})
@@ -169,6 +226,80 @@ class Needs:
         self._learned.pop(found.line, None)
         if self.limits.get(found.line, math.inf) <= found.units:
             del self.limits[found.line]
+
+    def expect(self, forecast: Needs) -> None:
+        """Predict by this from now on. What was measured stays; that of the DiT only where rows count as before."""
+        if not self._counts_as(forecast.text_rows, forecast.copied, forecast.num_heads):
+            for learned in (self.measured, self.limits, self._learned):
+                for line in [line for line in learned if line[0] == "dit"]:
+                    del learned[line]
+            for counted in (self.tries, self.missing):
+                for key in [key for key in counted if key[0][0] == "dit"]:
+                    del counted[key]
+        self.predicted, self.text_rows = dict(forecast.predicted), dict(forecast.text_rows)
+        self.copied, self.num_heads = forecast.copied, forecast.num_heads
+        self._learned.clear()
+
+    def lie_beside(self, states: str) -> None:
+        """Say how the states lie from now on. Limits that were met beside other ones are none."""
+        if states != self.beside:
+            for learned in (self.limits, self.tries, self.missing):
+                learned.clear()
+        self.beside = states
+
+    def known(self) -> KnownNeeds:
+        """What was measured, to be kept."""
+        lines = sorted({*self.measured, *self.limits, *(line for line, _ in self.tries)})
+        return KnownNeeds(
+            beside=self.beside,
+            text_rows=dict(self.text_rows),
+            copied=self.copied,
+            num_heads=self.num_heads,
+            kinds=tuple(self._known_of(line) for line in lines),
+        )
+
+    def _known_of(self, line: NeedKey) -> KindNeeds:
+        return KindNeeds(
+            module=line[0],
+            kind=line[1],
+            peaks=tuple(NeedPeak(units=u, gib=gib) for u, gib in sorted(self.measured.get(line, {}).items())),
+            limit=self.limits.get(line),
+            tries=tuple(
+                NeedTry(units=units, times=times, missing_gib=self.missing.get((line, units), 0.0))
+                for (of, units), times in sorted(self.tries.items())
+                if of == line
+            ),
+        )
+
+    def take_up(self, known: KnownNeeds) -> None:
+        """Go on with what was measured before. The DiT's part counts where rows count as they did then, or where
+        nothing says yet what a row counts; limits do where the states lie as they did. A cascade that has used up its
+        tries gets one more: what took its memory may be gone."""
+        if not self.predicted and not self.measured:
+            self.text_rows, self.copied, self.num_heads = dict(known.text_rows), known.copied, known.num_heads
+            self.beside = self.beside or known.beside
+        alike = self._counts_as(known.text_rows, known.copied, known.num_heads)
+        for one in known.kinds:
+            line: NeedKey = (one.module, one.kind)
+            if one.module == "dit" and not alike:
+                continue
+            for peak in one.peaks:
+                points = self.measured.setdefault(line, {})
+                points[peak.units] = max(points.get(peak.units, 0.0), peak.gib)
+            if known.beside == self.beside:
+                if one.limit is not None:
+                    self.limits[line] = min(one.limit, self.limits.get(line, math.inf))
+                for found in one.tries:
+                    self.tries[line, found.units] = min(found.times, TRIES - 1)
+                    self.missing[line, found.units] = found.missing_gib
+        self._learned.clear()
+
+    def _counts_as(self, text_rows: Mapping[str, float], copied: float, num_heads: int) -> bool:
+        """Whether units of the DiT are the same where rows count like this."""
+        if (self.num_heads, set(self.text_rows)) != (num_heads, set(text_rows)):
+            return False
+        pairs = [(self.copied, copied), *((rows, text_rows[kind]) for kind, rows in self.text_rows.items())]
+        return all(abs(one - other) <= _ALIKE * max(one, other) for one, other in pairs)
 
     def lacking_gib(self, found: Footprint) -> float | None:
         """What a cascade lacked that has run out of memory as often as it may; None for others."""

@@ -11,11 +11,12 @@ from typing import cast
 
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
-from actors.plan.costs.fit import Fit, model_from
+from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
 from actors.plan.costs.flops import exchange_seconds, flop_coefficients, text_cost
 from actors.plan.costs.forms import FORMS, FORMS_OF, JOINT, Load, TextCost
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.remainder import RemainderPoint, remainder_of
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, Spanned, SpanningPoint, SpreadCascade, cross_of_spread
 from actors.plan.costs.topology import CrossIsland, CrossNode
@@ -26,6 +27,7 @@ from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.tiling import Tiling
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
@@ -39,7 +41,6 @@ _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise can
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 MOST_DEGREE = 64  # that is planned where nobody names degrees
-HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
 # HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
     HunyuanConfig(
@@ -97,6 +98,12 @@ class ProfiledSetting:
     model: str = ""  # family, blocks and width
     device: str = ""  # cpu, or a GPU's name
     attention: str = ""  # backend, as the config names it
+    backend: str = ""  # what that name means on the device
+    precision: str = ""  # of the parameters, and autocast
+    checkpointing: str = ""  # on or off
+    trained: str = ""  # all weights, LoRA factors, or some
+    vae: str = ""  # class or kind, its precision, and its tiles
+    text: str = ""  # kind and size of the encoder, its precision, and where it is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,23 +112,29 @@ class LivePoint:
     is known yet, or a moment on a busy host, does not move it."""
 
     newest: tuple[float, ...]  # seconds, at most NEWEST of them
+    texts: tuple[int, ...]  # text tokens of a sample of each, 0 where that is not known
     count: int  # cascades in all
-    text_tokens: int = 0  # mean of a sample
     refused: int = 0  # absurd ones since the last that was believed
 
     @classmethod
     def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
         """A point of so many equal measurements."""
-        return cls(newest=(seconds,) * min(count, NEWEST), count=count, text_tokens=text_tokens)
+        kept = min(count, NEWEST)
+        return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
 
     @property
     def seconds(self) -> float:
         return statistics.median(self.newest)
 
+    @property
+    def text_tokens(self) -> int:
+        """Of a sample, where known: the median."""
+        return round(statistics.median([text for text in self.texts if text] or [0]))
+
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
         """The point with one measurement more."""
-        newest = (*self.newest, seconds)[-NEWEST:]
-        return LivePoint(newest=newest, count=self.count + 1, text_tokens=text_tokens or self.text_tokens)
+        newest, texts = (*self.newest, seconds)[-NEWEST:], (*self.texts, text_tokens)[-NEWEST:]
+        return LivePoint(newest=newest, texts=texts, count=self.count + 1)
 
     def over(self, factor: float) -> LivePoint:
         """The same where everything is quicker by this factor."""
@@ -142,9 +155,8 @@ class Profile:
     setting: ProfiledSetting | None = None  # None: it does not say
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
-    peak_gib: dict[PointKey, float] = field(default_factory=dict)
+    spread: dict[PointKey, float] = field(default_factory=dict)  # of measured runs: longest less shortest over median
     text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
-    gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
     residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
@@ -153,28 +165,32 @@ class Profile:
     row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
+    remainders: tuple[RemainderPoint, ...] = ()  # of a run's steps, beside cascades and end
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
     handoffs: tuple[HandoffPoint, ...] = ()  # as measured
     over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
     exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
+    exchange_calls: float = 0.0  # how many of them a cascade makes; 0: not known
     geometry: Geometry = field(default_factory=Geometry)
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
     num_heads: int | None = None
+    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
-    memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
     spanning: dict[tuple[PointKey, Spanned], LivePoint] = field(default_factory=dict)  # over nodes
+    seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
+    _file_fits: dict[str, Fit] = field(default_factory=dict)
     _rates: SliceRates | None = None
     _calls: CallLatency | None = None
-    _handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
+    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
     _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
         default_factory=dict
     )
@@ -187,9 +203,9 @@ class Profile:
         text: TextConfig | None = None,
         geometry: Geometry | None = None,
         image: ImageConfig | None = None,
+        tiling: Tiling | None = None,
         *,
         tflops: float = 0.03,
-        gpu_memory_gib: float | None = None,
         vae_flops_per_pixel: float | None = None,
         text_flops_per_token: float | None = None,
         launch_s: float = 2e-4,
@@ -233,7 +249,7 @@ class Profile:
             text_cost=text_cost(dit),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
-            gpu_memory_gib=gpu_memory_gib,
+            tiling=tiling or Tiling(),
         )
 
     # -- asking -----------------------------------------------------------------------------------------------------
@@ -253,6 +269,8 @@ class Profile:
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
     ) -> Load:
         load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+        if module == "vae":
+            return replace(load, dealt=self.tiling.dealt(batch, (frames, height, width), degree))
         if module != "dit" or degree == 1:
             return load
         if self.sliced is not None:
@@ -295,21 +313,31 @@ class Profile:
         key = (module, batch, frames, height, width, degree)
         seen = self.live.get(key) or self._on_one_node(key)
         if seen is not None:
-            return seen.seconds
+            return seen.seconds * self._by_text(key, seen.text_tokens, text_tokens)
         load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
-        seconds = self.measured.get(key)
-        if seconds is None and module == "text":
-            seconds = self.measured.get(("text", batch, 0, 0, 0, degree))
+        held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
+        seconds = self.measured.get(held)
         if seconds is None and self.over_nodes:
             seconds = self._measured_over_nodes(key)
         if seconds is not None:
-            return seconds * self._file_drift(module).factor(load)
+            by_text = self._by_text(key, self.text_tokens.get(held, 0), text_tokens)
+            return seconds * by_text * self._file_drift(module).factor(load)
         if not self.extrapolate:
             return None
         model = self.model_of(module)
         if model is None:
             return None
         return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
+
+    def _by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
+        """What a point that was measured with so many text tokens of a sample is to be multiplied by for as many as are
+        wanted, by the module's model, or by that of the file's points alone; 1 where either is not known."""
+        if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
+            return 1.0
+        module = cast(Module, key[0])
+        model = self._model_of_file(module) if of_file else self.model_of(module)
+        before = model.predict(self._load(key, measured_with)) if model is not None else 0.0
+        return model.predict(self._load(key, wanted)) / before if model is not None and before > 0 else 1.0
 
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -413,16 +441,6 @@ class Profile:
         found = self.footprint(module, [clip], degree)
         return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
 
-    def memory_gib(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float | None:
-        """Peak GiB on one worker: measured, or Mem_states + B S Mem_token / k for the DiT (Arachne Eq. 8)."""
-        peak = self.peak_gib.get((module, batch, frames, height, width, degree))
-        if peak is None and module == "dit" and self.memory is not None:
-            tokens = self.tokens(frames, height, width) + text_tokens
-            peak = self.memory[0] + batch * tokens * self.memory[1] / degree
-        return peak
-
     def fits(
         self,
         module: Module,
@@ -434,16 +452,11 @@ class Profile:
         text_tokens: int = 0,
         room_gib: float = math.inf,
     ) -> bool:
-        """Whether the cascade stays within the device's memory and what was measured and learned of it."""
+        """Whether the cascade stays within the room of a worker, as far as that is known, and below every limit."""
         clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
         if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
             return False
-        if any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames):
-            return False
-        if self.gpu_memory_gib is None:
-            return True
-        peak = self.memory_gib(module, batch, frames, height, width, degree, text_tokens)
-        return peak is None or peak <= self.gpu_memory_gib * HEAVY_FRACTION
+        return not any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames)
 
     def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
         """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""
@@ -461,6 +474,10 @@ class Profile:
         """Of the end of a step, behind its last backward; 0 where nobody has measured it."""
         return self.update.seconds(workers, nodes) or 0.0
 
+    def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
+        """Of a step beside its cascades and its end; 0 where no run has measured it."""
+        return remainder_of(self.remainders, workers, nodes)
+
     def model_of(self, module: Module) -> Fit | None:
         """The model that prices missing points; fitted to the measured points on first use."""
         if module in self._fits:
@@ -473,14 +490,16 @@ class Profile:
     # -- learning ---------------------------------------------------------------------------------------------------
 
     def measure(
-        self, key: PointKey, seconds: float, peak_gib: float | None = None, text_tokens: int | None = None
+        self, key: PointKey, seconds: float, text_tokens: int | None = None, spread: float | None = None
     ) -> None:
-        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample."""
+        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample. `spread`
+        of its runs: longest less shortest over the median."""
         self.measured[key] = seconds
         if text_tokens is not None:
             self.text_tokens[key] = text_tokens
-        if peak_gib is not None:
-            self.peak_gib[key] = peak_gib
+        if spread is not None:
+            self.spread[key] = spread
+        self._file_fits.pop(key[0], None)
         self._forget(cast(Module, key[0]))
         if key[0] == "dit":  # what these are beside
             self.count_over_nodes()
@@ -499,12 +518,17 @@ class Profile:
         """Add handoffs that were timed apart from any run; all of them say what one costs."""
         self.handoffs = (*self.handoffs, *found)
         if self.handoffs:
-            self._handoffs = estimate_of(self.handoffs)
+            self.seen_handoffs = estimate_of(self.handoffs)
             self._price_handoffs()
 
-    def count_exchange(self, exchange_s: float) -> None:
-        """The all-to-alls of the DiT have been measured."""
-        self.exchange_s = exchange_s
+    def use_residual(self, residual: str) -> None:
+        """Have the VAE's fit completed by this from now on, one of RESIDUALS."""
+        self.residual = residual
+        self._forget("vae")
+
+    def count_exchange(self, exchange_s: float, calls: float = 0.0) -> None:
+        """The all-to-alls of the DiT have been measured, of which a cascade makes so many."""
+        self.exchange_s, self.exchange_calls = exchange_s, calls
         self._forget("dit")
 
     def observe(
@@ -590,13 +614,25 @@ class Profile:
         """Go on with what another profile has learned of the same costs."""
         for key, (count, text) in learned.runs.items():
             self.live[key] = LivePoint.of(learned.measured[key], count, text)
+        self.spanning.update(learned.spanning)
         self.cross_node, self.handoff = learned.cross_node, learned.handoff
+        if learned.seen_handoffs.seen:
+            self.seen_handoffs = learned.seen_handoffs
+        self.needs.take_up(learned.needs.known())
+        self.remainders = learned.remainders
+        for one in learned.remainders:
+            self._remainders[one.workers, one.nodes] = LivePoint.of(one.seconds, one.count)
         for point in learned.update.of_run(self.update.kind, self.update.weights).points:
             if point.count:
                 self._updates[point.workers, point.nodes] = LivePoint.of(point.seconds, point.count)
                 self.update = self.update.with_point(point)
         for module in MODULES:
             self._forget(module)
+
+    def expect_needs(self, forecast: Needs) -> None:
+        """Predict by this what cascades need of memory, until they have been measured."""
+        self.needs.expect(forecast)
+        self._cache.clear()
 
     def ran(self) -> dict[PointKey, LivePoint]:
         """Every point that ran, as on one node."""
@@ -619,7 +655,7 @@ class Profile:
 
     def observe_handoff(self, num_bytes: int, seconds: float) -> None:
         """Learn from an encode result that came from another worker: seconds from its end to the consumer's start."""
-        self._handoffs.add(num_bytes, seconds)
+        self.seen_handoffs.add(num_bytes, seconds)
         self._price_handoffs()
 
     def _price_handoffs(self) -> None:
@@ -628,7 +664,7 @@ class Profile:
             [point.seconds for key, point in self.live.items() if key[0] == "dit"]
             or [s for key, s in self.measured.items() if key[0] == "dit"]
         )
-        cost = self._handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
+        cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
 
@@ -643,6 +679,19 @@ class Profile:
         self._updates[place] = point
         found = UpdatePoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
         self.update = self.update.with_point(found)
+
+    def observe_remainder(self, workers: int, nodes: int, seconds: float) -> None:
+        """Learn what a step on so many workers took beside its cascades and its end. Raises ValueError for what cannot
+        have been measured."""
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise ValueError(f"a step took {seconds} s beside its cascades; a duration must be finite and at least 0.")
+        place = (workers, nodes)
+        before = self._remainders.get(place)
+        point = LivePoint.of(seconds) if before is None else before.after(seconds, 0)
+        self._remainders[place] = point
+        found = RemainderPoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
+        others = [one for one in self.remainders if (one.workers, one.nodes) != place]
+        self.remainders = tuple(sorted([*others, found], key=lambda one: (one.nodes, one.workers)))
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
@@ -750,7 +799,12 @@ class Profile:
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
             loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
-            ratios = [self.live[key].seconds / self.measured[key] for key in both]
+            ratios = [
+                self.live[key].seconds
+                / self.measured[key]
+                / self._by_text(key, self.text_tokens.get(key, 0), self.live[key].text_tokens, of_file=True)
+                for key in both
+            ]
             self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
         return self._drifts[module, "file"]
 
@@ -778,16 +832,31 @@ class Profile:
         self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)
         self._cache.clear()
 
+    def _model_of_file(self, module: Module) -> Fit | None:
+        """The same as it was before a run."""
+        if module not in self._file_fits:
+            keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
+            loads = [self._load(key, self.text_tokens.get(key, 0)) for key in keys]
+            prior = self.models.get(module) or PRIORS[module]
+            seconds = [self.measured[key] for key in keys]
+            self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
+        return self._file_fits[module]
+
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)
         loads, seconds = self.points(module)
         if not loads:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
-        exchange_s = self.exchange_s if module == "dit" else 0.0
+        exchange = (self.exchange_s, self.exchange_calls) if module == "dit" else (0.0, 0.0)
         if prior is None:
             prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
-        found, notes = model_from(module, prior, loads, seconds, self.device, residual, exchange_s)
+        found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
+        if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
+            notes.append(
+                f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "
+                f"{LEAST_POINTS}; the FLOP model is scaled to {'them' if len(loads) > 1 else 'it'}."
+            )
         self._note(module, notes)
         return found
 

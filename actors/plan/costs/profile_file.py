@@ -9,13 +9,16 @@ from typing import Literal
 
 from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.handoff import HandoffPoint
+from actors.plan.costs.needs import KnownNeeds
 from actors.plan.costs.profile import Handoff, MaxFrames, PointKey, ProfiledSetting
+from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
 from ops.models.families import PUBLISHED_HEADS
+from ops.models.tiling import Tiling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,14 +32,14 @@ class LatencyPoint:
     width: int = 0
     degree: int
     seconds: float
-    peak_gib: float | None = None
-    count: int = 0  # cascades of a run that it is the mean of; 0: measured by a benchmark
+    spread: float | None = None  # of the runs that it is the median of: longest less shortest, as a share of it
+    count: int = 0  # cascades of a run that it is the median of; 0: measured by a benchmark
     text_tokens: int = 0  # mean of a sample, where it is known
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "count", "text_tokens")
+        refuse_below(0, self, "count", "text_tokens", *(() if self.spread is None else ("spread",)))
         refuse_below(1, self, "batch", "degree", *(() if self.module == "text" else ("frames", "height", "width")))
-        refuse_unless_positive(self, "seconds", "peak_gib")
+        refuse_unless_positive(self, "seconds")
 
     @property
     def key(self) -> PointKey:
@@ -44,22 +47,24 @@ class LatencyPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileLimits:
-    """What the device cannot hold."""
+class SpreadPoint(LatencyPoint):
+    """One point of a run whose bag spanned nodes."""
 
-    gpu_memory_gib: float | None = None
-    max_frames: tuple[MaxFrames, ...] = ()
+    nodes: int
+    overlap: float  # of the rails of its nodes
 
     def __post_init__(self) -> None:
-        refuse_unless_positive(self, "gpu_memory_gib")
+        super(SpreadPoint, self).__post_init__()
+        refuse_below(0, self, "overlap")
+        refuse_below(2, self, "nodes")
+        refuse_below(1, self, "count")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileMemory:
-    """Memory of the DiT on one worker."""
+class ProfileLimits:
+    """What the device cannot hold."""
 
-    states_gib: float
-    gib_per_token: float
+    max_frames: tuple[MaxFrames, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,16 +85,23 @@ class ProfileFile:
     cross_island: CrossIsland = field(default_factory=CrossIsland)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
+    remainders: tuple[RemainderPoint, ...] = ()
     exchanges: tuple[ExchangePoint, ...] = ()
     exchange_s: float = 0.0
+    exchange_calls: float = 0.0
     handoffs: tuple[HandoffPoint, ...] = ()
     over_nodes: tuple[SpanningPoint, ...] = ()
+    ran_over_nodes: tuple[SpreadPoint, ...] = ()
+    seen_handoffs: tuple[HandoffPoint, ...] = ()  # the newest of a run
     geometry: Geometry = field(default_factory=Geometry)
-    memory: ProfileMemory | None = None
+    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
+    needs: KnownNeeds = field(default_factory=KnownNeeds)
 
     def __post_init__(self) -> None:
-        refuse_below(0, self, "exchange_s")
-        if not self.latency:
+        refuse_below(0, self, "exchange_s", "exchange_calls")
+        if not (
+            self.latency or self.ran_over_nodes or self.needs.kinds
+        ):  # of a run that soon lacked memory: no seconds
             raise ValueError('no "latency" entries, so nothing can be priced. Measure at least one point.')
         for module, degrees in self.degrees.items():
             if module not in MODULES:

@@ -8,15 +8,18 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import LivePoint, Profile
 from actors.plan.costs.profile_file import ProfileFile, ProfileLimits
+from actors.plan.costs.spanning import Spanned
 from actors.plan.types import MODULES, PlanError
 from ops.typed import ConfigError, Names, as_plain, build, node_of, read_json
 
 LEARNED = "profile.json"  # in the folder of a run: what it has learned
 
 
-_SAME = [f.name for f in fields(ProfileFile) if f.name not in ("degrees", "latency", "limits", "memory", "num_heads")]
+_OWN = ("degrees", "latency", "limits", "num_heads", "needs", "ran_over_nodes", "seen_handoffs")
+_SAME = [f.name for f in fields(ProfileFile) if f.name not in _OWN]
+_POINT = ("module", "batch", "frames", "height", "width", "degree")
 
 
 def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
@@ -37,18 +40,38 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
         file = build(ProfileFile, node_of(held), Names(others=True))
     except ConfigError as error:
         raise PlanError(f"{name}: {error}") from None
-    return Profile(
+    profile = Profile(
         **{key: getattr(file, key) for key in _SAME},
         degrees={module: tuple(sorted(set(degrees))) for module, degrees in file.degrees.items()},
         num_heads=file.heads,
         measured={point.key: point.seconds for point in file.latency},
         runs={point.key: (point.count, point.text_tokens) for point in file.latency if point.count},
-        peak_gib={point.key: point.peak_gib for point in file.latency if point.peak_gib is not None},
+        spread={point.key: point.spread for point in file.latency if point.spread is not None},
         text_tokens={point.key: point.text_tokens for point in file.latency if point.text_tokens},
-        gpu_memory_gib=file.limits.gpu_memory_gib,
+        spanning={
+            (point.key, Spanned.of(point.nodes, point.overlap)): LivePoint.of(
+                point.seconds, point.count, point.text_tokens
+            )
+            for point in file.ran_over_nodes
+        },
         max_frames=file.limits.max_frames,
-        memory=(file.memory.states_gib, file.memory.gib_per_token) if file.memory is not None else None,
+        notes=_notes_on(data),
     )
+    profile.needs.take_up(file.needs)
+    for point in file.seen_handoffs:
+        profile.seen_handoffs.add(point.num_bytes, point.seconds)
+    return profile
+
+
+def _notes_on(data: Mapping[str, Any]) -> list[str]:
+    """What a file says that no plan follows any more."""
+    points = data.get("latency", ())
+    if data.get("memory") or any(point.get("peak_gib") is not None for point in points):
+        return [
+            "memory: this profile has peaks of whole devices, which say nothing of cascades beside other states; plans "
+            "go by the forecast until a run or heddle profile has measured what cascades need."
+        ]
+    return []
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -57,26 +80,41 @@ def write_profile(profile: Profile, path: str | Path) -> None:
 
 def profile_json(profile: Profile) -> dict[str, Any]:
     """What `read_profile` reads back; live points become latency entries."""
-    ran = profile.ran()
-    points = {key: profile.held(key) for key in profile.measured} | {key: point.seconds for key, point in ran.items()}
-    runs = profile.runs | {key: (point.count, point.text_tokens) for key, point in ran.items()}
-    names = ("module", "batch", "frames", "height", "width", "degree")
+    measured = {key: profile.held(key) for key in profile.measured if key not in profile.live}
+    points = measured | {key: point.seconds for key, point in profile.live.items()}
+    runs = profile.runs | {key: (point.count, point.text_tokens) for key, point in profile.live.items()}
     held = {
         **{key: getattr(profile, key) for key in _SAME},
         "degrees": profile.degrees,
         "num_heads": profile.num_heads,
         "latency": [
             {
-                **dict(zip(names, key)),
+                **dict(zip(_POINT, key)),
                 "seconds": seconds,
-                "peak_gib": profile.peak_gib.get(key),
+                **({"spread": profile.spread[key]} if key in profile.spread else {}),
                 **({"text_tokens": profile.text_tokens[key]} if key in profile.text_tokens else {}),
                 **({"count": runs[key][0], "text_tokens": runs[key][1]} if key in runs else {}),
             }
             for key, seconds in sorted(points.items())
         ],
-        "limits": ProfileLimits(gpu_memory_gib=profile.gpu_memory_gib, max_frames=profile.max_frames),
-        "memory": profile.memory and dict(zip(("states_gib", "gib_per_token"), profile.memory)),
+        "ran_over_nodes": [
+            {
+                **dict(zip(_POINT, key)),
+                "nodes": spanned.nodes,
+                "overlap": spanned.overlap,
+                "seconds": point.seconds,
+                "count": point.count,
+                "text_tokens": point.text_tokens,
+            }
+            for (key, spanned), point in sorted(profile.spanning.items())
+        ],
+        "seen_handoffs": [
+            {"num_bytes": num_bytes, "seconds": seconds}
+            for num_bytes, seconds in (profile.seen_handoffs.seen if profile.live else ())
+            if num_bytes > 0 and seconds > 0
+        ],
+        "limits": ProfileLimits(max_frames=profile.max_frames),
+        "needs": profile.needs.known(),
         "fits": {module: fit.to_json() for module in MODULES if (fit := profile.model_of(module)) is not None},
         "notes": profile.notes,
     }

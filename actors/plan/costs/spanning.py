@@ -71,12 +71,16 @@ class SpreadCascade:
 
 def cross_of_spread(found: Sequence[SpreadCascade], known: CrossNode) -> CrossNode:
     """What spanning nodes costs by these: as a share, beside what was measured on one node or, where nothing was, what
-    is modelled; and by what they send."""
+    is modelled; and by what they send. Where that prices the DiT, the share is that of encoders, if any ran."""
     beside = [one for one in found if not one.modelled] or found
     if not beside:
         return known
     shares = cross_of([(one.overlap, one.seconds / one.alone, one.count) for one in beside], known)
-    return _by_rows([one for one in found if one.rows > 0], shares)
+    priced = _by_rows([one for one in found if one.rows > 0], shares)
+    encoders = [(one.overlap, one.seconds / one.alone, one.count) for one in beside if not one.rows]
+    if priced.by_rows and encoders:
+        return replace(priced, penalty=cross_of(encoders, priced).penalty)
+    return priced
 
 
 def _by_rows(found: Sequence[SpreadCascade], known: CrossNode) -> CrossNode:

@@ -95,22 +95,22 @@ def assemble(problem: Problem, cascades: Sequence[Cascade], planning_s: float) -
 
     `planning_s` is what the planning of one step took on average.
     """
-    update_s = problem.profile.update_seconds(problem.topology.num_workers, len(problem.cluster.nodes))
+    place = problem.topology.num_workers, len(problem.cluster.nodes)
+    update_s, remainder_s = problem.profile.update_seconds(*place), problem.profile.remainder_seconds(*place)
     steps = []
     for number, window in zip(problem.numbers, windows(cascades, problem.numbers)):
         own = sorted((c for c in cascades if c.step == number), key=lambda c: (c.start_s, c.module != "dit", c.id))
-        # Encodes of later steps may run before their step, so only the first step is bound to contain its own.
-        modules: tuple[Module, ...] = MODULES if number == problem.first_step else ("dit",)
         balance = figures(cascades, window, problem.topology.num_workers)
         steps.append(
             StepPlan(
                 step=number,
                 cascades=tuple(own),
                 makespan_s=window[1] - window[0],
-                lower_bound_s=step_bound(problem, number, modules),
+                lower_bound_s=step_bound(problem, number, _within(problem, number)),
                 planning_s=planning_s,
                 idle_ratio=balance.idle_ratio,
                 update_s=update_s,
+                remainder_s=remainder_s,
             )
         )
     return Plan(strategy=problem.options.strategy, steps=tuple(steps))
@@ -135,9 +135,21 @@ def step_bound(problem: Problem, step: int, modules: Sequence[Module]) -> float:
     return max(area / sum(problem.topology.speed), path)
 
 
-def mean_bound(problem: Problem) -> float:
-    """Mean seconds per step that any plan of the whole horizon needs: all areas over all workers."""
+def rolling_bound(problem: Problem) -> float:
+    """Mean seconds per step that any plan of the whole horizon needs at least: all work shared by all workers, or the
+    sum of what every step needs by itself. Windows of steps do not overlap, as no DiT cascade begins before the last
+    one of the step before has ended, and the last window ends after all encodes that its step waits for.
+
+    Like `step_bound` for plans whose cascades have one item each: where a profile extrapolates, items of one shape may
+    share a cascade, whose launches they then pay once."""
+    count = max(len(problem.numbers), 1)
+    apart = sum(step_bound(problem, number, _within(problem, number)) for number in problem.numbers)
     area = sum(
         problem.cheapest(key, module)[0] for key in problem.items for module in MODULES if problem.needs(key, module)
     )
-    return area / sum(problem.topology.speed) / max(len(problem.steps), 1)
+    return max(area / sum(problem.topology.speed), apart) / count
+
+
+def _within(problem: Problem, step: int) -> tuple[Module, ...]:
+    """What a step has to run within its window: encodes of later steps may run before it."""
+    return MODULES if step == problem.first_step else ("dit",)

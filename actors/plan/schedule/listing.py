@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
-from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
+from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
 
@@ -30,6 +30,7 @@ class ListSchedule:
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
         self.handoff = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
+        self.earlier = _by_item(self.context) if self.handoff else {}  # encodes that need not be placed any more
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
         self.placed: list[Placement] = []
@@ -128,7 +129,17 @@ class ListSchedule:
     def _producers(self, job: PlannedJob) -> set[int]:
         if not self.mapper.producers:
             return set()
-        return {w for pred in job.preds for w in self.where.get(pred, ())}
+        placed = {w for pred in job.preds for w in self.where.get(pred, ())}
+        return placed.union(*(workers for _, workers in self._earlier_of(job)))
+
+    def _earlier_of(self, job: PlannedJob) -> list[tuple[float, tuple[int, ...]]]:
+        """(end, workers) of encodes of its samples that earlier steps of the horizon ran; none where a handoff costs
+        nothing."""
+        return [
+            (end, workers)
+            for first, count, end, workers in self.earlier.get(job.item, ())
+            if job.module == "dit" and first < job.first + job.count and job.first < first + count
+        ]
 
     def _ready(self, index: int) -> float:
         job = self.jobs[index]
@@ -145,6 +156,9 @@ class ListSchedule:
         for pred in job.preds:
             if bag.isdisjoint(self.where.get(pred, ())):
                 ready = max(ready, self.end[pred] + delay)
+        for end, workers in self._earlier_of(job):
+            if bag.isdisjoint(workers):
+                ready = max(ready, end + delay)
         item = self.problem.items[job.item]
         for module in ("text", "vae"):
             for result in self.problem.finished.get((job.item, module), ()):
@@ -174,7 +188,9 @@ class ListSchedule:
     def _bags(self, job: PlannedJob, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:
         """Candidate bags: on the nodes where the start is earliest, or over few nodes where none is large enough.
 
-        With speed factors, or where NVLink islands are priced, every node is a candidate, once per speed class.
+        With speed factors, or where NVLink islands are priced, every node is a candidate, once per speed class; where a
+        handoff takes time also the bag of a node that has a producer in it, although that may be free later than
+        others.
         """
         if not self.mapper.nodes:
             return [self._anywhere(degree, ready, producers)]
@@ -200,6 +216,12 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags += self._inside(job, node, degree, ready, producers, among=fast)
+            here = [w for w in workers if w in producers] if self.handoff else []
+            if here and len(workers) >= degree:
+                holder = min(here, key=lambda w: (self.free[w], w))
+                others = [w for w in workers if w != holder]
+                start = max(ready, self.free[holder])
+                bags.append(tuple(sorted([holder, *self._pick(others, degree - 1, start, producers)])))
         return bags or [self._over_nodes(degree, ready, producers)]
 
     def _inside(
@@ -231,6 +253,8 @@ class ListSchedule:
         self, workers: Sequence[int], degree: int, ready: float, producers: set[int], turn: int = 0
     ) -> tuple[int, ...]:
         """Best fit: of the workers that allow the earliest start, those free last; producers first on ties."""
+        if not degree:
+            return ()
         free = self.free
         flip = -1 if turn % 2 else 1
         ordered = sorted(workers, key=lambda w: (free[w], w in producers, flip * w))
@@ -303,6 +327,14 @@ class ListSchedule:
                     bag += near.nearest(equal, min(count - len(bag), len(equal)), bag)
             chosen += bag
         return tuple(sorted(chosen))
+
+
+def _by_item(context: StepContext) -> dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]]:
+    """(first sample, samples, end, workers) of the encodes that ran before, by item."""
+    found: dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]] = {}
+    for (item, _, first, count), (end, workers) in context.ran.items():
+        found.setdefault(item, []).append((first, count, end, workers))
+    return found
 
 
 def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:

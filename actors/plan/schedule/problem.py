@@ -402,9 +402,7 @@ class Problem:
         if short:
             return short
         if profile.extrapolate:
-            peak = profile.memory_gib(module, *shape, max(profile.degrees.get(module, (1,))), item.text_tokens)
-            need = f" (it needs {peak:.0f} GiB)" if peak else ""
-            return f"The device's {profile.gpu_memory_gib} GiB cannot hold one sample{need}: use fewer frames."
+            return "One sample ran out of memory when this profile was measured: use fewer frames."
         if known:
             nearest = min(known, key=lambda frames: abs(frames - item.frames))
             return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'

@@ -129,11 +129,8 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
         item = problem.items[unit.key]
         visual = profile.tokens(item.frames, item.height, item.width)
         tokens[row] = unit.count * (share * item.text_tokens + visual)
-    memory, limit = profile.memory, profile.gpu_memory_gib
-    caps = [(limit - memory[0]) / memory[1]] if memory is not None and limit is not None else []
     rows = needs.most_rows(problem.room_gib) / max(needs.row_weight(size) for size in sizes)
-    caps += [rows] if rows < np.inf else []
-    return rule(costs, sizes, tokens, min(caps, default=None))
+    return rule(costs, sizes, tokens, rows if rows < np.inf else None)
 
 
 def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:

@@ -50,6 +50,7 @@ class VAEClass:
     can_be_tiled: bool = True  # by the cuts of ops/models/base/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
     runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
+    segments: tuple[int, int] | None = None  # frames that it encodes at a time, and from one to the next; None: all
 
 
 def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:

@@ -181,7 +181,7 @@ FAMILY = Family(
     ),
     first_frame=_first_frame,
     hint_share=0.001,  # HunyuanVideoImageToVideoPipeline.prepare_latents
-    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, runs=_vae),
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, segments=(16, 12), runs=_vae),
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(

@@ -23,7 +23,6 @@ def test_pieces_without_a_common_degree_take_their_own(strategy: str) -> None:
             "device": "d",
             "degrees": {"dit": [1, 2]},
             "latency": latency,
-            "limits": {"gpu_memory_gib": 80},
             "extrapolate": False,
         }
     )

@@ -7,6 +7,11 @@ import pytest
 
 from actors.messages import Span
 from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.profile_json import read_profile
+from actors.plan.schedule.listing import ListSchedule
+from actors.plan.schedule.problem import PlanOptions, Problem, StepContext
+from actors.plan.strategies.search.step_jobs import own_jobs
+from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import fetches
 from ops.models.wan.config import WanConfig
 
@@ -62,3 +67,20 @@ def span(cascade: str, fetch_s: float | None, num_bytes: int = 8) -> Span:
 def test_a_bag_counts_once_with_its_quickest_rank() -> None:
     spans = [span("a", 0.4), span("a", 0.1), span("a", None), span("b", None), span("c", 0.3, 16)]
     assert fetches(spans) == [(8, 0.1), (16, 0.3)]
+
+
+@pytest.mark.parametrize("of_horizon", [True, False], ids=["in an earlier step of this plan", "in a step before it"])
+def test_what_was_encoded_early_is_handed_over_like_anything_else(of_horizon: bool) -> None:
+    """The search places a DiT cascade where its encode ran, or has it wait for the handoff, as the evaluator does."""
+    sizes = {"batch": 1, "frames": 17, "height": 64, "width": 64}
+    points = [{"module": module, "degree": 1, "seconds": 1.0, **sizes} for module in ("vae", "dit")]
+    profile = read_profile({"latency": points, "extrapolate": False, "handoff": {"latency_s": 5.0}})
+    item, cluster = Item(id="x", **sizes), Cluster(nodes=(2,))
+    early = () if of_horizon else (EarlyEncode(item="x", module="vae", workers=(1,), end_s=2.0),)
+    problem = Problem([[item]], profile, cluster, PlanOptions(), done=early)
+    context = StepContext((0.0, 4.0), 0.0, {((0, "x"), "vae", 0, 1): (2.0, (1,))}) if of_horizon else problem.start
+    elsewhere, free = (ListSchedule(problem, own_jobs(problem, context, 0), context) for _ in range(2))
+    elsewhere.fix(0, (0,))
+    assert elsewhere.begin == [7.0], "its end and the handoff"
+    free.place(0, 1)
+    assert free.where == {0: (1,)} and free.begin == [max(2.0, context.free_s[1])], "although the other is free before"

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from actors.plan.costs.needs import NeedLine
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
@@ -30,10 +31,10 @@ def mixed(seed: int) -> list[Item]:
     ]
 
 
-def planned(profile: Profile, strategy: str, items: list[Item], topology: str = "") -> Plan:
+def planned(profile: Profile, strategy: str, items: list[Item], topology: str = "", cluster: Cluster = CLUSTER) -> Plan:
     options = PlanOptions(strategy=strategy, topology=topology)
-    plan = make_plan([items], profile, CLUSTER, options)
-    check(plan, [items], profile, CLUSTER)
+    plan = make_plan([items], profile, cluster, options)
+    check(plan, [items], profile, cluster)
     return plan
 
 
@@ -56,6 +57,6 @@ def test_moves_and_swaps_are_worth_something(flops: Profile) -> None:
 
 
 def test_a_worker_that_would_be_overfilled_is_refused(flops: Profile) -> None:
-    flops.memory, flops.gpu_memory_gib = (0.0, 1.0), 9000.0  # a GiB per token
+    flops.needs.predicted["dit", "solo"] = NeedLine(fixed_gib=0.0, gib_per_unit=1.0)
     with pytest.raises(PlanError, match="more than 9000 tokens"):
-        planned(flops, "knapformer", mixed(0), "g1n8")
+        planned(flops, "knapformer", mixed(0), "g1n8", Cluster(nodes=(8,), room_gib=(9000.0,) * 8))

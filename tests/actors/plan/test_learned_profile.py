@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import PlannerConfig
+from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
 from actors.plan.costs.spanning import Spanned
@@ -15,12 +15,17 @@ from actors.plan.types import PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.options import profile_of
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 MODEL = ModelConfig(dit=WanConfig(num_heads=4))
-SETTING = setting_of(MODEL, "cpu")
+TRAIN = TrainConfig()
+SETTING = setting_of(MODEL, "cpu", TRAIN)
 CLIP = (17, 64, 96)
+
+
+def of_dit(**settings: object) -> ProfiledSetting:
+    return setting_of(replace(MODEL, dit=replace(MODEL.dit, **settings)), "cpu", TRAIN)  # type: ignore[arg-type]
 
 
 def learned() -> Profile:
@@ -58,16 +63,77 @@ def test_nothing_learned_writes_nothing_and_takes_up_nothing(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "other, sentence",
     [
-        (setting_of(replace(MODEL, dit=WanConfig(num_heads=4, num_layers=3)), "cpu"), "is of model 'wan "),
+        (of_dit(num_layers=3), "is of model 'wan 4x128'; this run has 'wan 3x128'"),
         (replace(SETTING, device="H100"), "is of device 'cpu'; this run has 'H100'"),
-        (replace(SETTING, attention="flash3"), "is of attention 'auto'; this run has 'flash3'"),
+        (of_dit(attention="flex"), "is of attention backend 'sdpa'; this run has 'flex'"),
+        (of_dit(gradient_checkpointing=True), "is of gradient checkpointing 'off'; this run has 'on'"),
+        (of_dit(lora_rank=8), "is of training of 'all weights'; this run has 'LoRA factors of rank 8'"),
+        (of_dit(train_only=("blocks.1",)), "is of training of 'all weights'; this run has 'blocks.1'"),
+        (
+            setting_of(MODEL, "cpu", replace(TRAIN, autocast="bfloat16")),
+            "is of precision 'float32, autocast none'; this run has 'float32, autocast bfloat16'",
+        ),
+        (
+            setting_of(replace(MODEL, vae=VAEConfig(channels=24)), "cpu", TRAIN),
+            "is of VAE 'haar 4x8x8, 48 channels'; this run has 'haar 4x8x8, 24 channels'",
+        ),
+        (
+            setting_of(replace(MODEL, text=TextConfig(num_layers=3, pad_to=512)), "cpu", TRAIN),
+            "this run has 't5 3x64 float32 on the device, padded to 512'",
+        ),
     ],
 )
 def test_costs_of_something_else_are_refused_by_name(tmp_path: Path, other: ProfiledSetting, sentence: str) -> None:
     save_learned(learned(), SETTING, tmp_path)
     fresh = Profile.from_flops(MODEL.dit)
-    assert sentence in take_up(fresh, other, tmp_path)
+    why = take_up(fresh, other, tmp_path)
+    assert sentence in why and why.count(". ") == 1, "one difference and its remedy"
     assert not fresh.live
+
+
+def test_tiles_and_class_of_a_vae_are_part_of_what_costs_hold_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLWan"}')
+    whole = VAEConfig(kind="diffusers", path=str(tmp_path))
+    tiled = replace(whole, tiling=True)
+    said = [setting_of(replace(MODEL, vae=vae), "cpu").vae for vae in (whole, tiled)]
+    assert said == [
+        "AutoencoderKLWan float32, no tiles",
+        "AutoencoderKLWan float32, tiles of 256x256 every 192x192",
+    ]
+
+
+def test_a_backend_by_another_name_is_the_same_and_what_nobody_knows_is_not_compared(tmp_path: Path) -> None:
+    save_learned(learned(), SETTING, tmp_path)
+    assert take_up(Profile.from_flops(MODEL.dit), of_dit(attention="sdpa"), tmp_path) == ""
+    old = ProfiledSetting(model=SETTING.model, device="cpu", attention="auto")
+    save_learned(learned(), old, tmp_path)
+    assert take_up(Profile.from_flops(MODEL.dit), SETTING, tmp_path) == "", "a file from before the others were kept"
+    assert "is of attention 'auto'" in take_up(Profile.from_flops(MODEL.dit), of_dit(attention="flex"), tmp_path)
+
+
+def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measured(tmp_path: Path) -> None:
+    first, again = learned(), Profile.from_flops(MODEL.dit)
+    for number in range(8):
+        first.observe_handoff((1 + number % 2) << 24, 0.4 + 0.3 * (number % 2))
+    first.observe("dit", 1, *CLIP, 2, 3.0, 12, spanned=Spanned(2, 0.5))
+    save_learned(first, SETTING, tmp_path)
+    take_up(again, SETTING, tmp_path)
+    assert {key: (one.seconds, one.count) for key, one in again.spanning.items()} == {
+        key: (one.seconds, one.count) for key, one in first.spanning.items()
+    }
+    assert again.handoff == first.handoff and again.seen_handoffs == first.seen_handoffs
+    for profile in (first, again):
+        profile.observe("dit", 2, *CLIP, 4, 2.9, 12, spanned=Spanned(2, 1.0))
+        profile.observe_handoff(1 << 25, 0.9)
+    assert again.handoff == first.handoff
+    assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)
+
+
+def test_one_point_is_repaired_with_one_sentence() -> None:
+    profile = Profile.from_flops(MODEL.dit)
+    profile.measure(("dit", 1, *CLIP, 1), 2.0)
+    profile.seconds("dit", 2, *CLIP, 1, 12)
+    assert profile.notes == ["dit: 1 measured point fit no model, which takes 6; the FLOP model is scaled to it."]
 
 
 def test_a_damaged_file_is_told_and_not_taken_up(tmp_path: Path) -> None:
@@ -101,3 +167,34 @@ def test_a_run_s_folder_is_read_as_its_profile(tmp_path: Path) -> None:
         read_profile(tmp_path)
     save_learned(learned(), SETTING, tmp_path)
     assert read_profile(tmp_path).seconds("dit", 1, *CLIP, 1) == pytest.approx(2.3)
+
+
+def test_a_point_counts_for_captions_of_another_length_as_its_model_says() -> None:
+    """A run's captions are of any length; the point of a shape is the median of theirs."""
+    profile = Profile.from_flops(MODEL.dit, launch_s=1e-3)
+    for text in (10, 20, 40, 20, 10, 40, 20):
+        for batch in range(1, 8):
+            profile.observe("text", batch, *CLIP, 1, 0.01 + 1e-3 * batch * text, text)
+    assert profile.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
+    assert profile.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.1)
+    assert profile.price("text", 2, *CLIP, 1) == pytest.approx(0.05), "where nobody says"
+    measured = Profile.from_flops(MODEL.dit)
+    for batch in range(1, 8):
+        measured.measure(("text", batch, *CLIP, 1), 0.01 + 1e-3 * batch * 20, 20)
+    assert measured.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.05)
+    assert measured.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
+
+
+def test_short_captions_of_a_run_are_no_drift_of_points_that_were_measured_with_long_ones() -> None:
+    profile = Profile.from_flops(MODEL.dit)
+
+    def took(batch: int, text: int) -> float:
+        return 0.01 + 1e-3 * batch * text
+
+    for batch in range(1, 8):
+        profile.measure(("text", batch, *CLIP, 1), took(batch, 80), 80)
+    for _ in range(5):
+        for batch in (2, 4, 6):
+            profile.observe("text", batch, *CLIP, 1, took(batch, 20), 20)
+    assert profile.price("text", 3, *CLIP, 1, 20) == pytest.approx(took(3, 20), rel=0.1), "the file's point, once"
+    assert profile.price("text", 3, *CLIP, 1, 80) == pytest.approx(took(3, 80), rel=0.1)

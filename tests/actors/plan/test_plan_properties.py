@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from actors.plan.costs.profile import Handoff, Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
+from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError, StepPlan
@@ -20,6 +22,7 @@ from actors.planning.make_plan import make_plan, rolling_cut
 from actors.planning.options import LEAST_GAIN
 from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
+from app.bench.planner import as_run
 from ops.models.wan.config import WanConfig
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
@@ -50,9 +53,55 @@ def named(steps: list[list[tuple[int, int, int, int, int]]]) -> list[list[Item]]
 @given(workloads, clusters, st.sampled_from(QUICK))
 def test_every_plan_of_every_strategy_is_legal(steps: list, cluster: Cluster, strategy: str) -> None:
     workload = named(steps)
-    plan = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01))
+    options = PlanOptions(strategy=strategy, budget_s=0.01)
+    plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
     assert all(step.makespan_s >= step.lower_bound_s * (1 - 1e-9) for step in plan.steps)
+    if all(len(cascade.parts) == 1 for step in plan.steps for cascade in step.cascades):
+        assert mean_seconds(plan) >= rolling_bound(Problem(workload, FLOPS, cluster, options)) * (1 - 1e-9)
+
+
+def mean_seconds(plan: Plan) -> float:
+    return statistics.fmean(step.makespan_s for step in plan.steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_one_worker_plans_a_rolling_sequence_in_the_seconds_of_its_bound(seed: int) -> None:
+    """It runs one after the other what takes least, and no plan is shorter. Shapes differ, so that none share a
+    cascade."""
+    source = random.Random(seed)
+    steps = [[(source.randint(1, 3), 17, 32 * side, 64, 20) for side in source.sample(range(1, 6), 3)] for _ in "123"]
+    workload, cluster = named(steps), Cluster(nodes=(1,))
+    options = PlanOptions(counted=True, budget_s=0.02, lookahead=1)
+    plan = make_plan(workload, FLOPS, cluster, options)
+    assert mean_seconds(plan) == pytest.approx(rolling_bound(Problem(workload, FLOPS, cluster, options)))
+
+
+def test_the_bound_of_a_rolling_sequence_knows_that_dits_of_two_steps_do_not_overlap() -> None:
+    """One clip per step leaves most workers idle: the work shared by all of them is less than what is reached."""
+    workload, cluster = named([[(1, 1, 32, 32, 0)]] * 3), Cluster(nodes=(4,))
+    options = PlanOptions(counted=True, budget_s=0.02, lookahead=1, degrees=(1,))
+    plan = make_plan(workload, FLOPS, cluster, options)
+    shared = (
+        sum(c.seconds * c.degree for step in plan.steps for c in step.cascades) / cluster.num_workers / len(workload)
+    )
+    assert mean_seconds(plan) == pytest.approx(rolling_bound(Problem(workload, FLOPS, cluster, options)))
+    assert mean_seconds(plan) > 1.5 * shared
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_steps_planned_one_by_one_go_on_from_what_earlier_ones_have_encoded(workers: int) -> None:
+    """As `heddle bench planner` does it: no encode is planned twice, and what is known of later steps fills gaps."""
+    workload, cluster = named([[(2, 17, 96, 64, 20), (1, 33, 64, 64, 20)]] * 4), Cluster(nodes=(workers,))
+    ahead, alone = (
+        as_run(workload, FLOPS, cluster, PlanOptions(counted=True, lookahead=lookahead)) for lookahead in (1, 0)
+    )
+    bound = rolling_bound(Problem(workload, FLOPS, cluster, PlanOptions()))
+    seconds, without = (sum(step.makespan_s for step in steps) for steps in (ahead, alone))
+    assert len(workload) * bound * (1 - 1e-9) <= seconds <= without * (1 + 1e-9)
+    encodes = [c for step in ahead[1:] for c in step.cascades if c.module == "vae"]
+    if workers == 3:
+        assert seconds < without and len(encodes) < sum(c.module == "vae" for step in alone[1:] for c in step.cascades)
 
 
 @settings(max_examples=15, deadline=None)

@@ -50,6 +50,13 @@ def test_a_limit_that_came_while_costs_were_on_their_way_is_not_forgotten(planne
     assert held._profile == ("dit ran out of memory",) and saved == [held._profile]
 
 
+def test_a_limit_is_kept_at_once_and_not_with_the_next_checkpoint(planner: Planner, tmp_path: Path) -> None:
+    held = of(planner, tmp_path)
+    held.exceeded("dit ran out of memory", {})  # type: ignore[arg-type]
+    held.poll()
+    assert saved == [("dit ran out of memory",)]
+
+
 def test_at_the_end_of_a_run_what_is_known_then_is_kept(planner: Planner, tmp_path: Path) -> None:
     held = of(planner, tmp_path)
     held.ask_learned()

@@ -11,7 +11,7 @@ import pytest
 
 from actors.config import PlannerConfig
 from actors.plan.costs.fit import fit, fit_form, knapformer_constants
-from actors.plan.costs.forms import FORMS, Load, vae_tiles
+from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.topology import CrossNode, Topology
@@ -21,7 +21,9 @@ from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.models.tiling import Tiling
 from ops.models.wan.config import WanConfig
+from ops.typed import as_plain
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
 
@@ -81,15 +83,24 @@ def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
     assert "fit to 7 points" in note, "of the fit that counts alone"
 
 
+TILING = Tiling(height=256, width=256, height_stride=192, width_stride=192)
+
+
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
-    assert vae_tiles(16, 256, 448) == (2, 16 * 256 * 256)
-    one, two = (
-        FORMS["tiles"].features(
-            Load(batch=1, frames=16, height=256, width=640, text_tokens=0, tokens=0, degree=k), 2.0
-        )[1]
-        for k in (1, 2)
+    profile = Profile(tiling=TILING)
+    one, two, three = (
+        FORMS["tiles"].features(profile.load_of("vae", 1, 16, 256, 640, k, 0), 2.0)[1] for k in (1, 2, 3)
     )
-    assert one == 3 * 16 * 256 * 256 and two == 2 * 16 * 256 * 256
+    upper, lower = 16 * 256 * (256 + 256 + 256 + 64), 16 * 64 * (256 + 256 + 256 + 64)  # four columns of two rows
+    assert one == upper + lower
+    assert two == 16 * (256 + 64) * (256 + 256), "dealt in turn, the first has columns 0 and 2"
+    assert three == 16 * (256 * 256 + 256 * 64 + 64 * 256), "tiles 0, 3 and 6"
+
+
+def test_a_vae_without_tiles_is_dealt_by_clips() -> None:
+    loads = [Profile().load_of("vae", 5, 17, 480, 832, k, 0) for k in (1, 2, 4, 8)]
+    assert [load.dealt.count for load in loads if load.dealt] == [5, 3, 2, 1]
+    assert [FORMS["tiles"].features(load, 2.0)[1] / (17 * 480 * 832) for load in loads] == [5, 3, 2, 1]
 
 
 def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
@@ -111,12 +122,12 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path, h100: Profile) -> No
 
 
 def tiled_vae(points: int) -> dict:
-    """A profile whose VAE is linear in its tiles but for a third more time above 480 rows, as no form can say."""
+    """A profile whose VAE is linear in its tiles but for a third more time of long ones, as no form can say."""
     shapes = product((1, 2, 3), (16, 32, 48), (256, 448, 640, 832))
     entries = []
     for batch, frames, height in islice(shapes, points):
-        tiles, volume = vae_tiles(frames, height, 256)
-        seconds = (0.05 + 4e-7 * batch * tiles * volume) * (1.35 if height > 480 else 1.0)
+        pixels = TILING.dealt(batch, (frames, height, 256), 1).pixels
+        seconds = (0.05 + 4e-7 * pixels) * (1.35 if frames > 20 else 1.0)
         entries.append(
             {
                 "module": "vae",
@@ -128,7 +139,7 @@ def tiled_vae(points: int) -> dict:
                 "seconds": seconds,
             }
         )
-    return {"latency": entries, "degrees": {"vae": [1]}, "extrapolate": True}
+    return {"latency": entries, "degrees": {"vae": [1]}, "extrapolate": True, "tiling": as_plain(TILING)}
 
 
 def test_a_profile_that_does_not_ask_for_the_residual_needs_no_xgboost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,20 +222,26 @@ def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> N
 
 
 def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
+    """80 rows of the clip take 0.5 GiB each as far as two peaks say, of which a worker has 10 GiB."""
+    peaks = [{"units": units, "gib": units / 2} for units in (8, 16)]
+    kinds = [{"module": "dit", "kind": kind, "peaks": peaks} for kind in ("solo", "bag")]
     profile = read_profile(
-        {
-            "latency": [ENTRY],
-            "degrees": {"dit": [1]},
-            "extrapolate": True,
-            "num_heads": 8,
-            "memory": {"states_gib": 10, "gib_per_token": 1},
-            "limits": {"gpu_memory_gib": 40},
-        }
+        {"latency": [ENTRY], "degrees": {"dit": [1]}, "extrapolate": True, "num_heads": 8, "needs": {"kinds": kinds}}
     )
     with pytest.raises(PlanError, match="It fits at degree 4"):
         make_plan(
-            [[Item(id="x", batch=1, frames=17, height=64, width=64)]], profile, Cluster(nodes=(8,)), PlanOptions()
+            [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
+            profile,
+            Cluster(nodes=(8,), room_gib=(10.0,) * 8),
+            PlanOptions(),
         )
+
+
+def test_peaks_of_whole_devices_are_read_past_with_one_sentence() -> None:
+    old = {"latency": [{**ENTRY, "peak_gib": 70.0}], "limits": {"gpu_memory_gib": 80}, "memory": None}
+    (note,) = read_profile(old).notes
+    assert "peaks of whole devices" in note
+    assert read_profile({"latency": [ENTRY], "memory": None}).notes == []
 
 
 def test_a_degree_that_shares_heads_costs_what_it_sends_more() -> None:

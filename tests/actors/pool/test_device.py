@@ -48,7 +48,7 @@ class Looks:
 
 def seconds(device: WorkersDevice) -> float:
     """Of a clip by the profile that a run on it begins with."""
-    profile = profile_of(PlannerConfig(), MODEL, Geometry(), device.name, device.measured)
+    profile = profile_of(PlannerConfig(), MODEL, Geometry(), device.name, measured=device.measured)
     return profile.seconds("dit", 1, 81, 480, 832, 1, 100)
 
 
@@ -104,7 +104,7 @@ def test_an_unlisted_gpu_is_priced_by_what_was_measured(cluster: dict[str, float
     assert found.measured == {UNLISTED.name: 250.0} and not found.assumed
     quick = WorkersDevice(name=UNLISTED.name, measured={UNLISTED.name: 500.0})
     assert 1.9 < seconds(found) / seconds(quick) < 2.1
-    profile = profile_of(PlannerConfig(), MODEL, Geometry(), found.name, found.measured)
+    profile = profile_of(PlannerConfig(), MODEL, Geometry(), found.name, measured=found.measured)
     assert any("250 TFLOP/s" in note and "measured" in note for note in profile.notes)
 
 
@@ -131,7 +131,7 @@ def test_a_gpu_that_nobody_can_look_at_is_assumed_and_said_so(
     found = workers_device(config_of(workers=WorkersConfig(device="cuda")), tmp_path, Looks())
     assert found.name == ("RTX-6000" if kinds else "cuda") and found.assumed
     assert seconds(found) == seconds(WorkersDevice(name="H100")) < 1e-2 * seconds(WorkersDevice(name="cpu"))
-    profile = profile_of(PlannerConfig(), MODEL, Geometry(), found.name, found.measured)
+    profile = profile_of(PlannerConfig(), MODEL, Geometry(), found.name, measured=found.measured)
     assert any("an H100's FLOPs are assumed" in note for note in profile.notes)
 
 

@@ -66,7 +66,7 @@ def test_a_plan_of_0_2_is_read_and_has_all_but_parts_and_the_end_of_the_step() -
     assert {cascade.module for cascade in plan.cascades} == {"text", "dit"}
     now = plan.line()
     assert [cascade.pop("parts") for cascade in now["cascades"]] == [[]] * len(plan.cascades)
-    assert now.pop("update_s") == 0.0
+    assert now.pop("update_s") == now.pop("remainder_s") == 0.0
     assert json.dumps(now) == json.dumps(old)
 
 

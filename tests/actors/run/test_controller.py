@@ -301,7 +301,8 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
         observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names, expected: (1.0, 0.5)
     )
     runner = SimpleNamespace(
-        world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
+        world=[SimpleNamespace(name="w0", node="n"), SimpleNamespace(name="w1", node="n")],
+        cluster=SimpleNamespace(speed=(1.0, 0.5)),
     )
     controller: Any = SimpleNamespace(
         config=SimpleNamespace(planner=SimpleNamespace(strategy="cascade")), speeds=speeds, events=None
