@@ -88,7 +88,10 @@ class DiffusersVAE:
         self._of_pictures = VAE_CLASSES[type(model).__name__].of_pictures
         if config.tiling:
             if not VAE_CLASSES[fields["_class_name"]].can_be_tiled:
-                raise ValueError(f"model.vae.tiling: {fields['_class_name']} is encoded whole here. Set it to false.")
+                raise ValueError(
+                    f"model.vae.tiling: {fields['_class_name']} codes each frame by itself and has no tiles here. "
+                    f"Set it to false."
+                )
             self._set_tiles(config)
 
     def _normalisation(self, fields: Json) -> tuple[Tensor, Tensor]:
@@ -114,6 +117,8 @@ class DiffusersVAE:
     def decode(self, latents: Tensor) -> Tensor:
         frames, height, width = latents.shape[2:]
         grid = (frames, height, width)
+        if self._of_pictures:  # nothing is blended: a frame is bytes before the next one is decoded
+            return torch.cat([_bytes(self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], dim=1)
         return self.join([(tile, self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], grid)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
@@ -128,9 +133,8 @@ class DiffusersVAE:
         rows, columns = [(0, height)], [(0, width)]
         if self.config.tiling and (height > model.tile_sample_min_height or width > model.tile_sample_min_width):
             # With a patch (Wan 2.2) Diffusers counts tiles in patched pixels.
-            scale = getattr(model.config, "patch_size", None) or 1
-            rows = _cuts(height, self._stride_of("height"), model.tile_sample_min_height, scale)
-            columns = _cuts(width, self._stride_of("width"), model.tile_sample_min_width, scale)
+            rows = _cuts(height, self._stride_of("height"), model.tile_sample_min_height, self._patch)
+            columns = _cuts(width, self._stride_of("width"), model.tile_sample_min_width, self._patch)
         tiles = _grid_of(starts, rows, columns)
         return tiles if len(tiles) > 1 else whole(frames, height, width)
 
@@ -143,10 +147,13 @@ class DiffusersVAE:
         return moments[:, : self.channels]
 
     def plan_decode(self, grid: tuple[int, int, int]) -> list[Tile]:
-        """As Diffusers' `_decode` cuts: HunyuanVideo's over time always, others' over height and width with tiling."""
+        """As Diffusers' `_decode` cuts: HunyuanVideo's over time always, others' over height and width with tiling. Of
+        a class of pictures every frame is a tile."""
         frames, height, width = grid
         times, rows, columns = [(0, frames)], [(0, height)], [(0, width)]
         stride = self.vae_stride
+        if self._of_pictures:
+            times = [(frame, frame + 1) for frame in range(frames)]
         if getattr(self.model, "use_framewise_decoding", False):
             full, step = self._segment[0] // stride[0], self._segment[1] // stride[0]
             if frames > full:
@@ -188,8 +195,7 @@ class DiffusersVAE:
         return torch.cat(found, dim=2)
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
-        pixels = self._joined(parts, grid).movedim(1, -1).add(1.0).mul(127.5)
-        return pixels.round_().clamp_(0, 255).to(torch.uint8)
+        return _bytes(self._joined(parts, grid))
 
     def _joined(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
         """[B, 3, T, H, W], from -1 to 1 and a little beyond."""
@@ -201,8 +207,8 @@ class DiffusersVAE:
             self._blend_plane(list(group), rows, columns)
             for _, group in groupby(ordered, key=lambda part: part[0].segment)
         ]
-        pixels = segments[0]
-        if len(segments) > 1:
+        pixels = torch.cat(segments, dim=2) if self._of_pictures else segments[0]
+        if len(segments) > 1 and not self._of_pictures:
             pixels = self._blend_segments(segments, self._segment[1], self._segment[0] - self._segment[1])
         if patch > 1:
             pixels = _unpatchified(pixels, patch)
@@ -310,7 +316,7 @@ class DiffusersVAE:
             full = getattr(self.model, f"tile_latent_min_{side}")
             blended = int(full * getattr(self.model, f"tile_overlap_factor_{side}"))
             return full - blended, blended
-        ratio = self.vae_stride[1] // (getattr(self.model.config, "patch_size", None) or 1)
+        ratio = self.vae_stride[1] // self._patch
         full = getattr(self.model, f"tile_sample_min_{side}") // ratio
         kept = getattr(self.model, f"tile_sample_stride_{side}") // ratio
         return kept, full - kept
@@ -327,6 +333,11 @@ def _without(model: object, *switches: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model, name, value)
+
+
+def _bytes(pixels: Tensor) -> Tensor:
+    """[B, 3, T, H, W] from -1 to 1 -> uint8 [B, T, H, W, 3]"""
+    return pixels.movedim(1, -1).add(1.0).mul(127.5).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _grid_of(times: list[tuple[int, int]], rows: list[tuple[int, int]], columns: list[tuple[int, int]]) -> list[Tile]:
