@@ -2,8 +2,8 @@
 
     heddle sample --checkpoint runs/demo --prompt "a red circle moving up on a black background" --out red.mp4
 
-The functions behind it make the samples of a running or finished training: `load_model` once, `make_clips` as often as
-wanted, `write_clips` for the files.
+The functions it calls make the samples of a running or finished training, too: `saved_model` reads its settings,
+`clips_of` makes clips, `write_clips` their files.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, first_frames, make_clips, write_clips
-from app.sampling.model import checkpoint_folder, config_of, is_folder, load_model, one_checkpoint
+from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
+from app.sampling.model import checkpoint_folder, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from ops.models.config import TextConfig
 from ops.models.load import token_counter
@@ -49,7 +49,8 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    config, geometry = config_of(checkpoint, device)
+    saved = saved_model(checkpoint, ema=ema, device=device, other=other)
+    config, geometry = saved.config, saved.geometry
     for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
         print(f"note: {note}")
     if config.model.dit.images_only and changes.frames not in (None, 1):
@@ -90,9 +91,7 @@ def run(
         files = crew(order)
         print(*files, sep="\n")
         return files
-    model = load_model(checkpoint, ema=ema, device=device, other=other)
-    videos = make_clips(model, prompts, settings, first)
-    files = write_clips(out, videos, prompts, settings.fps)
+    files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
     for file in files:
         print(file)
     return files

@@ -1,6 +1,7 @@
 """`heddle sample --workers N`: many prompts on many workers, or every clip by all of them together.
 
-Workers are Ray actors that load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free;
+Workers are Ray actors. The first of them encodes all prompts before any weights of the transformer are there; then all
+load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free;
 one that dies gives its prompts back and is replaced. Together, all denoise every clip as one bag (Ulysses) and decode
 its tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
 prompt and seed alone, to rounding, so it does not matter who makes it.
@@ -17,7 +18,7 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,8 +29,10 @@ import numpy as np
 from actors.ray_calls import node_address, resources
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
-from app.sampling.model import load_model
+from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.occupancy import Occupancy
+from app.sampling.prompts import EncodedPrompts, PromptRows
+from ops.comm import Group
 from ops.models.base.config import DiTConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
@@ -64,10 +67,9 @@ class ClipJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWork:
-    """Neighbouring prompts for a worker, and the pictures that their clips start from, if any."""
+    """Which neighbouring prompts a worker makes, and the pictures that their clips start from, if any."""
 
     number: int  # of the first of them
-    prompts: tuple[str, ...]
     first: tuple[np.ndarray, ...] = ()
 
 
@@ -148,17 +150,22 @@ class ClipWorker:
     """The actor: a checkpoint's modules on one device."""
 
     def __init__(self) -> None:
-        self._model: Any = None
+        self._model: Model | None = None
         self._job: ClipJob | None = None
-        self._group: Any = None
-        self._half: Any = None
+        self._group: Group | None = None
+        self._half: Group | None = None
         self._store: Any = None
 
+    def encode(self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray] = ()) -> Iterator[PromptRows]:
+        """The negative prompt, then all prompts in their order: by one worker for all, before it loads the model.
+        Raises what `saved_model` raises."""
+        told = _saved(job).encode(prompts, job.settings.negative_prompt, first)
+        for rows in (told.negative, *told.prompts):  # noqa: UP028  (Ray drives no `yield from`)
+            yield rows
+
     def load(self, job: ClipJob) -> None:
-        """Raises what `load_model` raises."""
-        other = None if job.other is None else Path(job.other)
-        self._job = job
-        self._model = load_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+        """Raises what `saved_model` raises."""
+        self._job, self._model = job, _saved(job).load()
 
     def serve(self) -> tuple[str, int]:
         """Where the others of a bag meet: a store in this process."""
@@ -177,32 +184,39 @@ class ClipWorker:
         from ops.groups import Groups
         from ops.waiting import CancelToken
 
+        assert self._job is not None and self._model is not None, "load comes first"
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         backend = "nccl" if self._model.device.type == "cuda" else "gloo"
         address = node_address()
         members = tuple(range(size))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
-        assert self._job is not None, "load comes first"
         model = self._model.config.model
         if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
             device = "H100" if self._model.device.type == "cuda" else "cpu"
-            self._model.dit.rates = flop_profile(model, self._model.geometry, device).slice_rates()
+            rates = flop_profile(model, self._model.geometry, device).slice_rates()
+            self._model.dit.rates = rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
         if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
             middle = size // 2
             self._half = groups.get(members[:middle] if rank < middle else members[middle:])
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        """In a bag all call it at once, and rank 0 returns the clips."""
-        assert self._job is not None, "load comes first"
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        """Clips of prompts that have been encoded. In a bag all call it at once, and rank 0 returns the clips."""
+        assert self._job is not None and self._model is not None, "load comes first"
         begin = time.perf_counter()
-        told, train = self._job.settings, self._model.config.train
+        given, train = self._job.settings, self._model.config.train
         # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
-        sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
-        settings = replace(told, seed=told.seed + work.number, sampler=sampler)
-        videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
+        sampler = replace(given.sampler, autocast=train.autocast == "bfloat16")
+        settings = replace(given, seed=given.seed + work.number, sampler=sampler)
+        prompts = EncodedPrompts(prompts=told, negative=negative)
+        videos = make_clips(self._model, prompts, settings, work.first, group=self._group, half=self._half)
         made = [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
+
+
+def _saved(job: ClipJob) -> SavedModel:
+    other = None if job.other is None else Path(job.other)
+    return saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
 
 
 def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
@@ -259,10 +273,6 @@ def spread(
     queue = PromptQueue(len(prompts), finished, 1 if together else batch)
     begin = time.monotonic()
 
-    def work_of(chunk: Sequence[int]) -> ClipWork:
-        pictures = tuple(first[index] for index in chunk) if first else ()
-        return ClipWork(number=chunk[0], prompts=tuple(prompts[index] for index in chunk), first=pictures)
-
     def keep(chunk: Sequence[int], clips: Sequence[MadeClip]) -> None:
         for index, clip in zip(chunk, clips, strict=True):
             part = files[index].with_name(f"{files[index].name}.part")
@@ -278,10 +288,12 @@ def spread(
         if queue.unfinished < workers and not together:
             tell(f"note: {queue.unfinished} prompt(s) to make: as many of the {workers} workers start")
         crew = _Crew(job, worker_class, workers if together else min(workers, queue.unfinished))
+        wanted = [index for index in range(len(prompts)) if index not in finished]
         try:
+            orders = _Orders.encoded(crew, prompts, first, wanted)
             if together:
-                _make_together(crew, queue, work_of, keep)
-            elif line := _make_apart(crew, queue, work_of, keep).summary():
+                _make_together(crew, queue, orders, keep)
+            elif line := _make_apart(crew, queue, orders, keep).summary():
                 tell(line)
         finally:
             crew.close()
@@ -294,7 +306,7 @@ def spread(
 
 
 class _Crew:
-    """The actors of a job."""
+    """The actors of a job: their processes start with it."""
 
     def __init__(self, job: ClipJob, worker_class: type, size: int) -> None:
         import ray
@@ -307,16 +319,39 @@ class _Crew:
         if have < size:
             raise ConfigError(f"--workers {size} need a {kind} each, and this Ray has {have:g}; use at most {have:g}.")
         options = {"num_cpus": 1, "num_gpus": 1 if self._gpu else 0, "max_restarts": 0}
+        # without a GPU of its own a worker would still see those of the node
+        self._job = replace(job, device="cuda" if self._gpu else "cpu")
         self._actor: Any = ray.remote(worker_class).options(**options)
-        self.members: list[Any] = []
+        self._unused: list[Any] = [self._actor.remote() for _ in range(size)]  # of the members: they have no task yet
+        self.members: list[Any] = list(self._unused)
+
+    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray]) -> list[Any]:
+        """References to the rows of the negative prompt and of all prompts, by the first member, which loads the model
+        afterwards. They are this process's own: no worker's end loses them."""
+        import ray
+
+        stream = self._unused[0].encode.options(num_returns="streaming").remote(self._job, prompts, first)
+        rows: list[Any] = []
+        while len(rows) <= len(prompts):
+            ready, _ = ray.wait([stream], timeout=START_S, fetch_local=False)
+            if not ready:
+                raise TimeoutError(f"the prompts are not encoded after {START_S:.0f} s.")
+            try:
+                rows.append(ray.put(ray.get(next(stream))))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                raise RuntimeError(f"a worker died while it encoded the prompts: {_line(error)}") from None
+        return rows
 
     def start(self) -> tuple[Any, Any]:
         """(a new worker, its loading under way)"""
-        # without a GPU of its own a worker would still see those of the node
-        job = replace(self.job, device="cuda" if self._gpu else "cpu")
-        handle = self._actor.remote()
-        self.members.append(handle)
-        return handle, handle.load.remote(job)
+        if self._unused:
+            handle = self._unused.pop(0)
+        else:
+            handle = self._actor.remote()
+            self.members.append(handle)
+        return handle, handle.load.remote(self._job)
 
     def close(self) -> None:
         import ray
@@ -324,12 +359,35 @@ class _Crew:
         for handle in self.members:
             ray.kill(handle)
         self.members.clear()
+        self._unused.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """All that is to be made, encoded."""
+
+    prompts: Sequence[str]
+    first: Sequence[np.ndarray]
+    negative: Any  # references to PromptRows, which Ray's own types do not say
+    rows: dict[int, Any]  # by number of the prompt
+
+    @staticmethod
+    def encoded(crew: _Crew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> _Orders:
+        """With the prompts of these numbers."""
+        pictures = [first[index] for index in wanted] if first else []
+        negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
+        return _Orders(prompts, first, negative, dict(zip(wanted, rows, strict=True)))
+
+    def of(self, chunk: Sequence[int]) -> tuple[Any, ...]:
+        """What `ClipWorker.make` is called with."""
+        pictures = tuple(self.first[index] for index in chunk) if self.first else ()
+        return ClipWork(number=chunk[0], first=pictures), self.negative, *(self.rows[index] for index in chunk)
 
 
 def _make_apart(
     crew: _Crew,
     queue: PromptQueue,
-    work_of: Callable[[Sequence[int]], ClipWork],
+    orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
 ) -> Occupancy:
     import ray
@@ -342,7 +400,7 @@ def _make_apart(
         chunk = queue.take(crew.size)
         occupancy.given_out(queue.waits, time.monotonic())
         if chunk:
-            busy[handle.make.remote(work_of(chunk))] = (handle, chunk)
+            busy[handle.make.remote(*orders.of(chunk))] = (handle, chunk)
         else:
             idle.append(handle)
 
@@ -364,7 +422,7 @@ def _make_apart(
         except ray.exceptions.RayActorError as error:
             if not chunk:  # it died before it could be asked: its replacement would, too
                 raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), work_of, error)
+            _give_up(queue.lose(chunk), orders.prompts, error)
             occupancy.given_out(queue.waits, time.monotonic())
             occupancy.died(handle)
             log.warning("a worker died with prompts %s; another one makes them", chunk)
@@ -390,7 +448,7 @@ def _make_apart(
 def _make_together(
     crew: _Crew,
     queue: PromptQueue,
-    work_of: Callable[[Sequence[int]], ClipWork],
+    orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
 ) -> None:
     import ray
@@ -401,7 +459,7 @@ def _make_together(
             _form(crew)
             while queue.unfinished:
                 chunk = queue.take(crew.size)
-                answers = [handle.make.remote(work_of(chunk)) for handle in crew.members]
+                answers = [handle.make.remote(*orders.of(chunk)) for handle in crew.members]
                 keep(chunk, _first_of(answers))
                 queue.finish(chunk)
             return
@@ -409,11 +467,11 @@ def _make_together(
             # what is not an exchange that failed is a fault of its own: it would come again
             if not isinstance(error.cause, GroupError | TimeoutError) or not _somebody_died(crew):
                 raise error.cause from None
-            _give_up(queue.lose(chunk), work_of, error)
+            _give_up(queue.lose(chunk), orders.prompts, error)
         except ray.exceptions.RayActorError as error:
             if not chunk:
                 raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), work_of, error)
+            _give_up(queue.lose(chunk), orders.prompts, error)
         log.warning("a worker died with prompts %s; all start again", chunk)
         crew.close()
 
@@ -452,11 +510,10 @@ def _somebody_died(crew: _Crew) -> bool:
     return False
 
 
-def _give_up(hopeless: Sequence[int], work_of: Callable[[Sequence[int]], ClipWork], error: Exception) -> None:
+def _give_up(hopeless: Sequence[int], prompts: Sequence[str], error: Exception) -> None:
     if hopeless:
-        (prompt,) = work_of(hopeless[:1]).prompts
         raise RuntimeError(
-            f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompt!r}): "
+            f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
             f"{_line(error)} Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )
 

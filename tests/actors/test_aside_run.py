@@ -14,9 +14,9 @@ import pytest
 from actors.records.events import SamplesMade
 from app.bench.lab import Lab, LabRun
 from app.drawing.video import read_mp4
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
-from app.sampling.model import load_model
+from app.sampling.model import saved_model
 from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
 
@@ -57,8 +57,8 @@ def made(run: LabRun) -> list[SamplesMade]:
 
 def assert_clips(run: LabRun, step: int) -> None:
     """Those of `heddle sample`, but for rounding before 8 bits and H.264."""
-    model = load_model(run.run_dir / "checkpoints" / f"step-{step}", device="cpu")
-    clips = make_clips(model, PROMPTS, ClipSettings.of(run.config))
+    saved = saved_model(run.run_dir / "checkpoints" / f"step-{step}", device="cpu")
+    clips = clips_of(saved, PROMPTS, ClipSettings.of(run.config))
     for number, clip in enumerate(clips):
         plain = run.run_dir / "plain.mp4"
         plain.write_bytes(mp4_of(clip, run.config.sample.fps))

@@ -30,8 +30,8 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
-from app.sampling.model import load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
@@ -41,7 +41,7 @@ from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit
+from ops.models.load import build_dit, build_text
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
@@ -195,8 +195,8 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=pad_to)))
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.export(run, tmp_path / "out")
-    model = load_model(run)
-    prompt, negative = model.text.encode(["a red disc", ""])
+    model = saved_model(run).load()
+    prompt, negative = build_text(model.config.model.text).encode(["a red disc", ""])
     requests = [SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)]
     settings = replace(ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
     (ours,) = sample_latents(model.dit, requests, negative, model.geometry, settings)
@@ -230,10 +230,10 @@ def test_hunyuan_sigmas_are_those_of_its_pipeline() -> None:
 def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
     export.export(run, tmp_path / "out")
-    first, second = load_model(run), load_model(tmp_path / "out")
+    first, second = saved_model(run), saved_model(tmp_path / "out")
     settings = replace(ClipSettings.of(first.config), frames=5, height=16, width=16)
     settings = replace(settings, sampler=replace(settings.sampler, steps=2))
-    clip, same = (make_clips(model, ["a red disc"], settings)[0] for model in (first, second))
+    clip, same = (clips_of(saved, ["a red disc"], settings)[0] for saved in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
     assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
 
@@ -303,9 +303,9 @@ def hunyuan_run(**settings: Any) -> RunConfig:
 
 
 def hunyuan_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=4, guidance_scale=6.0)
-    encoded, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
+    encoded, vectors = split(build_text(model.config.model.text).encode(["a red disc"]), model.config.model.text)
     assert vectors is not None
     request = SampleRequest(text=encoded[0], pooled=vectors[0], frames=5, height=32, width=48, seed=3)
     return sample_latents(model.dit, [request], encoded[0], model.geometry, settings)[0]
@@ -353,9 +353,9 @@ def flux_run(base: Path, **dit: Any) -> RunConfig:
 
 def flux_latent(run: Path, **changes: Any) -> torch.Tensor:
     """What `heddle sample` makes before it decodes, as tokens."""
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=6.0, **changes)
-    texts, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
+    texts, vectors = split(build_text(model.config.model.text).encode(["a red disc"]), model.config.model.text)
     assert vectors is not None
     request = SampleRequest(text=texts[0], pooled=vectors[0], frames=1, height=32, width=64, seed=3)
     return patchify(sample_latents(model.dit, [request], texts[0], model.geometry, settings)[0], (1, 2, 2))
@@ -409,9 +409,9 @@ def ltx_run(base: Path, **dit: Any) -> RunConfig:
 
 def ltx_latent(run: Path) -> torch.Tensor:
     """What `heddle sample` makes before it decodes, as tokens."""
-    loaded = load_model(run)
+    loaded = saved_model(run).load()
     settings = replace(ClipSettings.of(loaded.config).sampler, steps=3, guidance_scale=2.0)
-    text, negative = loaded.text.encode(["a red disc", ""])
+    text, negative = build_text(loaded.config.model.text).encode(["a red disc", ""])
     request = SampleRequest(text=text, frames=9, height=32, width=64, seed=3)
     return patchify(sample_latents(loaded.dit, [request], negative, loaded.geometry, settings)[0], (1, 1, 1))
 
@@ -453,9 +453,9 @@ def test_a_latte_pipeline_makes_our_clip(tmp_path: Path) -> None:
     exported = export.export(run, tmp_path / "out")
     assert exported.components["scheduler"] == "DDIM, of predicted noise"
     assert any("video_length=5" in note for note in exported.notes)
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=1.0)
-    text, negative = model.text.encode(["a dot", ""])
+    text, negative = build_text(model.config.model.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
     ours = sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
 
@@ -497,8 +497,8 @@ def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path)
     assert fields == json.loads((base / "transformer" / "config.json").read_text())
     size = ClipChanges(frames=3, height=16, width=32, steps=2)
     clips = [
-        make_clips(loaded, ["a dot"], ClipSettings.of(loaded.config).changed(size))[0]
-        for loaded in (load_model(run, device="cpu"), load_model(out, device="cpu"))
+        clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))[0]
+        for saved in (saved_model(run, device="cpu"), saved_model(out, device="cpu"))
     ]
     assert clips[0].shape == (3, 16, 32, 3) and np.abs(clips[0].astype(int) - clips[1]).max() <= 1
     other = {**after, "spatial_blocks.0.mlp.fc1.bias": after["spatial_blocks.0.mlp.fc1.bias"] + 1}
@@ -543,9 +543,9 @@ def mochi_run(base: Path, **dit: Any) -> RunConfig:
 
 
 def mochi_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
-    text, negative = model.text.encode(["a dot", ""])
+    text, negative = build_text(model.config.model.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=7, height=32, width=48, seed=3)
     return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
 
@@ -563,9 +563,9 @@ def cogvideox_run(base: Path, **dit: Any) -> RunConfig:
 
 
 def cogvideox_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
-    text, negative = model.text.encode(["a dot", ""])
+    text, negative = build_text(model.config.model.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
     return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
 
@@ -595,8 +595,8 @@ def wan_run(base: Path, **dit: Any) -> RunConfig:
 
 
 def wan_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
-    prompt, negative = model.text.encode(["a red disc", ""])
+    model = saved_model(run).load()
+    prompt, negative = build_text(model.config.model.text).encode(["a red disc", ""])
     settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=5.0)
     request = SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)
     return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]

@@ -18,10 +18,10 @@ from actors.messages import TurnReport, TurnTask
 from actors.records.events import SamplesFailed, SamplesMade
 from actors.worker.aside import Asides
 from actors.worker.loading import Modules
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
 from app.sampling.live_clip import LiveClip
-from app.sampling.model import load_model
+from app.sampling.model import saved_model
 from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
@@ -169,7 +169,7 @@ def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
     )
     before = [p.detach().clone() for p in modules.dit.parameters()]
     asides = Asides(modules, torch.device("cpu"))
-    wanted = make_clips(load_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
+    wanted = clips_of(saved_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
     for number, video in enumerate(wanted):
         clip = LiveClip(folder=str(folder), step=3, number=number, config=config, first=())
         done = asides.turn(TurnTask(generation=1, step=9, aside=clip, gap_s=0.0, share=0.0, whole=True))

@@ -14,8 +14,8 @@ import diffusers
 import numpy as np
 import pytest
 
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
-from app.sampling.model import config_of, load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.model import saved_model
 from app.sampling.published import flow_of, published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
@@ -41,7 +41,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders: dict[str, Path]) -> None:
     """Text, transformer, VAE and objective as the settings that its own pipeline is compared with in tests/ops."""
-    config, geometry = config_of(folders[name], "cpu")
+    saved = saved_model(folders[name], device="cpu")
+    config, geometry = saved.config, saved.geometry
     own = {"snr_shift": 3.0} if name == "cogvideox" else {}
     expected, expected_geometry = resolve(PUBLISHED[name].settings(folders[name], **own))
     rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120, "mochi": 256}[name]
@@ -54,14 +55,15 @@ def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_samp
 ) -> None:
     """Its own noise levels, not those of a scheduler, which the folder need not have; what its clips are is told."""
     folder = test_stdit3.publish(tmp_path / "open-sora")
-    config, geometry = config_of(folder, "cpu")
+    saved = saved_model(folder, device="cpu")
+    config, geometry = saved.config, saved.geometry
     assert config.model == resolve(test_stdit3.settings(folder))[0] and config.model.text.empty == "none"
     assert config.train.flow == FlowConfig(token_shift=TokenShift(law="root", base_tokens=1024))
     sampler = ClipSettings.of(config).sampler
     assert (sampler.steps, sampler.guidance_scale, sampler.token_shift) == (30, 7.0, config.train.flow.token_shift)
     assert "speak the latents of its own video autoencoder" in published_notes(folder)[0]
     size = ClipChanges(frames=3, height=16, width=32, steps=2, seed=3)
-    (made,) = make_clips(load_model(folder, device="cpu"), ["a dot"], ClipSettings.of(config).changed(size))
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(config).changed(size))
     model = test_stdit3.settings(folder)
     text, negative = build_text(resolve(model)[0].text).encode(["a dot", ""])
     assert len(negative) == 0
@@ -77,8 +79,8 @@ def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path
     file, _ = run(folders["latte"], ["a dot"], tmp_path / "x.mp4", changes=size, device="cpu")
     with av.open(str(file)) as video:
         assert len(list(video.decode(video=0))) == 5
-    model, config = load_model(folders["latte"], device="cpu"), config_of(folders["latte"], "cpu")[0]
-    (made,) = make_clips(model, ["a dot"], ClipSettings.of(config).changed(size))
+    saved = saved_model(folders["latte"], device="cpu")
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))
     resolved, geometry = resolve(test_latte.settings(folders["latte"]))
     text, negative = build_text(resolved.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=5, height=16, width=32, seed=3)

@@ -6,8 +6,10 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -21,8 +23,9 @@ from typer.testing import CliRunner
 from app.cli import app
 from app.drawing.video import read_mp4
 from app.sampling import spread as spreading
-from app.sampling.clips import ClipSettings, make_clips
-from app.sampling.model import load_model
+from app.sampling.clips import ClipSettings, clips_of
+from app.sampling.model import saved_model
+from app.sampling.prompts import PromptRows
 from app.sampling.spread import (
     ClipJob,
     ClipRecord,
@@ -34,8 +37,10 @@ from app.sampling.spread import (
     in_halves,
     spread,
 )
+from ops.models.base.config import DiTConfig
 from ops.models.flux.config import FluxConfig
 from ops.models.latte.config import LatteConfig
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
@@ -136,54 +141,54 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> list[np.ndarray]:
     """The clips as this process makes them."""
-    return make_clips(load_model(checkpoint, device="cpu"), PROMPTS, settings())
+    return clips_of(saved_model(checkpoint, device="cpu"), PROMPTS, settings())
 
 
-def numbers(work: ClipWork) -> range:
-    return range(work.number, work.number + len(work.prompts))
+def numbers(work: ClipWork, told: Sequence[PromptRows]) -> range:
+    return range(work.number, work.number + len(told))
 
 
 class Diary(ClipWorker):
     """Writes down which prompts it is given, and dies at the first of a kind that is in the folder."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         assert self._job is not None
         diary = Path(self._job.checkpoint).parents[1] / "diary"
         mortal = list(diary.glob("deaths-*"))
-        if mortal and any(str(number) in mortal[0].name for number in numbers(work)):
+        if mortal and any(str(number) in mortal[0].name for number in numbers(work, told)):
             mortal[0].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        made = super().make(work)
+        made = super().make(work, negative, *told)
         with (diary / "made").open("a") as file:
-            file.write("".join(f"{number}\n" for number in numbers(work)))
+            file.write("".join(f"{number}\n" for number in numbers(work, told)))
         return made
 
 
 class Failing(ClipWorker):
     """Cannot make prompt 1."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        if 1 in numbers(work):
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        if 1 in numbers(work, told):
             raise OSError("no memory left for prompt 1")
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
 class FailingMember(ClipWorker):
     """The second of a bag has too little memory; the first waits for it."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         if self._group.rank == 1:
             raise OSError("no memory left on the second")
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
 class Doomed(ClipWorker):
     """Its process ends at prompt 1."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        if 1 in numbers(work):
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        if 1 in numbers(work, told):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
 def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
@@ -192,7 +197,7 @@ def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
     encoded = [as_encoded(clip, files[0].parent).astype(int) for clip in alone]
     for index, file in enumerate(files):
         away = [np.abs(read_mp4(file).astype(int) - one).mean() for one in encoded]
-        assert away[index] < 3 and min(away[:index] + away[index + 1 :]) > 10, away
+        assert away[index] < 3 and min(away[:index] + away[index + 1 :], default=255.0) > 10, away
 
 
 def as_encoded(clip: np.ndarray, folder: Path) -> np.ndarray:
@@ -219,6 +224,61 @@ def test_clips_of_three_workers_are_those_of_none(checkpoint, alone, tmp_path) -
 def test_workers_together_make_the_same_clips(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
     *files, _ = spread(job(checkpoint), PROMPTS[:2], tmp_path / "x.mp4", 2, together=True, tell=lambda text: None)
     assert_same(files, alone[:2])
+
+
+STDIT3 = STDiT3Config(num_layers=1, num_heads=2, head_dim=12, ffn_dim=96, caption_rows=4)
+MODELS: dict[str, tuple[DiTConfig | None, float]] = {  # None: that of `tiny_run`
+    "wan, guided": (None, 3.0),
+    "wan, the prompt alone": (None, 1.0),
+    "stdit3": (STDIT3, 3.0),
+}
+
+
+def saved_run(folder: Path, dit: DiTConfig | None, guidance: float) -> tuple[Path, ClipSettings]:
+    run = tiny_run()
+    run = replace(run, sample=replace(run.sample, guidance_scale=guidance))
+    if dit is not None:
+        text = replace(run.model.text, empty="none")
+        run = replace(run, model=replace(run.model, dit=dit, text=text))
+    return write_checkpoint(folder, run), ClipSettings.of(run)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("wan, guided", 3), ("wan, the prompt alone", 2), ("stdit3", 3)])
+def test_workers_that_join_make_the_clip_of_one(
+    name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor's own methods, in threads: a bag of more than one worker, also of spatial-temporal layers."""
+    monkeypatch.setattr(spreading, "node_address", lambda: "127.0.0.1")
+    folder, told = saved_run(tmp_path, *MODELS[name])
+    given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told)
+    (expected,) = clips_of(saved_model(folder, device="cpu"), PROMPTS[:1], told)
+    crew = [ClipWorker() for _ in range(workers)]
+    negative, rows = crew[0].encode(given, PROMPTS[:1])
+
+    def work(rank: int) -> list[MadeClip]:
+        crew[rank].load(given)
+        meeting.wait()
+        crew[rank].join(rank, workers, *where)
+        return crew[rank].make(ClipWork(number=0), negative, rows)
+
+    meeting, where = Barrier(workers), crew[0].serve()
+    with ThreadPoolExecutor(workers) as pool:
+        (clip,), *others = pool.map(work, range(workers))
+    assert others == [[]] * (workers - 1)
+    (tmp_path / "x.mp4").write_bytes(clip.mp4)
+    assert_same([tmp_path / "x.mp4"], [expected])
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("name", "workers"), [("wan, guided", 3), ("wan, the prompt alone", 2), ("stdit3", 3)])
+def test_bags_of_workers_make_the_same_clips(name: str, workers: int, tmp_path: Path) -> None:
+    folder, told = saved_run(tmp_path, *MODELS[name])
+    given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told)
+    expected = clips_of(saved_model(folder, device="cpu"), PROMPTS[:2], told)
+    *files, _ = spread(given, PROMPTS[:2], tmp_path / "x.mp4", workers, together=True, tell=lambda text: None)
+    assert_same(files, expected)
 
 
 @pytest.mark.cluster

@@ -16,8 +16,8 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors.config import TrainConfig
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
-from app.sampling.model import load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips
+from app.sampling.model import saved_model
 from app.sampling.sample import run
 from app.settings.config import RunConfig
 from app.settings.rules import check_experts, check_sample
@@ -97,7 +97,8 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     write_checkpoint(tmp_path / "run", config)
     export.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
-    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    saved = saved_model(tmp_path / "run")
+    ours, exported = saved.load(), saved_model(tmp_path / "out").load()
     assert ours.low is not None and exported.low is not None and ours.low.boundary == 0.9
     moved = weights(trained(config, 2))
     assert torch.equal(weights(ours.dit if expert == "high" else ours.low.dit), moved)
@@ -105,10 +106,11 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
         assert torch.equal(weights(one), weights(same))
 
     settings = ClipSettings.of(ours.config)
-    (clip,) = make_clips(ours, ["a disc"], settings)
+    told = saved.encode(["a disc"], "")
+    (clip,) = make_clips(ours, told, settings)
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
-    text, negative = ours.text.encode(["a disc", ""])
+    text, negative = told.prompts[0].text, told.negative.text
     expected = pipe(
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
@@ -124,9 +126,9 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
     same = settings.changed(ClipChanges(guidance_scale=4.0))
     assert same.sampler.guidance_scale_2 is None
-    assert not np.array_equal(clip, make_clips(ours, ["a disc"], same)[0]), "each has guidance of its own"
+    assert not np.array_equal(clip, make_clips(ours, told, same)[0]), "each has guidance of its own"
     alone = replace(ours, low=None)
-    assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
+    assert not np.array_equal(clip, make_clips(alone, told, settings)[0]), "the second one takes part"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -142,11 +144,12 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     done = export.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
     assert {"transformer", "transformer_2"} <= set(done.components)
-    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    saved, out = saved_model(tmp_path / "run"), saved_model(tmp_path / "out")
+    ours, exported = saved.load(), out.load()
     assert ours.low is not None and exported.low is not None and ours.low.boundary == exported.low.boundary == 0.9
-    settings = ClipSettings.of(ours.config)
-    (clip,) = make_clips(ours, ["a disc"], settings)
-    (again,) = make_clips(exported, ["a disc"], ClipSettings.of(exported.config))
+    settings, told = ClipSettings.of(ours.config), saved.encode(["a disc"], "")
+    (clip,) = make_clips(ours, told, settings)
+    (again,) = clips_of(out, ["a disc"], ClipSettings.of(exported.config))
     assert np.abs(clip.astype(int) - again.astype(int)).max() <= 1
     if rank:
         pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
@@ -159,7 +162,7 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
                 tmp_path / "out", weight_name=file, adapter_name=expert, load_into_transformer_2=second
             )
     pipe.set_progress_bar_config(disable=True)
-    text, negative = ours.text.encode(["a disc", ""])
+    text, negative = told.prompts[0].text, told.negative.text
     expected = pipe(
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
@@ -174,7 +177,7 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     ).frames[0]
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
     with pytest.raises(ConfigError, match="this run trained both experts"):
-        load_model(tmp_path / "run", other=tmp_path / "run")
+        saved_model(tmp_path / "run", other=tmp_path / "run").load()
     if rank:  # and they are what a run may begin with
         begun = replace(resolve(config.model)[0].dit, lora_from=str(tmp_path / "out"))
         for one, other in zip(build_dit(begun, 0).parameters(), trained(config, 2).parameters(), strict=True):
@@ -205,20 +208,21 @@ def test_two_runs_are_joined(tmp_path: Path) -> None:
     low = replace(high, model=replace(model, dit=replace(model.dit, expert="low")))
     write_checkpoint(tmp_path / "high", high)
     write_checkpoint(tmp_path / "low", low)
-    one = load_model(tmp_path / "high", other=tmp_path / "low")
-    two = load_model(tmp_path / "low", other=tmp_path / "high")
+    high_first = saved_model(tmp_path / "high", other=tmp_path / "low")
+    one, two = high_first.load(), saved_model(tmp_path / "low", other=tmp_path / "high").load()
     assert one.low is not None and two.low is not None and one.low.boundary == two.low.boundary == 0.875
     settings = ClipSettings.of(one.config)
-    assert np.array_equal(*(make_clips(model, ["a disc"], settings)[0] for model in (one, two)))
+    told = high_first.encode(["a disc"], "")
+    assert np.array_equal(*(make_clips(model, told, settings)[0] for model in (one, two)))
 
     with pytest.raises(ConfigError, match=r"trained the expert for noise levels 0\.875 to 1; give --other"):
-        load_model(tmp_path / "high")
+        saved_model(tmp_path / "high").load()
     with pytest.raises(ConfigError, match=r"--other .*high trained noise levels 0\.875 to 1, and this run 0\.875 to 1"):
-        load_model(tmp_path / "high", other=tmp_path / "high")
+        saved_model(tmp_path / "high", other=tmp_path / "high").load()
     plain = replace(high, model=replace(model, dit=DIT), sample=replace(SHOWN, guidance_scale_2=None))
     write_checkpoint(tmp_path / "plain", plain)
     with pytest.raises(ConfigError, match="this run trained one transformer for all noise levels"):
-        load_model(tmp_path / "plain", other=tmp_path / "low")
+        saved_model(tmp_path / "plain", other=tmp_path / "low").load()
 
     with pytest.raises(ConfigError, match=r"--guidance-scale-2 is 2, of the expert for low noise, and this is one tr"):
         run(tmp_path / "plain", ["a disc"], tmp_path / "x.mp4", changes=ClipChanges(guidance_scale_2=2.0))
