@@ -22,7 +22,7 @@ from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
+from actors.state.hosts import aside_gib, asides_at_once, needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
 from ops.shards import bytes_per_weight
 
@@ -71,7 +71,9 @@ class Forming:
         self.committer.go_on_from(recovery)
         if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
-            refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
+            needs = needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot, self._aside_gib(infos, weight))
+            refuse_short_hosts(needs)
+            self.asides.limit(asides_at_once(needs))
             refuse_short_stores(infos, self.state_gib)
         world = seats_of(infos, self.pool.handle, self.state_gib)
         self.committer.state.place_keepers([seat.node for seat in world])
@@ -103,6 +105,13 @@ class Forming:
                 for seat, task in zip(world, tasks, strict=True)
             ],
         )
+
+    def _aside_gib(self, infos: Sequence[WorkerInfo], bytes_of_state: int) -> float:
+        """GiB of host memory that an aside takes on a worker; 0 where there will be none."""
+        if not self.asides.expected:
+            return 0.0
+        bytes_of_weight = 2 if self.config.train.parameter_dtype == "bfloat16" else 4
+        return aside_gib(self.state_gib, bytes_of_state, bytes_of_weight, infos[0].device != "cpu")
 
     def _refuse(self, why: str) -> None:
         if why:

@@ -23,7 +23,7 @@ from actors.planning.memory import (
     least_workers,
     too_little,
 )
-from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
+from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
@@ -99,7 +99,16 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         node_gradient=found.gradient_on_host,
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
+        samples_gib=_aside_gib(config, found),
     )
+
+
+def _aside_gib(config: RunConfig, found: MemoryForecast) -> float:
+    """What a sample takes that is made beside the run."""
+    if not (config.sample.every and config.sample.prompts) or config.model.dit.lacks_expert:
+        return 0.0
+    state_gib = found.trained * found.state_bytes / 2**30
+    return aside_gib(state_gib, found.state_bytes, found.parameter_bytes, gpu=True)
 
 
 def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:

@@ -84,6 +84,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     try:
         guard()
         samples = LiveSamples(config, folder)
+        samples.note_what_waits()
         with Recorder(folder, samples, guard, config, settings["changes"]) as recorder:
             controller = start_controller(runtime_config(config, folder), recorder, asides=samples)
             outcome = controller.train()

@@ -18,7 +18,8 @@ def decode_together(vae: VAE, latents: Sequence[Tensor], group: Group, device: t
     """uint8 [T, H, W, 3] of each of `latents` [C, t, h, w] on the first rank; nothing on the others.
 
     Collective: every rank of `group` has all latents. The tiles of all clips (over height and width with
-    `model.vae.tiling`; HunyuanVideo's over time, too) are dealt round robin, and blended as `vae.decode` does: the same
+    `model.vae.tiling`; HunyuanVideo's over time, too; frames of pictures) are dealt round robin, and blended as
+    `vae.decode` does: the same
     clip as that of one worker. A clip of one tile (no tiling; LTX-Video, Mochi, pictures, haar) is decoded by one.
     """
     if group.size == 1:

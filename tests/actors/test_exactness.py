@@ -225,6 +225,26 @@ def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", ["stdit3", "latte"])
+def test_spatial_temporal_families_train_to_equal_parameters_on_any_number_of_workers(family: str, world: int) -> None:
+    """20 steps of random plans, with bags of one to four workers that slice each pack by itself."""
+    model, rng = MODELS[family], np.random.default_rng(0)
+    reference = make_hosts(1, torch.float64, train_config(), config=model)
+    hosts = make_hosts(world, torch.float64, train_config(), config=model)
+    degrees = set()
+    for step in range(20):
+        items = items_of(rng, 2, step)
+        cascades = random_cascades(rng, items, world, step)
+        degrees |= {len(one.workers) for one in cascades if one.module == "dit"}
+        run_step(reference, items, one_worker(items, step), step)
+        run_step(hosts, items, cascades, step)
+    assert degrees == set(range(1, world + 1))
+    expected, *found = (weights_of([host]) for host in [*reference, *hosts])
+    assert all((each - expected).norm() / expected.norm() < FP64 and torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("family", MODELS)
 def test_every_family_trains_to_equal_parameters_on_other_workers_and_after_a_resume(family: str) -> None:
     """20 steps on one worker, and on three that are replaced by two after the tenth. In fp64: in fp32 AdamW takes the

@@ -117,6 +117,7 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
 
     task = Task()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "remote", lambda function: task)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
 
@@ -127,7 +128,10 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
     live = samples(tmp_path, 40, f"workers.device={device}")
     live.on_checkpoint(39)
     event = live.ended(report(live.wanted()[0], failed="2.00 GiB are missing.", no_room=True))
-    assert isinstance(event, SamplesFailed) and event.why.endswith("2.00 GiB are missing. A task of its own makes them")
+    ending = "2.00 GiB are missing. A task of its own makes them"
+    if gpus:  # those of the cluster are its workers'
+        ending += " once the run has ended, as its workers hold all GPUs"
+    assert isinstance(event, SamplesFailed) and event.why.endswith(ending)
     assert (task.gpus, task.device) == (gpus, used)
     with caplog.at_level(logging.WARNING):
         live.close()

@@ -13,12 +13,19 @@ import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from actors import ray_calls
 from actors.config import TrainConfig
+from actors.messages import TurnTask
+from actors.worker.aside import Asides
+from actors.worker.loading import Modules
 from app.export import export
 from app.run.resume import Change, is_refused
+from app.sampling import live as live_samples
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips
+from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
 from app.sampling.sample import run
+from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
 from app.settings.rules import check_experts, check_sample
 from app.settings.sections import RunSection, SampleConfig
@@ -26,11 +33,12 @@ from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.experts import transformers
 from ops.models.folders import dit_json, resolve
-from ops.models.load import build_dit
+from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.sampling import initial_noise
 from ops.typed import ConfigError
+from tests.actors.worker.test_aside import Short
 from tests.app.test_export import trained, write_checkpoint
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16)
@@ -185,6 +193,57 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
         (tmp_path / "out" / "pytorch_lora_weights_low.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="must be a folder that holds pytorch_lora_weights_high"):
             build_dit(begun, 0)
+
+
+def test_a_worker_of_both_makes_the_clip_of_heddle_sample_beside_its_run(tmp_path: Path) -> None:
+    """By its own pair, whose weights are another step's and have the checkpoint's in their place: there is no room for
+    both. Of a run of one expert its workers lack the other, and its samples are a task of their own."""
+    base = publish(tmp_path / "base")
+    config = run_of(base, "both")
+    config = replace(config, sample=replace(SHOWN, every=4), checkpoint=replace(config.checkpoint, every=4))
+    folder = write_checkpoint(tmp_path / "run", config)
+    (clip,) = clips_of(saved_model(folder, device="cpu"), ["a disc"], ClipSettings.of(config))
+    model, geometry = resolve(config.model)
+    modules = Modules(
+        config=model,
+        geometry=geometry,
+        dit=trained(config, 7),
+        vae=build_vae(model.vae),
+        text=build_text(model.text),
+    )
+    before = weights(modules.dit)
+    live = LiveSamples(config, tmp_path / "run")
+    live.on_checkpoint(7)
+    (aside,) = live.wanted()
+    task = TurnTask(generation=1, step=9, aside=aside, gap_s=0.0, share=0.0, whole=True)
+    done = Asides(modules, torch.device("cpu"), Short()).turn(task)  # type: ignore[arg-type]
+    assert not done.failed and done.made.mp4 == mp4_of(clip, config.sample.fps)  # type: ignore[attr-defined]
+    assert torch.equal(weights(modules.dit), before)
+
+
+def test_samples_of_a_run_of_one_expert_are_told_to_wait_where_its_workers_take_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = publish(tmp_path / "base")
+    gpus = {"GPU": 8.0}
+    monkeypatch.setattr(ray_calls, "resources", lambda free: gpus)
+    for expert, most, told in (("both", 8, False), ("high", 7, False), ("high", 8, True)):
+        config = run_of(base, expert)
+        config = replace(
+            config,
+            sample=replace(SHOWN, every=4),
+            workers=replace(config.workers, device="cuda", max=most),
+        )
+        caplog.clear()
+        live = LiveSamples(config, tmp_path)
+        live.note_what_waits()
+        assert ("samples of this run are made when it has ended" in caplog.text) == told
+        assert live.expected == (expert == "both")
+        started: list[bool] = []
+        monkeypatch.setattr(live, "_start_task", lambda started=started: started.append(True))
+        monkeypatch.setattr(live_samples, "_held", lambda checkpoint, at: checkpoint)
+        live.on_checkpoint(3)
+        assert (len(live.wanted()), len(started)) == ((1, 0) if expert == "both" else (0, 1))
 
 
 def test_both_experts_need_a_pipeline_that_holds_two_alike(tmp_path: Path) -> None:
