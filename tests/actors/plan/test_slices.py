@@ -137,6 +137,20 @@ def test_a_run_that_learns_from_bags_goes_on_planning() -> None:
     assert profile.seconds("dit", 4, 29, 64, 64, 3, 20) == pytest.approx(4 * 0.3, rel=0.3)
 
 
+def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None:
+    """What they take is priced by rates, which are not those of bags over nodes: neither needs the other."""
+    profile = latte()
+    before = profile.slice_rates()
+    for batch in (1, 2, 3):
+        for _ in range(3):
+            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, overlap=1.0)
+    assert profile.slice_rates() == before
+    found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
+        0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0
+    )
+    assert found.rates == before
+
+
 def test_a_profile_file_prices_bags_of_any_size(tmp_path: Path) -> None:
     """Its points are of one device; the form and the link are those of the model."""
     model = ModelConfig(dit=DIT, vae=VAEConfig(kind="haar", temporal=4, spatial=4, channels=16))
