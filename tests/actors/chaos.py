@@ -1,5 +1,5 @@
 """Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition or of writing
-parameters, and workers that run out of memory."""
+parameters, workers that run out of memory, and workers that have none left for samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.messages import WorkerSettings
+from actors.worker.aside import Asides
 from actors.worker.executor import Executor
+from actors.worker.heartbeat import Mailbox
+from actors.worker.meter import Unmetered
 from actors.worker.worker import Worker
 from ops.node_gradients import NodeGradients
 from ops.node_sum import SharedSum
@@ -114,3 +118,18 @@ class ShortWorker(Worker):
             except FileExistsError:
                 return
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+
+class FullMeter(Unmetered):
+    """A device of which training leaves nothing."""
+
+    def room_gib(self) -> float | None:
+        return 0.0
+
+
+class FullWorker(Worker):
+    """Has no room for the weights of a sample beside its own."""
+
+    def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
+        super().__init__(name, settings, monitor)
+        self._asides = Asides(self.executor.modules, self.device, FullMeter(), settle=self._copied)

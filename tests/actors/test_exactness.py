@@ -16,7 +16,7 @@ from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
-from ops.config import FlowConfig
+from ops.config import FlowConfig, OptimizerConfig
 from ops.models.families import FAMILIES
 from ops.parameter_places import ParametersOf
 from ops.parameters import ParameterMemory
@@ -228,10 +228,12 @@ def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("family", ["stdit3", "latte"])
 def test_spatial_temporal_families_train_to_equal_parameters_on_any_number_of_workers(family: str, world: int) -> None:
-    """20 steps of random plans, with bags of one to four workers that slice each pack by itself."""
+    """20 steps of random plans, with bags of one to four workers that slice each pack by itself. With a learning rate
+    of 1e-2 a step of this STDiT3 doubles whatever rounding is there, also on one worker that packs otherwise."""
     model, rng = MODELS[family], np.random.default_rng(0)
-    reference = make_hosts(1, torch.float64, train_config(), config=model)
-    hosts = make_hosts(world, torch.float64, train_config(), config=model)
+    train = train_config(optimizer=OptimizerConfig(learning_rate=1e-3, max_grad_norm=1.0, ema_decay=0.9))
+    reference = make_hosts(1, torch.float64, train, config=model)
+    hosts = make_hosts(world, torch.float64, train, config=model)
     degrees = set()
     for step in range(20):
         items = items_of(rng, 2, step)
