@@ -19,6 +19,8 @@ def setting_of(model: ModelConfig, device: str) -> ProfiledSetting:
     """What costs of this model on workers with this device hold for."""
     dit = model.dit
     name = f"{dit.architecture} {sum(dit.block_counts)}x{dit.dim}"
+    if dit.spatial_temporal and dit.deals_heads:
+        name += " by Ulysses"
     return ProfiledSetting(model=name, device=device, attention=dit.attention)
 
 

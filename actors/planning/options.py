@@ -47,13 +47,13 @@ def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, de
         refuse_other(profile, setting_of(model, device), config.profile)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device)
-            profile.sliced, profile.num_heads = assumed.sliced, None
+            profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         degrees = profile.candidate_degrees("dit")
     else:
         profile = flop_profile(model, geometry, device)
         usual = profile.candidate_degrees("dit")
         degrees = (*usual, *config.degrees, config.static_degree, *bag_sizes(config.topology))
-    if config.sequence == "ulysses" and not model.dit.spatial_temporal:
+    if config.sequence == "ulysses" and model.dit.deals_heads:
         degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)
     profile.degrees["dit"] = tuple(sorted(set(degrees)))
     return profile

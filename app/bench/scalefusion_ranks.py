@@ -29,7 +29,7 @@ from torch.autograd import Function
 from app.bench.timing import peak_bytes
 from ops.comm import Group
 from ops.groups import Groups
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.sequence_parallel import HeadsToRows, RowsToHeads, sequence_parallel_attention
 from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
@@ -48,7 +48,9 @@ class RanksCase:
 
     ranks: int = 2
     frames: int = 16
+    height: int = 8  # of a frame, in rows of positions
     positions: int = 64
+    text: int = 8  # rows that every layer attends to
     width: int = 64
     heads: int = 4
     pairs: int = 3
@@ -198,15 +200,21 @@ class ThrottledGroup:
 
 
 class BenchBlock(nn.Module):
-    """Attention within the last but one dimension, and an MLP: what a block of a spatial-temporal transformer costs."""
+    """Attention within the last but one dimension, attention to `text` rows, and an MLP: what a block of a
+    spatial-temporal transformer costs."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    text: Tensor  # [text, C]
+
+    def __init__(self, width: int, heads: int, text: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.text_q, self.text_kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.text_proj = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
+        self.register_buffer("text", torch.randn(text, width))
 
     def project(self, x: Tensor) -> Tensor:
         """[..., L, C] -> q, k, v [3, ..., L, H, d]"""
@@ -218,15 +226,33 @@ class BenchBlock(nn.Module):
         out: Tensor = self(x.transpose(1, 2)).transpose(1, 2)
         return out
 
-    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """The rest of the block, given what attention found."""
-        x = x + self.proj(heads.flatten(-2))
+    def add(self, x: Tensor, heads: Tensor) -> Tensor:
+        """What attention [..., L, H, d] found is added."""
+        out: Tensor = x + self.proj(heads.flatten(-2))
+        return out
+
+    def text_queries(self, x: Tensor) -> Tensor:
+        """[..., C] -> [rows, H, d]"""
+        queries: Tensor = self.text_q(x).flatten(0, -2).unflatten(-1, (self.heads, -1))
+        return queries
+
+    def attend_to_text(self, queries: Tensor, first: int = 0) -> Tensor:
+        """queries [rows, h, d] of heads from the `first` one on -> [rows, h, d]"""
+        some = slice(first, first + queries.shape[1])
+        k, v = self.text_kv(self.text).unflatten(-1, (2, self.heads, -1))[:, :, some].permute(1, 2, 0, 3)
+        found: Tensor = F.scaled_dot_product_attention(queries.transpose(0, 1), k, v).transpose(0, 1)
+        return found
+
+    def finish(self, x: Tensor, found: Tensor) -> Tensor:
+        """The rest of the block, given what attention to the text found, [rows, H, d]."""
+        x = x + self.text_proj(found.flatten(1)).view_as(x)
         out: Tensor = x + self.mlp(x)
         return out
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (one.transpose(-2, -3) for one in self.project(x))
-        return self.finish(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+        x = self.add(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+        return self.finish(x, self.attend_to_text(self.text_queries(x)))
 
 
 class RankRun:
@@ -235,7 +261,7 @@ class RankRun:
     def __init__(self, case: RanksCase, group: Group) -> None:
         torch.manual_seed(0)
         self.case, self.group = case, group
-        self.blocks = [BenchBlock(case.width, case.heads) for _ in range(2 * case.pairs)]
+        self.blocks = [BenchBlock(case.width, case.heads, case.text) for _ in range(2 * case.pairs)]
         self.x = torch.randn(1, case.frames, case.positions, case.width)
 
     def run(self, variant: str, costs: LayerCosts, link: ThrottledGroup) -> None:
@@ -276,11 +302,18 @@ class RankRun:
             if number % 2:
                 x = device.run(block.over_frames, x, seconds)
                 continue
-            qkv = device.run(block.project, x, seconds / 2)
+            qkv = device.run(block.project, x, seconds / 3)
             q, k, v = qkv.flatten(1, 3).unbind(0)
             heads = sequence_parallel_attention(q, k, v, exchange, link)  # type: ignore[arg-type]
             joined = torch.cat([x, heads.flatten(1).view_as(x)], dim=-1)
-            x = device.run(partial(_finish, block), joined, seconds / 2)
+            joined = device.run(partial(_up_to_text, block), joined, seconds / 3)
+            x, queries = joined.chunk(2, dim=-1)
+            # Open-Sora exchanges these, too, though every rank has the text
+            (queries,) = RowsToHeads.apply(exchange, link, queries.flatten(0, 2).unflatten(-1, (block.heads, -1)))
+            found = block.attend_to_text(queries, self.group.rank * queries.shape[1])
+            (found,) = HeadsToRows.apply(exchange, link, found)
+            joined = torch.cat([x, found.flatten(1).view_as(x)], dim=-1)
+            x = device.run(partial(_finish, block), joined, seconds / 3)
         return x
 
     def _grid(self, schedule: Schedule) -> Grid:
@@ -290,9 +323,16 @@ class RankRun:
         )
 
 
-def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
+def _up_to_text(block: BenchBlock, joined: Tensor) -> Tensor:
+    """The stream and what self-attention found -> the stream and queries for the text, all [..., C]."""
     x, heads = joined.chunk(2, dim=-1)
-    return block.finish(x, heads.unflatten(-1, (block.heads, -1)))
+    x = block.add(x, heads.unflatten(-1, (block.heads, -1)))
+    return torch.cat([x, block.text_q(x)], dim=-1)
+
+
+def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
+    x, found = joined.chunk(2, dim=-1)
+    return block.finish(x, found.flatten(0, -2).unflatten(-1, (block.heads, -1)))
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
@@ -366,7 +406,7 @@ def _result(run: RankRun, variant: str, costs: LayerCosts, rounds: Sequence[Sequ
 def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, float]:
     """Simulated seconds and exposed seconds of a variant."""
     if variant == ULYSSES:
-        found = ulysses_forecast(case.positions, case.ranks, case.heads, costs, case.pairs)
+        found = ulysses_forecast(case.height, case.ranks, case.heads, costs, case.pairs)
         assert found is not None, "only run where the degree divides the heads"
         times = 1 + costs.backward if case.backward else 1.0
         link = found.link_s * (2 if case.backward else 1)

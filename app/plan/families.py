@@ -34,7 +34,7 @@ class PresetSize:
     @property
     def degrees(self) -> str:
         """Sizes of bags that are planned where a config names none."""
-        return "any" if self.dit.spatial_temporal else " ".join(map(str, self.dit.degrees(self.dit.num_heads)))
+        return " ".join(map(str, self.dit.degrees(self.dit.num_heads))) if self.dit.deals_heads else "any"
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""

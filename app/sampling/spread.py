@@ -192,7 +192,7 @@ class ClipWorker:
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
         model = self._model.config.model
-        if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
+        if not model.dit.deals_heads:  # nothing is measured; equal on all ranks, whatever GPUs they have
             device = "H100" if self._model.device.type == "cuda" else "cpu"
             rates = flop_profile(model, self._model.geometry, device).slice_rates()
             self._model.dit.rates = rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
@@ -227,7 +227,7 @@ def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
 
 def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
     """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
-    if not dit.spatial_temporal:
+    if dit.deals_heads:
         return
     frames, positions = grid[0], grid[1] * grid[2]
     most = max(frames, positions) * (2 if in_halves(workers, dit, sampler) else 1)

@@ -32,7 +32,7 @@ def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersCo
     wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
     for key, degrees in wanted.items():
         for degree in degrees:
-            if planner.sequence == "ulysses" and dit.path is None and not dit.spatial_temporal and degree not in legal:
+            if planner.sequence == "ulysses" and dit.path is None and dit.deals_heads and degree not in legal:
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
                     f"model.dit; legal degrees of planner.sequence ulysses are {', '.join(map(str, legal))}. Use one "

@@ -103,6 +103,7 @@ MODELS["stdit3"] = replace(  # one caption is the fixed rows that stand for none
     dit=STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
     text=replace(MODEL.text, empty="none"),
 )
+MODELS["stdit3 by ulysses"] = replace(MODELS["stdit3"], dit=replace(MODELS["stdit3"].dit, bag_mode="ulysses"))
 MODELS["wan of 3 heads"] = replace(  # fewer than some bags have workers
     MODEL, dit=WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
 )

@@ -113,13 +113,12 @@ def test_a_link_delivers_one_message_after_the_other() -> None:
 
 def test_a_paced_device_takes_its_time_forward_and_backward() -> None:
     x = torch.ones(2, requires_grad=True)
-    device = PacedDevice(backward=2.0)
     begin = time.perf_counter()
+    device = PacedDevice(backward=2.0)
     out = device.run(lambda x: x * 3, x, seconds=0.05)
     assert time.perf_counter() - begin >= 0.05
-    begin = time.perf_counter()
     out.sum().backward()
-    assert time.perf_counter() - begin >= 0.1
+    assert time.perf_counter() - begin >= 0.15
     assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
 
 

@@ -32,8 +32,9 @@ def flop_coefficients(
     linear = passes * layers * (8.0 * d * d + 4.0 * d * dit.ffn_dim) / rate
     quadratic = passes * layers * 4.0 * d / rate
     form, moved = "arachne", 4.0 * passes
-    if dit.spatial_temporal:
-        form, moved = "spatial_temporal" if dit.text_share == 0.5 else "spatial_temporal_text", 2.0
+    if dit.spatial_temporal:  # by Ulysses every second block moves its activations
+        form = "spatial_temporal" if dit.text_share == 0.5 else "spatial_temporal_text"
+        moved = 2.0 * passes if dit.deals_heads else 2.0
     exchange = layers * 4.0 * d * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),

@@ -217,7 +217,7 @@ class Profile:
         text_flops_per_token *= text.encoded_tokens / text.most_tokens
         if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
-        heads = None if dit.spatial_temporal else dit.num_heads
+        heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
         fits = flop_coefficients(
             dit,
@@ -264,12 +264,12 @@ class Profile:
         if self._calls is None and self.exchanges:
             self._calls = CallLatency.of(self.exchanges)
         sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
-        return replace(load, exchanged=sent, call_s=self._calls.seconds(degree) if self._calls is not None else 0.0)
+        call_s = self._calls.seconds(degree) if self._calls is not None else 0.0
+        return replace(load, exchanged=sent, call_s=call_s, by_ulysses=True)
 
     def slice_rates(self) -> SliceRates:
-        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of bags on
-        one node, whose own prices these are: what bags choose their slices by. A plan takes it along, so that all ranks
-        choose alike."""
+        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
+        on one node: what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
         assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
         if self._rates is None:
             known = self._known("dit", spanning=False)  # what bags over nodes take is learned beside these rates

@@ -14,6 +14,7 @@ from app.bench.scalefusion_ranks import BenchBlock
 
 RANKS = 16  # two machines of eight
 FRAMES, POSITIONS, WIDTH, HEADS = 60, 8160, 1152, 16  # 1080p for 8 s; STDiT3-XL/2
+TEXT = 300  # rows at most
 SLICES = (2, 4, 8)
 
 
@@ -36,7 +37,7 @@ class SliceOverhead:
         rows, length = max(rows, max(SLICES)), place.pick(length, 6)  # a slice of less than a row is none
         rows = place.pick(rows, max(SLICES))
         dtype = place.pick(torch.bfloat16, torch.float32)
-        block = BenchBlock(place.pick(WIDTH, 32), place.pick(HEADS, 2)).to(place.device, dtype)
+        block = BenchBlock(place.pick(WIDTH, 32), place.pick(HEADS, 2), place.pick(TEXT, 5)).to(place.device, dtype)
         x = torch.randn(rows, length, place.pick(WIDTH, 32), device=place.device, dtype=dtype)
         whole = self._figures(place, block, (x,), "whole")
         found: dict[str, float | None] = dict(whole)
