@@ -106,7 +106,8 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
     def make(order: ClipOrder) -> list[Path]:
         from app.run.borrowed_ray import borrowed_ray
         from app.sampling.clips import batch_limit
-        from app.sampling.spread import ClipJob, check_together, spread
+        from app.sampling.spread import ClipJob, spread
+        from app.sampling.ways import check_together
 
         if together:
             size = order.settings.frames, order.settings.height, order.settings.width

@@ -22,21 +22,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actors.ray_calls import node_address, resources
+from app.device.choice import device_name
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
 from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompts import EncodedPrompts, PromptRows
+from app.sampling.ways import BagWay, Halves, cheapest_way
 from ops.comm import Group
-from ops.models.base.config import DiTConfig
-from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
 from ops.waiting import GroupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from actors.plan.costs.profile import Profile
+    from app.settings.config import RunConfig
+    from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +51,10 @@ MAX_LOSSES = 3  # of workers while they make one prompt; then it is the prompt t
 START_S = 900.0  # a worker's process and weights may take this long
 _LOOK_S = 5.0
 _COLLECTIVE_S = 600.0
+
+
+class CrewError(RuntimeError):
+    """Workers that make clips have died, or do not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +66,7 @@ class ClipJob:
     ema: bool
     device: str
     settings: ClipSettings
+    halves: Halves = "auto"  # of workers that make each clip together: "auto", by what it costs
 
     @staticmethod
     def of(order: ClipOrder, device: str) -> ClipJob:
@@ -175,30 +187,31 @@ class ClipWorker:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         return host, self._store.port
 
-    def join(self, rank: int, size: int, host: str, port: int) -> None:
-        """Be one rank of a bag of all workers, and of the half of it that computes one branch of guidance; all call it
-        at once."""
+    def way(self, workers: int) -> BagWay:
+        """How so many workers like this one make each clip together: for one of them to say, and all to be told."""
+        assert self._job is not None and self._model is not None, "load comes first"
+        model = self._model
+        profile = profile_for(model.config, model.geometry, model.device)
+        return cheapest_way(workers, model.config.model, self._job.settings, model.geometry, profile, self._job.halves)
+
+    def join(self, rank: int, way: BagWay, host: str, port: int) -> None:
+        """Be one rank of a bag of all that make clips, and of the half of it that computes one branch of guidance; all
+        call it at once."""
         import torch.distributed as dist
 
-        from actors.planning.options import flop_profile
         from ops.groups import Groups
         from ops.waiting import CancelToken
 
-        assert self._job is not None and self._model is not None, "load comes first"
+        assert self._model is not None, "load comes first"
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         backend = "nccl" if self._model.device.type == "cuda" else "gloo"
         address = node_address()
-        members = tuple(range(size))
+        members = tuple(range(way.workers))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
-        model = self._model.config.model
-        if not model.dit.deals_heads:  # nothing is measured; equal on all ranks, whatever GPUs they have
-            device = "H100" if self._model.device.type == "cuda" else "cpu"
-            rates = flop_profile(model, self._model.geometry, device).slice_rates()
-            self._model.dit.rates = rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
-        if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
-            middle = size // 2
-            self._half = groups.get(members[:middle] if rank < middle else members[middle:])
+        self._model.dit.rates = way.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
+        if way.bags == 2:
+            self._half = groups.get(members[: way.size] if rank < way.size else members[way.size :])
 
     def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         """Clips of prompts that have been encoded. In a bag all call it at once, and rank 0 returns the clips."""
@@ -214,28 +227,22 @@ class ClipWorker:
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 
 
+def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> Profile:
+    """Costs of a run's model on a device: the run's own profile where it is of this one, else by its FLOPs."""
+    from actors.plan.types import PlanError
+    from actors.planning.options import flop_profile, profile_of
+
+    name = device_name(device) if device.type == "cuda" else "cpu"
+    try:
+        return profile_of(config.planner, config.model, geometry, name)
+    except (OSError, PlanError) as error:  # of a file that is not here, or of other workers
+        log.info("%s", error)
+        return flop_profile(config.model, geometry, name)
+
+
 def _saved(job: ClipJob) -> SavedModel:
     other = None if job.other is None else Path(job.other)
     return saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
-
-
-def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
-    """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
-    one bag, and exchanges have half the ends."""
-    return sampler.is_guided and not dit.takes_guidance and workers % 2 == 0
-
-
-def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
-    """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
-    if dit.deals_heads:
-        return
-    frames, positions = grid[0], grid[1] * grid[2]
-    most = max(frames, positions) * (2 if in_halves(workers, dit, sampler) else 1)
-    if workers > most:
-        raise ConfigError(
-            f"--workers {workers} --together: a clip has {frames} frames of {positions} positions, which are dealt "
-            f"to at most {most} workers here. Use {most} or fewer, or larger clips."
-        )
 
 
 def mp4_of(video: np.ndarray, fps: float) -> bytes:
@@ -261,8 +268,8 @@ def spread(
     """Makes what is missing of the prompts' clips on the Ray that this process has joined; returns the files: the clips
     in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once.
 
-    Raises ConfigError where the cluster has no room for so many workers, and what a worker raised. What is finished
-    stays, and the same call continues.
+    Raises ConfigError where the cluster has no room for so many workers, what a worker raised, and CrewError. What is
+    finished stays, and the same call continues.
     """
     files, sheet = clip_files(out, len(prompts))
     record = ClipRecord(sheet.with_name(f"{sheet.stem}.clips.jsonl"), job, prompts, first)
@@ -292,8 +299,8 @@ def spread(
         try:
             orders = _Orders.encoded(crew, prompts, first, wanted)
             if together:
-                _make_together(crew, queue, orders, keep)
-            elif line := _make_apart(crew, queue, orders, keep).summary():
+                _make_together(crew, queue, orders, keep, tell)
+            elif line := _make_apart(crew, queue, orders, keep, tell).summary():
                 tell(line)
         finally:
             crew.close()
@@ -335,13 +342,13 @@ class _Crew:
         while len(rows) <= len(prompts):
             ready, _ = ray.wait([stream], timeout=START_S, fetch_local=False)
             if not ready:
-                raise TimeoutError(f"the prompts are not encoded after {START_S:.0f} s.")
+                raise CrewError(f"the prompts are not encoded after {START_S:.0f} s.")
             try:
                 rows.append(ray.put(ray.get(next(stream))))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayActorError as error:
-                raise RuntimeError(f"a worker died while it encoded the prompts: {_line(error)}") from None
+                raise CrewError(f"a worker died while it encoded the prompts: {_line(error)}") from None
         return rows
 
     def start(self) -> tuple[Any, Any]:
@@ -389,12 +396,14 @@ def _make_apart(
     queue: PromptQueue,
     orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
+    tell: Callable[[str], None],
 ) -> Occupancy:
     import ray
 
     started, occupancy = time.monotonic(), Occupancy()
     idle: list[Any] = []
     busy: dict[Any, tuple[Any, list[int]]] = {}  # answer that is awaited -> its worker, its chunk (none: it loads)
+    loading = crew.size
 
     def employ(handle: Any) -> None:
         chunk = queue.take(crew.size)
@@ -414,14 +423,14 @@ def _make_apart(
         ready, _ = ray.wait(list(busy), timeout=_LOOK_S)
         if not ready:
             if time.monotonic() - started > START_S and not any(chunk for _, chunk in busy.values()):
-                raise TimeoutError(f"no worker has loaded {crew.job.checkpoint} within {START_S:.0f} s.")
+                raise CrewError(f"no worker has loaded {crew.job.checkpoint} within {START_S:.0f} s.")
             continue
         handle, chunk = busy.pop(ready[0])
         try:
             clips = ray.get(ready[0])
         except ray.exceptions.RayActorError as error:
             if not chunk:  # it died before it could be asked: its replacement would, too
-                raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
+                raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
             _give_up(queue.lose(chunk), orders.prompts, error)
             occupancy.given_out(queue.waits, time.monotonic())
             occupancy.died(handle)
@@ -438,6 +447,9 @@ def _make_apart(
             occupancy.answered(handle, sum(clip.seconds for clip in clips), time.monotonic())
         else:
             occupancy.ready(handle, time.monotonic())
+            loading -= 1
+            if not loading:
+                tell(f"note: {crew.size} worker(s) have loaded the model")
         employ(handle)  # before its clips are written: it need not wait for the disk
         if chunk:
             keep(chunk, clips)
@@ -450,16 +462,17 @@ def _make_together(
     queue: PromptQueue,
     orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
+    tell: Callable[[str], None],
 ) -> None:
     import ray
 
     while queue.unfinished:
         chunk: list[int] = []
         try:
-            _form(crew)
+            members = _form(crew, tell)
             while queue.unfinished:
                 chunk = queue.take(crew.size)
-                answers = [handle.make.remote(*orders.of(chunk)) for handle in crew.members]
+                answers = [handle.make.remote(*orders.of(chunk)) for handle in members]
                 keep(chunk, _first_of(answers))
                 queue.finish(chunk)
             return
@@ -470,7 +483,7 @@ def _make_together(
             _give_up(queue.lose(chunk), orders.prompts, error)
         except ray.exceptions.RayActorError as error:
             if not chunk:
-                raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
+                raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
             _give_up(queue.lose(chunk), orders.prompts, error)
         log.warning("a worker died with prompts %s; all start again", chunk)
         crew.close()
@@ -488,14 +501,32 @@ def _first_of(answers: Sequence[Any]) -> Any:
     return ray.get(answers[0])
 
 
-def _form(crew: _Crew) -> None:
-    """Workers that have loaded the job and are one bag."""
+def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
+    """Workers that have loaded the job and are one bag, or two. One more may have no place in them."""
+    _answers(crew, [crew.start()[1] for _ in range(crew.size)], START_S, "loaded the model")
+    first = crew.members[0]
+    (way,) = _answers(crew, [first.way.remote(crew.size)], START_S, "said what a clip costs")
+    ((host, port),) = _answers(crew, [first.serve.remote()], _COLLECTIVE_S, "opened a port")
+    members = crew.members[: way.workers]
+    joins = [handle.join.remote(rank, way, host, port) for rank, handle in enumerate(members)]
+    _answers(crew, joins, _COLLECTIVE_S, "met the others")
+    left = crew.size - way.workers
+    tell(f"note: each clip is made by {way.describe()}{f'; {left} worker is left over' if left else ''}")
+    return members
+
+
+def _answers(crew: _Crew, calls: Sequence[Any], patience_s: float, what: str) -> list[Any]:
+    """Of calls to workers. Raises what any of them has raised, at once, and CrewError, naming who has not answered."""
     import ray
 
-    ray.get([crew.start()[1] for _ in range(crew.size)], timeout=START_S)
-    host, port = ray.get(crew.members[0].serve.remote(), timeout=_COLLECTIVE_S)
-    joins = [handle.join.remote(rank, crew.size, host, port) for rank, handle in enumerate(crew.members)]
-    ray.get(joins, timeout=_COLLECTIVE_S)
+    waiting, until = list(calls), time.monotonic() + patience_s
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        if not done:
+            late = ", ".join(str(calls.index(one)) for one in waiting)
+            raise CrewError(f"worker(s) {late} of {crew.size} have not {what} within {patience_s:.0f} s.")
+        ray.get(done)
+    return list(ray.get(list(calls)))
 
 
 def _somebody_died(crew: _Crew) -> bool:
@@ -512,7 +543,7 @@ def _somebody_died(crew: _Crew) -> bool:
 
 def _give_up(hopeless: Sequence[int], prompts: Sequence[str], error: Exception) -> None:
     if hopeless:
-        raise RuntimeError(
+        raise CrewError(
             f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
             f"{_line(error)} Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )

@@ -31,6 +31,7 @@ from actors.records.events import (
 from actors.run.communicators import Communicators
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
+from ops.config import FlowConfig
 from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -409,11 +410,12 @@ def test_a_spatial_temporal_model_trains_the_same_while_workers_die_and_come(lab
     dit = {"num_layers": 1, "num_heads": 3, "head_dim": 16, "ffn_dim": 192, **SPATIAL_TEMPORAL[family]}
     text = {"pad_to": 0, "empty": "none"} if family == "stdit3" else {}
     sections = {"model": {"dit": dit, "text": text}, "data": {"fps": 8.0}}
+    flow = {"flow_shift": 1.0 if family == "stdit3" else FlowConfig().flow_shift}  # Latte is trained by diffusion
     run = lab.start(
         lab.config(
             f"{family}-storm",
             **sections,
-            train={"steps": OPEN_END},
+            train={"steps": OPEN_END, "flow": flow},
             planner={"degrees": [2, 3]},
             workers={"min": 2, "max": 3, **PATIENT},
         )
@@ -436,7 +438,7 @@ def test_a_spatial_temporal_model_trains_the_same_while_workers_die_and_come(lab
     assert [e for e in run.events if isinstance(e, WorkerDied)]
     degrees = {span.degree for span in run.spans if span.module == "dit"}
     assert degrees >= {2, 3}, "bags have run it by spatial-temporal parallelism"
-    train = {"steps": max(FEWEST, len(run.steps()))}
+    train = {"steps": max(FEWEST, len(run.steps())), "flow": flow}
     alone = lab.start(lab.config(f"{family}-alone", **sections, train=train, workers={"min": 1, "max": 1}))
     assert alone.join(600).code == 0
     assert_same_training(run, alone.losses())
