@@ -79,7 +79,7 @@ class ClipSettings:
             frames=1 if config.model.dit.images_only else sample.frames,
             height=sample.height,
             width=sample.width,
-            fps=sample.fps,
+            fps=config.model.dit.clip_rate or sample.fps,
             seed=sample.seed,
             sampler=sampler,
         )

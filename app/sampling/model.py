@@ -63,6 +63,11 @@ class SavedModel:
     step: int
     device: str  # "auto", "cpu" or "cuda": of the process that loads
 
+    def at_rate(self, fps: float) -> SavedModel:
+        """The same with a transformer that is told so many frames per second, if it knows of frame rates."""
+        model = self.config.model
+        return replace(self, config=replace(self.config, model=replace(model, dit=model.dit.at_rate(fps))))
+
     def encode(self, prompts: Sequence[str], negative: str, first: Sequence[np.ndarray] = ()) -> EncodedPrompts:
         """By the encoders, of which nothing is left on the device afterwards."""
         model, target = self.config.model, pick_device(self.device)

@@ -242,7 +242,8 @@ def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> 
 
 def _saved(job: ClipJob) -> SavedModel:
     other = None if job.other is None else Path(job.other)
-    return saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+    saved = saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+    return saved.at_rate(job.settings.fps)
 
 
 def mp4_of(video: np.ndarray, fps: float) -> bytes:

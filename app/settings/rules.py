@@ -14,9 +14,15 @@ from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
 
-def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate."""
+def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> None:
+    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate, and makes
+    the samples of its run at that."""
     rate, fps = model.dit.clip_rate, data.fps
+    if rate is not None and sample.fps not in (rate, SampleConfig().fps):
+        raise ConfigError(
+            f"sample.fps is {sample.fps:g}, and the transformer of model.dit is told {rate:g} frames per second. Leave "
+            f"it out: its samples are of that rate; heddle sample --fps tells it another one."
+        )
     if rate is not None and fps != rate:
         raise ConfigError(
             f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "

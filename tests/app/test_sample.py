@@ -21,16 +21,20 @@ from app.drawing.video import contact_sheet, write_mp4
 from app.sampling import model as sampled
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips, sample_run
 from app.sampling.model import saved_model
-from app.sampling.sample import cut_prompts, default_out, empty_prompts, run
+from app.sampling.sample import default_out, run
 from app.settings.config import RunConfig
-from app.settings.prompts import read_prompts
+from app.settings.notes import sample_notes
+from app.settings.prompts import prompt_notes, read_prompts
+from app.settings.rules import check_frame_rate
 from app.settings.sections import RunSection, SampleConfig
+from data.config import DataConfig
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
+from ops.models.stdit3.config import STDiT3Config
 from ops.models.text import TextEncoder
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, sample_latents
@@ -236,16 +240,60 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work() -> None:
         run(Path("no-checkpoint-is-looked-at"), ["a"], Path("/proc/x.mp4"))
 
 
-def test_a_prompt_that_is_cut_is_named() -> None:
+def test_a_prompt_that_is_too_long_is_cut_or_refused() -> None:
     text = TextConfig(max_length=8)
-    (note,) = cut_prompts(["a disc", "a red circle", "a red circle"], text)
+    prompts = ["a disc", "a red circle", "a red circle"]
+    (note,) = prompt_notes(prompts, text, "cut")
     assert note.startswith("prompt 'a red circle'... has 13 tokens; those beyond model.text.max_length 8 are cut")
+    with pytest.raises(ConfigError, match=r"has 13 tokens, and model\.text\.max_length is 8\. Shorten it, or have"):
+        prompt_notes(prompts, text, "refuse")
+    assert prompt_notes(prompts, TextConfig(max_length=13), "refuse") == []
+
+
+def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Path) -> None:
+    config = tiny_run()
+    config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16)))
+    strict = replace(config.sample, prompts=("a disc that is far too long",), long_prompts="refuse", every=4)
+    write_checkpoint(tmp_path, replace(config, sample=strict))
+    with pytest.raises(ConfigError, match=r"prompt 'a disc that is far too long'\.\.\. has 28 tokens"):
+        run(tmp_path, [], tmp_path / "x.mp4")
+    assert run(tmp_path, ["a disc"], tmp_path / "x.mp4")
+    with pytest.raises(ConfigError, match="prompt 'a negative prompt'"):
+        run(tmp_path, ["a disc"], tmp_path / "x.mp4", changes=ClipChanges(negative_prompt="a negative prompt"))
+    assert run(tmp_path, [], tmp_path / "x.mp4", long_prompts="cut")
+    with pytest.raises(ConfigError, match="has 28 tokens"):
+        sample_notes(replace(config, sample=strict))
+    (note,) = sample_notes(replace(config, sample=replace(strict, long_prompts="cut")))
+    assert note.endswith("those beyond model.text.max_length 16 are cut.")
+    assert sample_notes(replace(config, sample=replace(strict, every=0))) == []
 
 
 def test_an_empty_prompt_is_named() -> None:
-    (note,) = empty_prompts(["a disc", " ", ""])
+    (note,) = prompt_notes(["a disc", " ", ""], TextConfig(), "refuse")
     assert note == "prompts 1, 2 are empty: their clips are what the model makes without any text."
-    assert empty_prompts(["a disc"]) == []
+
+
+def test_a_frame_rate_is_told_to_a_transformer_that_knows_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not only the file has it: the clip is another one, as with a model of that rate."""
+    dit = STDiT3Config(num_layers=1, num_heads=2, head_dim=12, ffn_dim=96, frame_rate=6.0)
+    config = tiny_run()
+    config = replace(config, model=replace(config.model, dit=dit))
+    write_checkpoint(tmp_path, config)
+    saved = saved_model(tmp_path, device="cpu")
+    own, other = ClipSettings.of(saved.config), ClipSettings.of(saved.config).changed(ClipChanges(fps=24.0))
+    assert own.fps == 6.0, "not the 8 of sample.fps"
+    told = saved.encode(PROMPTS[:1], "")
+    clips = [make_clips(saved.at_rate(fps).load(), told, own)[0] for fps in (6.0, 24.0)]
+    assert not np.array_equal(*clips)
+    file, _ = run(tmp_path, PROMPTS[:1], tmp_path / "x.mp4", changes=ClipChanges(fps=24.0), device="cpu")
+    assert "note: the transformer is told 24 frames per second" in capsys.readouterr().out
+    plain = tmp_path / "plain.mp4"
+    write_mp4(plain, clips[1], other.fps)
+    assert np.array_equal(decode(file), decode(plain))
+    with pytest.raises(ConfigError, match=r"sample\.fps is 24, and the transformer of model\.dit is told 6 frames"):
+        check_frame_rate(config.model, DataConfig(fps=6.0), SampleConfig(fps=24.0))
 
 
 def test_a_transformer_of_pictures_makes_pictures(tmp_path: Path) -> None:

@@ -151,6 +151,11 @@ class DiTConfig:
         """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
+    def at_rate(self, frame_rate: float) -> Self:
+        """The same for clips of so many frames per second."""
+        del frame_rate
+        return self
+
     @property
     def part(self) -> str:
         """The folder of its weights in a pipeline of Diffusers."""
