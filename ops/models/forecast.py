@@ -116,18 +116,7 @@ def pass_bytes(
 
     The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many.
     """
-    layout = Layout(sequences, degree)
-    for part in (
-        "segments",
-        "sequence_segments",
-        "seq_index",
-        "positions",
-        "text_segments",
-        "local_text_segments",
-        "joint_segments",
-        "stream_segments",
-    ):
-        getattr(layout, part)  # they read their own values, which tensors without data have not
+    layout = _layout_read(sequences, degree)
     config = replace(config.experts[0], attention="auto", path=None)  # a pass is of one expert
     images = sum(sequence.image_tokens for sequence in sequences)
     width = config.in_channels * math.prod(config.patch)
@@ -161,6 +150,41 @@ def pass_bytes(
             )
         held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
     return count.peak_bytes, held
+
+
+def forward_bytes(
+    config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision
+) -> tuple[int, int]:
+    """(peak of a forward of these sequences on rank 0 of `degree`, as a sampler runs it, beside weights and inputs;
+    bytes of the weights)."""
+    layout = _layout_read(sequences, degree)
+    width = config.in_channels * math.prod(config.patch)
+    rows = sum(sequence.text_tokens for sequence in sequences)
+    with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)), torch.no_grad():
+        dit = _without_data(config, precision.parameters).eval()
+        tokens = torch.empty(layout.local_tokens, width, dtype=precision.parameters)
+        text = torch.empty(rows, config.text_dim, dtype=precision.parameters)
+        group = _PretendGroup(degree) if degree > 1 else Group.solo()
+        with StorageCount() as count:
+            dit(tokens, torch.empty(len(sequences)), text, layout, group)
+        return count.peak_bytes, storage_bytes([*dit.parameters(), *dit.buffers()])
+
+
+def _layout_read(sequences: Sequence[PackedSequence], degree: int) -> Layout:
+    """The layout of rank 0, its index tensors made: they read their own values, which tensors without data have not."""
+    layout = Layout(sequences, degree)
+    for part in (
+        "segments",
+        "sequence_segments",
+        "seq_index",
+        "positions",
+        "text_segments",
+        "local_text_segments",
+        "joint_segments",
+        "stream_segments",
+    ):
+        getattr(layout, part)
+    return layout
 
 
 def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
