@@ -243,16 +243,27 @@ class BenchBlock(nn.Module):
         found: Tensor = F.scaled_dot_product_attention(queries.transpose(0, 1), k, v).transpose(0, 1)
         return found
 
-    def finish(self, x: Tensor, found: Tensor) -> Tensor:
-        """The rest of the block, given what attention to the text found, [rows, H, d]."""
-        x = x + self.text_proj(found.flatten(1)).view_as(x)
+    def add_text(self, x: Tensor, found: Tensor) -> Tensor:
+        """What attention to the text [rows, H, d] found is added."""
+        out: Tensor = x + self.text_proj(found.flatten(1)).view_as(x)
+        return out
+
+    def through_mlp(self, x: Tensor) -> Tensor:
+        """[..., C]"""
         out: Tensor = x + self.mlp(x)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """[..., L, C] within L."""
         q, k, v = (one.transpose(-2, -3) for one in self.project(x))
-        x = self.add(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
-        return self.finish(x, self.attend_to_text(self.text_queries(x)))
+        return self.add(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+
+    def read_text(self, x: Tensor) -> Tensor:
+        """[..., C], attending to the text."""
+        return self.add_text(x, self.attend_to_text(self.text_queries(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through_mlp(self.read_text(self.attend(x)))
 
 
 class RankRun:
@@ -332,7 +343,7 @@ def _up_to_text(block: BenchBlock, joined: Tensor) -> Tensor:
 
 def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
     x, found = joined.chunk(2, dim=-1)
-    return block.finish(x, found.flatten(0, -2).unflatten(-1, (block.heads, -1)))
+    return block.through_mlp(block.add_text(x, found.flatten(0, -2).unflatten(-1, (block.heads, -1))))
 
 
 # A rank --------------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ PUBLISHED = {
     "latte-1": 1.06,
     "mochi-1": 10.03,
     "stdit-xl2": 1.21,
+    "stdit-3b2": 3.18,  # by the shapes of its layers; called 3B
 }
 
 
