@@ -206,19 +206,19 @@ class Doomed(ClipWorker):
         return super().make(work, negative, *told)
 
 
-def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
+def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray], fps: float = 8.0) -> None:
     """Of the same pixels but for rounding before 8 bits and H.264, which answers one changed level with some more:
     up to 1.6 of 255 in the mean were seen. Another clip is tens away."""
-    encoded = [as_encoded(clip, files[0].parent).astype(int) for clip in alone]
+    encoded = [as_encoded(clip, files[0].parent, fps).astype(int) for clip in alone]
     for index, file in enumerate(files):
         away = [np.abs(read_mp4(file).astype(int) - one).mean() for one in encoded]
         assert away[index] < 3 and min(away[:index] + away[index + 1 :], default=255.0) > 10, away
 
 
-def as_encoded(clip: np.ndarray, folder: Path) -> np.ndarray:
+def as_encoded(clip: np.ndarray, folder: Path, fps: float) -> np.ndarray:
     from app.drawing.video import write_mp4
 
-    write_mp4(folder / "plain.mp4", clip, settings().fps)
+    write_mp4(folder / "plain.mp4", clip, fps)
     return read_mp4(folder / "plain.mp4")
 
 
@@ -285,7 +285,7 @@ def test_workers_that_join_make_the_clip_of_one(
         (clip,), *others = pool.map(work, range(workers))
     assert others == [[]] * (workers - 1)
     (tmp_path / "x.mp4").write_bytes(clip.mp4)
-    assert_same([tmp_path / "x.mp4"], [expected])
+    assert_same([tmp_path / "x.mp4"], [expected], told.fps)
 
 
 @pytest.mark.long
@@ -297,7 +297,7 @@ def test_bags_of_workers_make_the_same_clips(name: str, workers: int, tmp_path: 
     given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
     expected = clips_of(saved_model(folder, device="cpu"), PROMPTS[:2], told)
     *files, _ = spread(given, PROMPTS[:2], tmp_path / "x.mp4", workers, together=True, tell=lambda text: None)
-    assert_same(files, expected)
+    assert_same(files, expected, told.fps)
 
 
 @pytest.mark.cluster
