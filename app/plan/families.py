@@ -56,7 +56,8 @@ def print_families(presets: Sequence[Path]) -> None:
     """Body of the command."""
     for name, family in FAMILIES.items():
         whose = f" of {family.own_code.name}" if family.own_code else ""
-        print(f"{name:10} {family.diffusers_class}{whose}, {family.vae.name}")
+        vaes = " or ".join(vae.name for vae in (family.vae, *family.own_vaes))
+        print(f"{name:10} {family.diffusers_class}{whose}, {vaes}")
     files = list(presets) or sorted(PRESETS.glob("*.yaml"))
     rows = [HEAD, *(size_of(file).cells() for file in files)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]

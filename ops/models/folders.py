@@ -116,7 +116,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
 
 
 def class_of(fields: Json) -> str | None:
-    """The class that a transformer's config.json names: Diffusers' way, or that of Transformers for one of neither."""
+    """The class that a config.json names: Diffusers' way, or that of Transformers for one of neither."""
     found: str | None = fields.get("_class_name") or next(iter(fields.get("architectures") or []), None)
     return found
 
@@ -133,7 +133,7 @@ def dit_json(config: DiTConfig) -> dict[str, object]:
 
 def vae_numbers(fields: Json, where: str) -> tuple[int, tuple[int, int, int]]:
     """(latent channels, strides over time, height, width) of a VAE's config.json."""
-    name = fields.get("_class_name")
+    name = class_of(fields)
     if name not in VAE_CLASSES:
         raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
     return VAE_CLASSES[name].numbers(fields)
@@ -150,15 +150,18 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     if vae.kind == "diffusers":
         assert vae.path is not None
         folder = component(vae.path, "vae")
-        channels, stride = vae_numbers(read_json(folder / "config.json"), str(folder))
+        fields = read_json(folder / "config.json")
+        channels, stride = vae_numbers(fields, str(folder))
+        chunk = VAE_CLASSES[class_of(fields) or ""].chunk(fields)
         vae = replace(vae, channels=channels, temporal=stride[0], spatial=stride[1])
     else:
-        stride = (vae.temporal, vae.spatial, vae.spatial)
+        stride, chunk = (vae.temporal, vae.spatial, vae.spatial), 0
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
     dit = _with_pooled(dit, text)
     text = _with_picture(dit, text)
-    return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
+    geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
+    return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
 
 
 def _resolve_text(text: TextConfig) -> TextConfig:

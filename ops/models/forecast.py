@@ -28,13 +28,14 @@ from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
+from ops.models.chunked import ChunkedVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.image import clip_skeleton, image_size, vision_rows
-from ops.models.load import bare_dit, build_vae
+from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.models.vae import DiffusersVAE
 from ops.node_gradients import NodeGradients, routes
 from ops.noise import NoiseKey
 from ops.objective import FlowObjective
@@ -266,7 +267,7 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
     """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
     without a known autoencoder, FileNotFoundError without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, "cpu")
+        vae = bare_vae(config, "cpu")
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
         tiles = vae.plan_tiles(frames, height, width)
         with StorageCount() as count, torch.no_grad():
@@ -278,7 +279,7 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
             else:  # one after the other: the first is the largest, and what the others left stays beside it
                 latents = vae.encode_tile(clips, tiles[0])
                 peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
-        weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE) else []
+        weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE | ChunkedVAE) else []
         return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -52,3 +53,8 @@ def deal(tiles: list[Tile], workers: int) -> list[list[Tile]]:
         hands[target].append(tile)
         loads[target] += tile.pixels
     return hands
+
+
+def frame_bytes(pixels: Tensor) -> Tensor:
+    """[B, 3, T, H, W] from -1 to 1 -> uint8 [B, T, H, W, 3]"""
+    return pixels.movedim(1, -1).add(1.0).mul(127.5).round_().clamp_(0, 255).to(torch.uint8)

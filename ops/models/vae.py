@@ -25,7 +25,7 @@ from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import component, vae_numbers
 from ops.models.place import on_device
-from ops.models.tiles import Tile, whole
+from ops.models.tiles import Tile, frame_bytes, whole
 
 
 class VAE(Protocol):
@@ -118,7 +118,7 @@ class DiffusersVAE:
         frames, height, width = latents.shape[2:]
         grid = (frames, height, width)
         if self._of_pictures:  # nothing is blended: a frame is bytes before the next one is decoded
-            return torch.cat([_bytes(self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], dim=1)
+            return torch.cat([frame_bytes(self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], dim=1)
         return self.join([(tile, self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], grid)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
@@ -195,7 +195,7 @@ class DiffusersVAE:
         return torch.cat(found, dim=2)
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
-        return _bytes(self._joined(parts, grid))
+        return frame_bytes(self._joined(parts, grid))
 
     def _joined(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
         """[B, 3, T, H, W], from -1 to 1 and a little beyond."""
@@ -333,11 +333,6 @@ def _without(model: object, *switches: str) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(model, name, value)
-
-
-def _bytes(pixels: Tensor) -> Tensor:
-    """[B, 3, T, H, W] from -1 to 1 -> uint8 [B, T, H, W, 3]"""
-    return pixels.movedim(1, -1).add(1.0).mul(127.5).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _grid_of(times: list[tuple[int, int]], rows: list[tuple[int, int]], columns: list[tuple[int, int]]) -> list[Tile]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi, test_stdit3
+from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi, test_stdit3, test_stdit3_autoencoder
 
 PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte, "mochi": test_mochi}
 
@@ -71,6 +72,26 @@ def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_samp
     sampler = SamplerConfig(steps=2, guidance_scale=7.0, flow_shift=math.sqrt(3 * 1 * 2 / 1024))
     (latent,) = sample_latents(build_dit(resolve(model)[0].dit, 0), [request], negative, geometry, sampler)
     assert np.array_equal(made, build_vae(model.vae).decode(latent[None])[0].numpy())
+
+
+def test_a_folder_of_open_sora_with_its_own_autoencoder_is_sampled(tmp_path: Path) -> None:
+    """The published parts together: its transformer speaks the latents of its own autoencoder, chunk by chunk."""
+    folder = test_stdit3.publish(tmp_path / "open-sora")
+    shutil.rmtree(folder / "vae")
+    test_stdit3_autoencoder.save(folder)
+    saved = saved_model(folder, device="cpu")
+    assert saved.geometry.token_grid(51, 16, 32) == (15, 4, 8)
+    assert not any("latents of its own" in note for note in published_notes(folder))
+    changes = ClipChanges(frames=21, height=8, width=12, steps=2, seed=3)
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(changes))
+    text, negative = build_text(saved.config.model.text).encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=21, height=8, width=12, seed=3)
+    sampler = replace(ClipSettings.of(saved.config).sampler, steps=2)
+    (latent,) = sample_latents(build_dit(saved.config.model.dit, 0), [request], negative, saved.geometry, sampler)
+    assert latent.shape == (4, 6, 4, 6) and made.shape == (21, 8, 12, 3)
+    assert np.array_equal(made, build_vae(saved.config.model.vae).decode(latent[None])[0].numpy())
+    with pytest.raises(ConfigError, match=r"clips of 20 x 8 x 12 .* cannot be made: 20 frames: a VAE of chunks of 17"):
+        run(folder, ["a dot"], tmp_path / "x.mp4", changes=replace(changes, frames=20), device="cpu")
 
 
 def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
