@@ -1,11 +1,10 @@
 """Who makes the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks workers.
 
-The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it; the host
-memory of a node may allow so many at a time there. A worker
-that has one gives it a turn in every step, behind its own cascades and before the end of the step, which waits for the
-slowest worker anyway; none in a step that an encode outlasts there. How long a turn is says `actors.worker.aside`. An
-aside whose worker has died or left begins again on another one. When all steps are done the rest is made at once. What
-goes wrong with an aside is told and never ends the run.
+The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it, while its
+node has host memory for one more. A worker that has one gives it a turn in every step, after its own cascades and
+before the end of the step, which waits for the slowest worker anyway; none in a step that an encode outlasts there. How
+long a turn is says `actors.worker.aside`. An aside whose worker has died or left begins again on another one. When all
+steps are done the rest is made at once. What goes wrong with an aside is told and never ends the run.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def sample(
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[
-        float | None, typer.Option(help="Of the files; a transformer that knows frame rates is told it, too.")
+        float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")
     ] = None,
     long_prompts: Annotated[
         str | None,

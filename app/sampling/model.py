@@ -64,7 +64,7 @@ class SavedModel:
     device: str  # "auto", "cpu" or "cuda": of the process that loads
 
     def at_rate(self, fps: float) -> SavedModel:
-        """The same with a transformer that is told so many frames per second, if it knows of frame rates."""
+        """The same with this frame rate (1/s) for a transformer that takes one."""
         model = self.config.model
         return replace(self, config=replace(self.config, model=replace(model, dit=model.dit.at_rate(fps))))
 

@@ -1,4 +1,4 @@
-"""What a transformer is told of prompts, by the encoders of its model. Nothing needs these once prompts are encoded.
+"""What a transformer gets of prompts, from the encoders of its model, which nothing needs afterwards.
 
     told = encode_prompts(text, image, model.config, ["a red disc"], negative="", first=())
 

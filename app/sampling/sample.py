@@ -72,7 +72,7 @@ def run(
     settings = ClipSettings.of(config).changed(changes)
     if (saved := saved.at_rate(settings.fps)).config != config:
         config = saved.config
-        print(f"note: the transformer is told {settings.fps:g} frames per second, as --fps says.")
+        print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
     try:
         geometry.token_grid(settings.frames, settings.height, settings.width)
     except ValueError as error:

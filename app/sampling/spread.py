@@ -1,9 +1,9 @@
 """`heddle sample --workers N`: many prompts on many workers, or every clip by all of them together.
 
 Workers are Ray actors. The first of them encodes all prompts before any weights of the transformer are there; then all
-load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free;
-one that dies gives its prompts back and is replaced. Together, all denoise every clip as one bag (Ulysses) and decode
-its tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
+load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free; one that dies gives its
+prompts back and is replaced. Together, all denoise every clip as one bag or two (`app.sampling.ways`) and decode its
+tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
 prompt and seed alone, to rounding, so it does not matter who makes it.
 
 Every finished clip is a file and a line in STEM.clips.jsonl; the same command continues after whatever stopped it.
@@ -188,7 +188,7 @@ class ClipWorker:
         return host, self._store.port
 
     def way(self, workers: int) -> BagWay:
-        """How so many workers like this one make each clip together: for one of them to say, and all to be told."""
+        """How `workers` like this one make each clip together. One of them says it, and all do it."""
         assert self._job is not None and self._model is not None, "load comes first"
         model = self._model
         profile = profile_for(model.config, model.geometry, model.device)

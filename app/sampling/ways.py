@@ -28,7 +28,7 @@ Halves = Literal["auto", "never", "always"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BagWay:
-    """One bag or two, of so many workers each; spatial-temporal layers choose their slices by `rates`."""
+    """One bag or two, of `size` workers each; spatial-temporal layers choose their slices by `rates`."""
 
     bags: int
     size: int

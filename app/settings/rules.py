@@ -15,13 +15,13 @@ from ops.typed import ConfigError
 
 
 def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> None:
-    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate, and makes
+    """A transformer that counts its positions in seconds, or takes the frame rate, is trained at one rate, and makes
     the samples of its run at that."""
     rate, fps = model.dit.clip_rate, data.fps
     if rate is not None and sample.fps not in (rate, SampleConfig().fps):
         raise ConfigError(
-            f"sample.fps is {sample.fps:g}, and the transformer of model.dit is told {rate:g} frames per second. Leave "
-            f"it out: its samples are of that rate; heddle sample --fps tells it another one."
+            f"sample.fps is {sample.fps:g}, and the transformer of model.dit gets {rate:g} frames per second. Leave "
+            f"it out: its samples are of that rate; heddle sample --fps gives it another one."
         )
     if rate is not None and fps != rate:
         raise ConfigError(

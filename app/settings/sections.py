@@ -40,7 +40,7 @@ class SampleConfig:
     frames: int = 17
     height: int = 64
     width: int = 64
-    fps: float = 8.0  # of a transformer that is told its frame rate, that one
+    fps: float = 8.0  # of a transformer that takes a frame rate, that one
     seed: int = 0
     # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
     long_prompts: LongPrompts = "cut"

@@ -288,11 +288,11 @@ def test_a_frame_rate_is_told_to_a_transformer_that_knows_of_it(
     clips = [make_clips(saved.at_rate(fps).load(), told, own)[0] for fps in (6.0, 24.0)]
     assert not np.array_equal(*clips)
     file, _ = run(tmp_path, PROMPTS[:1], tmp_path / "x.mp4", changes=ClipChanges(fps=24.0), device="cpu")
-    assert "note: the transformer is told 24 frames per second" in capsys.readouterr().out
+    assert "note: the transformer gets 24 frames per second" in capsys.readouterr().out
     plain = tmp_path / "plain.mp4"
     write_mp4(plain, clips[1], other.fps)
     assert np.array_equal(decode(file), decode(plain))
-    with pytest.raises(ConfigError, match=r"sample\.fps is 24, and the transformer of model\.dit is told 6 frames"):
+    with pytest.raises(ConfigError, match=r"sample\.fps is 24, and the transformer of model\.dit gets 6 frames"):
         check_frame_rate(config.model, DataConfig(fps=6.0), SampleConfig(fps=24.0))
 
 

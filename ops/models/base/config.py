@@ -152,7 +152,7 @@ class DiTConfig:
         return None
 
     def at_rate(self, frame_rate: float) -> Self:
-        """The same for clips of so many frames per second."""
+        """The same for clips of another frame rate (1/s), if it takes one."""
         del frame_rate
         return self
 

@@ -31,8 +31,7 @@ class VideoAutoencoder(nn.Module):
     def __init__(self, fields: Json) -> None:
         """By its config.json: what that does not say is as published."""
         super().__init__()
-        pictures: dict[str, Any] = spatial(fields)  # numbers of two kinds, which its class tells apart
-        over_time: dict[str, Any] = temporal(fields)
+        pictures, over_time = spatial(fields), temporal(fields)
         self.chunk = chunk_of(fields)
         self.spatial_vae = FrameAutoencoder(pictures)
         self.temporal_vae = TemporalAutoencoder(
@@ -61,7 +60,7 @@ class VideoAutoencoder(nn.Module):
 class FrameAutoencoder(nn.Module):
     """SDXL's autoencoder, one frame of each clip at a time."""
 
-    def __init__(self, numbers: dict[str, Any]) -> None:
+    def __init__(self, numbers: Json) -> None:
         from diffusers import AutoencoderKL  # heavy: seconds to import
 
         super().__init__()

@@ -22,12 +22,12 @@ TEMPORAL: Json = {  # of the autoencoder over time, VAE_Temporal_SD; others in v
 }
 
 
-def spatial(fields: Json) -> dict[str, object]:
+def spatial(fields: Json) -> Json:
     """Arguments of AutoencoderKL."""
     return _filled(SDXL, fields.get("vae_2d"))
 
 
-def temporal(fields: Json) -> dict[str, object]:
+def temporal(fields: Json) -> Json:
     """Numbers of the autoencoder over time."""
     return _filled(TEMPORAL, fields.get("vae_temporal"))
 
@@ -45,9 +45,9 @@ def chunk_of(fields: Json) -> int:
 def numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     """(latent channels, strides over time, height and width)."""
     pictures, over_time = spatial(fields), temporal(fields)
-    side = 2 ** (len(pictures["block_out_channels"]) - 1)  # type: ignore[arg-type]
-    return int(pictures["latent_channels"]), (2 ** sum(over_time["temporal_downsample"]), side, side)  # type: ignore[call-overload]
+    side = 2 ** (len(pictures["block_out_channels"]) - 1)
+    return int(pictures["latent_channels"]), (2 ** sum(over_time["temporal_downsample"]), side, side)
 
 
-def _filled(usual: Json, given: Json | None) -> dict[str, object]:
+def _filled(usual: Json, given: Json | None) -> Json:
     return {key: (given or {}).get(key, value) for key, value in usual.items()}
