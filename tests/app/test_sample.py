@@ -273,9 +273,7 @@ def test_an_empty_prompt_is_named() -> None:
     assert note == "prompts 1, 2 are empty: their clips are what the model makes without any text."
 
 
-def test_a_frame_rate_is_told_to_a_transformer_that_knows_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_frame_rate_goes_to_a_transformer_that_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Not only the file has it: the clip is another one, as with a model of that rate."""
     dit = STDiT3Config(num_layers=1, num_heads=2, head_dim=12, ffn_dim=96, frame_rate=6.0)
     config = tiny_run()

@@ -33,9 +33,8 @@ DIT = WanConfig(
 )
 GEOMETRY = Geometry()
 CONFIG = SamplerConfig(steps=3, guidance_scale=2.5, flow_shift=3.0)
-FAMILIES_ON_BAGS: dict[
-    str, DiTConfig
-] = {  # Ulysses, also where the degree does not divide the heads, and spatial-temporal parallelism
+# Ulysses, also where the degree does not divide the heads, and spatial-temporal parallelism
+FAMILIES_ON_BAGS: dict[str, DiTConfig] = {
     "wan": DIT,
     "latte": LatteConfig(
         num_layers=1, num_heads=2, head_dim=16, ffn_dim=128, text_dim=8, in_channels=4, out_channels=4, sample_size=4
