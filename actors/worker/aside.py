@@ -13,7 +13,7 @@ parameters of the step it has reached, which may be some steps later, and of the
 transformer's trained parameters point at them; after it they point at their own storage again, which nobody has
 touched. On a GPU they are copied there for the turn and dropped, so that cascades have the room that they were planned
 with. A GPU without room for both has them in the place of the trained ones, which lie in host memory for the turn; the
-copies there and back are part of it.
+copies there and back are part of it. A worker that cannot have its own back ends: others hold its state.
 
 **How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
 piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
@@ -23,18 +23,22 @@ a piece that fits after that, which counts, too. So a run pays that share of its
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.messages import AsideWork, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, Unmetered, ran_out, release
 from ops.sync import trainable
+
+log = logging.getLogger(__name__)
 
 _LATEST = 0.05  # seconds between looks whether a thread that reads its weights is ready
 
@@ -79,6 +83,7 @@ class Asides:
         """`settle` returns when nobody reads the trained parameters any more, as a snapshot's copy does."""
         self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
         self._settle = settle
+        self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
         self._now: AsideThread | None = None
         self._last = TurnReport(aside="")  # of the aside that has ended here last: turns for it may still come
         self._allowance = Allowance()
@@ -156,7 +161,7 @@ class Asides:
         began, on_device = self._clock(), self._device.type
         parameters = dict(trainable(self._modules.dit))
         size = sum(p.nbytes for p in parameters.values() if p.device.type == on_device)
-        in_place = self._is_short_of(size)
+        in_place = self._beside_host and self._is_short_of(size)
         if in_place:
             self._settle()
         homes: dict[str, Tensor] = {}  # own storage of parameters that point at another
@@ -177,10 +182,19 @@ class Asides:
             began = self._clock()
             for name, home in homes.items():
                 parameters[name].data = home
+            self._put_back(parameters, kept)
+            self._back_s = self._clock() - began
+
+    def _put_back(self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+        """The trained parameters have their own values again. Ends the process where that fails: it would train on, and
+        hand over, the weights of a clip."""
+        try:
             for name, values in kept.items():
                 parameters[name].data.copy_(values)
             self._wait_for_device()
-            self._back_s = self._clock() - began
+        except Exception:
+            log.critical("the trained weights did not come back after an aside: this worker ends", exc_info=True)
+            os._exit(1)
 
     def _wait_for_device(self) -> None:
         """What has been queued there is done."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,9 +128,17 @@ class FullMeter(Unmetered):
         return 0.0
 
 
+class DeviceAsides(Asides):
+    """The CPU is a device here, whose memory is not the host's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # those of Asides
+        super().__init__(*args, **options)
+        self._beside_host = True
+
+
 class FullWorker(Worker):
     """Has no room for the weights of a sample beside its own."""
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
         super().__init__(name, settings, monitor)
-        self._asides = Asides(self.executor.modules, self.device, FullMeter(), settle=self._copied)
+        self._asides = DeviceAsides(self.executor.modules, self.device, FullMeter(), settle=self._copied)

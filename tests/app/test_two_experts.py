@@ -16,7 +16,6 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 from actors import ray_calls
 from actors.config import TrainConfig
 from actors.messages import TurnTask
-from actors.worker.aside import Asides
 from actors.worker.loading import Modules
 from app.export import export
 from app.run.resume import Change, is_refused
@@ -38,6 +37,7 @@ from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.sampling import initial_noise
 from ops.typed import ConfigError
+from tests.actors.chaos import DeviceAsides
 from tests.actors.worker.test_aside import Short
 from tests.app.test_export import trained, write_checkpoint
 
@@ -216,7 +216,7 @@ def test_a_worker_of_both_makes_the_clip_of_heddle_sample_beside_its_run(tmp_pat
     live.on_checkpoint(7)
     (aside,) = live.wanted()
     task = TurnTask(generation=1, step=9, aside=aside, gap_s=0.0, share=0.0, whole=True)
-    done = Asides(modules, torch.device("cpu"), Short()).turn(task)  # type: ignore[arg-type]
+    done = DeviceAsides(modules, torch.device("cpu"), Short()).turn(task)
     assert not done.failed and done.made.mp4 == mp4_of(clip, config.sample.fps)  # type: ignore[attr-defined]
     assert torch.equal(weights(modules.dit), before)
 

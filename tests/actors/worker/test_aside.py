@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from actors.messages import TurnReport, TurnTask
+from actors.worker import aside
 from actors.worker.aside import Allowance, Asides
+from tests.actors.chaos import DeviceAsides
 
 CPU = torch.device("cpu")
 
@@ -88,7 +90,7 @@ class Clock:
 def asides(clock: Callable[[], float] = time.monotonic, meter: Any = None) -> tuple[Asides, nn.Linear]:
     dit = nn.Linear(2, 2, bias=False)
     nn.init.constant_(dit.weight, 0.5)
-    return Asides(SimpleNamespace(dit=dit), CPU, meter, clock=clock), dit  # type: ignore[arg-type]
+    return DeviceAsides(SimpleNamespace(dit=dit), CPU, meter, clock=clock), dit
 
 
 def task(work: Any, **told: Any) -> TurnTask:
@@ -232,7 +234,7 @@ def test_weights_that_break_off_in_the_middle_of_a_swap_leave_the_trained_ones()
             return super().__getitem__(name)
 
     dit = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    of = Asides(SimpleNamespace(dit=dit), CPU, Short())  # type: ignore[arg-type]
+    of = DeviceAsides(SimpleNamespace(dit=dit), CPU, Short())
     of._kept = {f"{n}.weight": torch.full((2, 2), -7.0) for n in (0, 1)}
     before = [p.detach().clone() for p in dit.parameters()]
     with pytest.raises(torch.OutOfMemoryError), of._lent(Half({f"{n}.weight": torch.ones(2, 2) for n in (0, 1)})):
@@ -243,14 +245,14 @@ def test_weights_that_break_off_in_the_middle_of_a_swap_leave_the_trained_ones()
 def test_a_swap_waits_for_who_reads_the_trained_weights_and_both_its_copies_count() -> None:
     clock, settled = Clock(), []
 
-    class SlowCopies(Asides):
+    class SlowCopies(DeviceAsides):
         def _wait_for_device(self) -> None:
             clock.second()  # for the weights, then for the trained ones
 
     dit = nn.Linear(2, 2, bias=False)
     nn.init.constant_(dit.weight, 0.5)
     modules: Any = SimpleNamespace(dit=dit)
-    of = SlowCopies(modules, CPU, Short(), clock=clock, settle=lambda: settled.append(float(dit.weight.detach()[0, 0])))  # type: ignore[arg-type]
+    of = SlowCopies(modules, CPU, Short(), clock=clock, settle=lambda: settled.append(float(dit.weight.detach()[0, 0])))
     work = Steps(pieces=4, tick=clock.second)
     begun(of, work)
     of._allowance.saved_s = 0.0
@@ -261,6 +263,25 @@ def test_a_swap_waits_for_who_reads_the_trained_weights_and_both_its_copies_coun
     assert of.turn(task(work, gap_s=3.0)).took_s == 3.0
     last = of.turn(task(work, gap_s=4.0))
     assert (last.took_s, last.made) == (4.0, [8.0] * 4) and settled == [0.5] * 3
+
+
+def test_a_worker_that_cannot_have_its_own_weights_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train on with those of a clip, and hand them over as its state."""
+    dit, ended = nn.Linear(2, 2, bias=False), list[int]()
+    of = DeviceAsides(SimpleNamespace(dit=dit), CPU, Short())
+    monkeypatch.setattr(aside.os, "_exit", ended.append)
+    with of._lent({"weight": torch.ones(2, 2)}):
+        of._kept["weight"].resize_(3, 3)  # what the copy back reads is torn
+        assert not ended
+    assert ended == [1]
+
+
+def test_a_cpu_never_writes_over_weights_which_others_of_its_node_may_read() -> None:
+    dit = nn.Linear(2, 2, bias=False)
+    home = dit.weight.data_ptr()
+    with Asides(SimpleNamespace(dit=dit), CPU, Short())._lent({"weight": torch.ones(2, 2)}):  # type: ignore[arg-type]
+        assert dit.weight.data_ptr() != home
+    assert dit.weight.data_ptr() == home
 
 
 class Fails(dict[str, Tensor]):
