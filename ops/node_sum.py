@@ -17,16 +17,20 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.lending import Lender, borrow
 from ops.node_memory import NodeMemory, RangeLock
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 
 _WAITING_BYTES = 64 << 20  # of gradients that wait for the lock of their range; more are waited for
 
 
 class Unreachable(RuntimeError):
-    """The workers of a node cannot reach each other's memory in this way. Raised on all workers or on none."""
+    """The workers of a node cannot reach each other's memory in this way. Raised on all workers or on none, and all
+    know whether it was for want of memory (`no_room`)."""
+
+    def __init__(self, why: str, no_room: bool = False) -> None:
+        super().__init__(why)
+        self.no_room = no_room
 
 
 class NodeSum(Protocol):

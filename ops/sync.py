@@ -8,8 +8,9 @@ passes may differ. One step:
     sync.begin_step()
     for cascade in mine: cascade.loss().backward()
         # optional: sync.watch_backward() before the last one, sync.start_sum() after it
-    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase)
-    keeper.put(step, sync.export_shard())
+    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase, export=True)
+    result.export.wait()
+    keeper.put(step, result.export.shard)
 """
 
 from __future__ import annotations
@@ -28,20 +29,19 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
-from ops.gradient_sum import Bounds
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.parameter_places import ParametersOf, node_parameters
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_export import ShardExport, copies_of
-from ops.shards import ShardState, Slot, cut, padding, shard_bounds
+from ops.shards import Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
-Phase = Callable[[str], None]
-StatePlace = Literal["device", "host"]
+PhaseListener = Callable[[str], None]
+StateMemory = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -55,7 +55,8 @@ class StepIncomplete(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, equal on all workers. `grad_norm` is the global norm before clipping."""
+    """What a step did, equal on all workers but for `export` and `held_up_s`. `grad_norm` is the global norm before
+    clipping."""
 
     grad_norm: float
     lr: float
@@ -63,6 +64,8 @@ class StepResult:
     weight: float  # good samples of the step, over all workers
     bad_weight: float  # its bad samples; with `weight` this is the planned weight
     loss: float  # over all workers, per planned weight
+    export: ShardExport | None = None  # this worker's state after the step, where it was asked for
+    held_up_s: float = 0.0  # that this worker's update waited for the copy of an earlier state to end
 
 
 class Sync(Protocol):
@@ -105,18 +108,14 @@ class Sync(Protocol):
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
+        export: bool = False,
     ) -> StepResult: ...
     def export_shard(self) -> ShardState: ...
     def begin_export(self) -> ShardExport:
         """As `export_shard`, but the copy may still be made while the next step's cascades run."""
-        ...
-
-    @property
-    def held_up_s(self) -> float:
-        """Seconds that the last `finish_step` waited for a copy to end."""
         ...
 
 
@@ -200,7 +199,7 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
-        state: StatePlace = "device",
+        state: StateMemory = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:
@@ -222,7 +221,6 @@ class FlatSync:
         self.updates = 0  # steps applied so far
         self._parts = part_ranges(self.layout, parts)
         self._part_updates = [0] * len(self._parts)  # steps applied to each part
-        self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
@@ -236,6 +234,8 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
+        # by what was given, so that there is nothing to agree on with workers who name places
+        self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
         for index, parameter in enumerate(self._parameters):
@@ -287,11 +287,13 @@ class FlatSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
+        export: bool = False,
     ) -> StepResult:
-        """Sum, clip, update, gather. Collective; `phase` is told "reduce", "update" and "gather" as they begin.
+        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is told "reduce", "update",
+        "gather" and "snapshot" as they begin.
 
         `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
         `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
@@ -313,7 +315,7 @@ class FlatSync:
         norm = math.hypot(*trained) if trained else math.nan
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
-        self.held_up_s = self._settle()
+        held_up_s = self._settle()
         if applied:
             phase("update")
             most = self.config.max_grad_norm
@@ -323,6 +325,8 @@ class FlatSync:
             self.parameters.gather()
         else:
             self.gradients.drop()
+        if export:
+            phase("snapshot")
         return StepResult(
             grad_norm=norm,
             lr=lr,
@@ -330,6 +334,8 @@ class FlatSync:
             weight=total_weight,
             bad_weight=bad,
             loss=loss * share if total_weight else math.nan,
+            export=self.begin_export() if export else None,
+            held_up_s=held_up_s,
         )
 
     def export_shard(self) -> ShardState:
@@ -394,7 +400,7 @@ class FlatSync:
     def _agree_on_places(self, group: Group) -> None:
         """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
         own."""
-        if group.size == 1 or (self._memory is None and self._parameter_memory == "replicated"):
+        if group.size == 1 or self._made:
             return
         self.leave()  # and so have all, once they have exchanged this
         mine = 0 if self._memory is None else MEMORIES.index(self._memory)

@@ -157,11 +157,6 @@ class AsideTurns:
         self._longest_s = 0.0  # turn of theirs
         self._most: int | None = None
 
-    @property
-    def expected(self) -> bool:
-        """Whether there will be any."""
-        return self._source.expected
-
     def limit(self, most: int | None) -> None:
         """A node has host memory for so many at a time; None: for any number."""
         self._most = most

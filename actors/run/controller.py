@@ -125,10 +125,10 @@ class Controller:
 
     def _begin(self) -> None:
         origin = self.state.first()
-        self.committer.log.restart(origin.step if origin is not None else -1)
+        self.committer.restart(origin.step if origin is not None else -1)
         self._look()  # workers start while the data is opened
         first = self.committer.committed + 1
-        accounting = self.source.open(first, self.state.data_token())
+        accounting = self.source.open(first, self.state.data_token(self.committer.committed))
         where = "new" if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
         self.committer.account.begin(time.time())
@@ -222,17 +222,16 @@ class Controller:
         self.generations.finished(done)
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
-        tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
+        tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         spans = [s for r in done.reports for s in r.spans]
         self.planner.observe(spans, tokens, runner.cluster, runner.generation)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()
         self._learn_speeds(runner, done)
+        rooms = runner.count_on_room(done)
         if self.recalibration is not None:
-            rooms = [r.room_gib for r in done.reports if r.room_gib is not None]
             self.recalibration.collected(done.running.step, min(rooms, default=math.inf))
-        runner.count_on_room(done.reports)
 
     def _learn_speeds(self, runner: StepRunner, done: CollectedStep) -> None:
         """The next plan counts on the workers' measured speeds."""
@@ -240,7 +239,7 @@ class Controller:
             return
         names = [seat.name for seat in runner.world]
         self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)))
-        speed = self.speeds.factors(names)
+        speed = self.speeds.factors(names, runner.cluster.speed)
         if speed != runner.cluster.speed:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.count_on(speed)

@@ -24,12 +24,22 @@ class HostNeed:
     keepers: float  # snapshots of workers, also of other nodes
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
     parameters: float = 0.0  # that are once there for GPUs
+    text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
     copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.samples + self.keepers + self.store + self.copies
+        return (
+            self.state
+            + self.gradient
+            + self.parameters
+            + self.text
+            + self.samples
+            + self.keepers
+            + self.store
+            + self.copies
+        )
 
     def describe(self) -> str:
         """Its parts, for a person."""
@@ -37,6 +47,7 @@ class HostNeed:
             "optimizer state": self.state,
             "gradient": self.gradient,
             "weights": self.parameters,
+            "text encoders": self.text,
             "weights of a sample": self.samples,
             "keepers": self.keepers,
             "snapshots in the object store": self.store,
@@ -57,17 +68,19 @@ def host_need(
     node_gradient: bool,
     copies: int = 1,
     weights_gib: float = 0.0,
+    text_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
     """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
-    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs. `samples_gib` is
-    what one aside takes (`aside_gib`)."""
+    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and of each
+    worker `text_gib` of text encoders that are not loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
     part = state_gib * here / workers
     kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
     return HostNeed(
         state=part if state_on_host else 0.0,
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         parameters=weights_gib,
+        text=here * text_gib,
         samples=samples_gib,
         keepers=kept,
         store=offered_gib(state_gib, here, workers),
@@ -162,14 +175,18 @@ def _with_room(gib: float) -> int:
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:
-    """`found` has (node, what it needs, GiB that it has for that or None). Raises PlanError with a sentence for each
-    node that has too little."""
-    short = [
+    """Raises PlanError with the sentences of `shortages`."""
+    if short := shortages(found):
+        raise PlanError("\n".join(short))
+
+
+def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
+    """A sentence for each node that has too little; `found` has (node, what it needs, GiB that it has for that or
+    None)."""
+    return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
         f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false"
         f"{' or sample.every: 0' if need.samples else ''}, or train fewer weights (model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]
-    if short:
-        raise PlanError("\n".join(short))

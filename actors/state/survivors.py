@@ -58,7 +58,7 @@ class Survivors:
 
     def take(self, world: Sequence[Seat], step: int) -> None:
         """Workers of a cleanly ended generation hand over the state after `step`, held besides the keepers."""
-        self.exports = tuple(exports_of(world, step))
+        self.exports += tuple(exports_of(world, step))
 
     def outlived(self, generation: int) -> None:
         """A step of this generation is committed: a newer state is held, theirs may leave the memory."""

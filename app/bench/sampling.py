@@ -22,7 +22,7 @@ import typer
 if TYPE_CHECKING:
     from app.sampling.spread import ClipJob
 
-Way = Literal["apart", "one bag", "two halves"]
+ClipWay = Literal["apart", "one bag", "two halves"]
 _CLIPS = re.compile(r"(\d+)/\d+ clips")
 _STEP = re.compile(r"([\d.e+-]+) s a step expected")
 
@@ -31,7 +31,7 @@ _STEP = re.compile(r"([\d.e+-]+) s a step expected")
 class WayTimes:
     """When things were told of a way of making clips; seconds of any clock."""
 
-    way: Way
+    way: ClipWay
     ready_s: float | None = None  # all workers have loaded the model
     clips_s: list[float] = field(default_factory=list)  # one for each clip
     step_s: float | None = None  # expected
@@ -78,7 +78,7 @@ def run(
     settings, own = ClipSettings.of(saved.config), saved.config.sample.prompts
     if not own:
         raise ConfigError(f"{checkpoint} has no sample.prompts; give a run that has some.")
-    ways: list[Way] = ["apart", "one bag"]
+    ways: list[ClipWay] = ["apart", "one bag"]
     if has_two_branches(saved.config.model.dit, settings.sampler):
         ways.append("two halves")
     texts = [own[number % len(own)] for number in range(prompts)]
@@ -102,7 +102,7 @@ def table(found: Sequence[WayTimes], steps: int) -> str:
     return "\n".join(lines)
 
 
-def _timed(way: Way, job: ClipJob, prompts: Sequence[str], out: Path, workers: int, batch: int) -> WayTimes:
+def _timed(way: ClipWay, job: ClipJob, prompts: Sequence[str], out: Path, workers: int, batch: int) -> WayTimes:
     from dataclasses import replace
 
     from app.sampling.spread import spread

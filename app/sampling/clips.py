@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling.model import Model, SavedModel, saved_model
@@ -72,7 +71,7 @@ class ClipSettings:
             token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
-            wan_steps=family.wan_steps,
+            whole_times=family.whole_times,
             spacing=family.spacing,
         )
         return ClipSettings(
@@ -224,7 +223,7 @@ def clip_requests(
     model: Model, told: EncodedPrompts, settings: ClipSettings, first: Sequence[np.ndarray] = ()
 ) -> list[SampleRequest]:
     """What the sampler is asked for, one for each prompt."""
-    return [
+    requests = [
         SampleRequest(
             text=rows.text,
             pooled=rows.vector,
@@ -233,23 +232,27 @@ def clip_requests(
             height=settings.height,
             width=settings.width,
             seed=settings.seed + index,
-            **(_first_frame(model, first[index], settings.frames) if first else {}),
         )
         for index, rows in enumerate(told.prompts)
     ]
+    return [_told_of(model, *pair) for pair in zip(requests, first, strict=True)] if first else requests
 
 
 @torch.no_grad()
-def _first_frame(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
-    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip, by the VAE."""
+def _told_of(model: Model, request: SampleRequest, picture: np.ndarray) -> SampleRequest:
+    """The request with what the first frame [H, W, 3] of its clip says, by the VAE."""
     frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None], model.geometry.patch
     if not frame.channels:
         first = patchify(model.vae.encode(pixels[:, None])[0], patch)
-        return {"first": first} | ({"hint": first} if frame.given else {})
-    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
-    grid = model.geometry.latent_grid(frames, *picture.shape[:2])
-    told = {"condition": patchify(frame.joined(still.new_empty(0, *grid), still), patch)}
-    return told | ({"hint": patchify(still, patch)} if frame.alone else {})
+        return replace(request, first=first, hint=first if frame.hint_share else None, hint_share=frame.hint_share)
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, request.frames, -1, -1, -1)))[0]
+    grid = model.geometry.latent_grid(request.frames, *picture.shape[:2])
+    return replace(
+        request,
+        condition=patchify(frame.joined(still.new_empty(0, *grid), still), patch),
+        hint=patchify(still, patch) if frame.hint_share else None,
+        hint_share=frame.hint_share,
+    )
 
 
 def _batches(requests: list[SampleRequest], size: int) -> Iterator[list[SampleRequest]]:

@@ -200,6 +200,7 @@ class ClipWorker:
         import torch.distributed as dist
 
         from ops.groups import Groups
+        from ops.models.experts import slice_by
         from ops.waiting import CancelToken
 
         assert self._model is not None, "load comes first"
@@ -209,7 +210,7 @@ class ClipWorker:
         members = tuple(range(way.workers))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
-        self._model.dit.rates = way.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
+        slice_by(self._model.dit, way.rates)
         if way.bags == 2:
             self._half = groups.get(members[: way.size] if rank < way.size else members[way.size :])
 

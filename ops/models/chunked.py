@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from ops.geometry import Geometry
+from ops.models.base.tiles import Tile
+from ops.models.base.vae import frame_bytes
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json
 from ops.models.folders import class_of, component, vae_numbers
 from ops.models.place import on_device
-from ops.models.tiles import Tile, frame_bytes
 from ops.models.weights import fill
 
 

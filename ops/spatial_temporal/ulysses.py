@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ops.chunks import chunk_bounds
 from ops.packing import Exchange, exchange_of
-from ops.spatial_temporal.layers import Layer
+from ops.spatial_temporal.layers import LayerFunction
 
 
-def run_in_place(x: Tensor, layers: Sequence[Layer], positions: Tensor) -> Tensor:
+def run_in_place(x: Tensor, layers: Sequence[LayerFunction], positions: Tensor) -> Tensor:
     """x [B, T, s, C] (all frames, own `positions` [s]) through spatial and temporal layers in turn, a spatial one
     first; the same shape back. What a spatial layer needs of other ranks it gets itself, also without rows."""
     frames = torch.arange(x.shape[1], device=x.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from actors.config import (
 from actors.feed.step_source import StepSource
 from actors.messages import Origin, Snapshot
 from actors.outcome import Events
+from actors.plan.types import Item
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.records.events import RunEvent
@@ -27,11 +28,11 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller, LookPace
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
-from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard, Standing
+from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
-from actors.step import DataLost
+from actors.step import DataLost, DrawnItem, StepItems
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -86,22 +87,24 @@ class Listening:
         return [type(event) for event in self.told]
 
 
+def inventories_of(**held: list[HeldShard]) -> list[KeeperInventory]:
+    """What keepers say that they hold, each of which is its name."""
+    return [KeeperInventory(keeper=name, shards=shards) for name, shards in held.items()]  # type: ignore[arg-type]
+
+
 class KeepersHere:
-    """Stands for the keepers of a run: what each holds, by name, and how far they were told the run is."""
+    """Stands for the keepers of a run, by their names: what each holds, and how far they were told the run is."""
 
     def __init__(self, standing: Standing | None = None, **inventories: list[HeldShard]) -> None:
-        self.inventory, self._standing = inventories, standing or Standing()
+        self._inventories, self._standing = inventories_of(**inventories), standing or Standing()
         self.silent: tuple[str, ...] = ()
         self.told: list[tuple[Any, ...]] = []
 
-    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[HeldShard]]:
-        return self.inventory
+    def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
+        return self._inventories
 
     def standing(self, patience_s: float) -> Standing:
         return self._standing
-
-    def handles(self, names: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(names)
 
     def of(self, rank: int) -> tuple[Any, ...]:
         return ()
@@ -167,7 +170,6 @@ def state_of(
     *,
     keepers: Any = None,
     writer: Any = None,
-    commits: CommitLog | None = None,
     positions: Any = None,
     survivors: Survivors | None = None,
     listener: Listening | None = None,
@@ -182,7 +184,6 @@ def state_of(
         keepers=keepers,
         standing=keepers.standing(config.snapshot.patience_s),
         writer=writer or Writing(),
-        commits=commits if commits is not None else CommitLog(committed=-1),
         positions=positions or NoPositions(),
         survivors=survivors or Survivors(),
         tell=(listener or Listening()).on_event,
@@ -201,12 +202,12 @@ class StateHere:
     def first(self) -> Origin | None:
         return Origin(step=self._first) if self._first >= 0 else None
 
-    def data_token(self) -> None: ...
+    def data_token(self, committed: int) -> None: ...
 
     def step_on_disk(self) -> int:
         return self._on_disk.pop(0) if len(self._on_disk) > 1 else self._on_disk[0]
 
-    def keep_last(self, world: Sequence[Any]) -> int:
+    def keep_last(self, world: Sequence[Any], commits: CommitLog) -> int:
         self.asked.append("keep_last")
         if self._full is not None:
             raise self._full
@@ -215,7 +216,7 @@ class StateHere:
     def seal_last(self) -> None:
         self.asked.append("seal_last")
 
-    def free_memory(self) -> bool:
+    def free_memory(self, committed: int) -> bool:
         self.asked.append("free_memory")
         return self._frees
 
@@ -267,7 +268,6 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "membership": Membership(Limits(min=1, max=4), generation=1),
         "source": SourceHere(),
         "planner": SourceHere(),
-        "commits": CommitLog(committed=-1),
         "survivors": Survivors(),
         "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
@@ -281,8 +281,29 @@ def collected(step: int, generation: int, *acknowledgements: str) -> Any:
     """A step that all workers have finished."""
     held = SimpleNamespace(step=step, acknowledgements=acknowledgements)
     return SimpleNamespace(
-        running=SimpleNamespace(step=step, generation=generation), snapshots=(held,) if acknowledgements else ()
+        running=SimpleNamespace(step=step, generation=generation, assignment=None),
+        snapshots=(held,) if acknowledgements else (),
+        reports=(),
+        collected_at=0.0,
     )
+
+
+def step_items(
+    step: int,
+    shapes: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
+    geometry: Geometry,
+    loss_weight: str = "sample",
+    experts: Mapping[str, int] | None = None,
+) -> StepItems:
+    """A step of these items: id, (frames, height, width), and keys of the samples; `experts` by id."""
+    drawn = [
+        DrawnItem(
+            plan=Item(id=item, batch=len(keys), frames=t, height=h, width=w, expert=(experts or {}).get(item, 0)),
+            keys=tuple(keys),
+        )
+        for item, (t, h, w), keys in shapes
+    ]
+    return StepItems.of(step, drawn, geometry, loss_weight)
 
 
 def snapshot(step: int, shard: Any = "export", total: int = 10, generation: int = 1, **more: Any) -> Snapshot:

@@ -27,16 +27,8 @@ from ops.models.experts import parts_of
 from ops.models.folders import resolve
 from ops.models.load import build_dit
 from ops.shards import ShardState, cut
-from tests.actors.exactness import (
-    MODEL,
-    Host,
-    items_of,
-    make_hosts,
-    one_worker,
-    random_cascades,
-    run_step,
-    train_config,
-)
+from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.families.kit import MODEL
 
 BOTH = replace(MODEL, dit=replace(MODEL.dit, num_layers=1, expert="both", boundary=0.7))
 DRAW = ExpertDraw(flow=FlowConfig(), seed=3, geometry=Geometry(), sigmas=((0.7, 1.0), (0.0, 0.7)))

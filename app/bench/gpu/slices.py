@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.scalefusion_ranks import BenchBlock
 
 RANKS = 16  # two machines of eight
@@ -23,7 +23,7 @@ FRAMES, POSITIONS, WIDTH, HEADS = 60, 8160, 1152, 16  # 1080p for 8 s; STDiT3-XL
 TEXT = 300  # rows at most
 SLICES = (2, 4, 8)
 
-Part = Callable[[Tensor], Tensor]
+LayerPart = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,13 +46,18 @@ class SliceOverhead:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         rows, length = place.pick(self.shape, (4, 6))
         dtype = place.pick(torch.bfloat16, torch.float32)
         block = BenchBlock(place.pick(WIDTH, 32), place.pick(HEADS, 2), place.pick(TEXT, 5)).to(place.device, dtype)
         x = torch.randn(rows, length, place.pick(WIDTH, 32), device=place.device, dtype=dtype)
         found: dict[str, float | None] = {"rows": rows, "length": length}
-        parts: dict[str, Part] = {"attention": block.attend, "text": block.read_text, "MLP": block.mlp, "layer": block}
+        parts: dict[str, LayerPart] = {
+            "attention": block.attend,
+            "text": block.read_text,
+            "MLP": block.mlp,
+            "layer": block,
+        }
         for name, part in parts.items():
             whole = self._figures(place, part, (x,))
             found |= {f"{name} whole {what} ms": ms for what, ms in whole.items()}
@@ -64,7 +69,7 @@ class SliceOverhead:
             found[f"N={count} peak GiB"] = place.peak_gib(partial(_forward, block, x.tensor_split(count)))
         return found
 
-    def _figures(self, place: Place, part: Part, slices: tuple[Tensor, ...]) -> dict[str, float]:
+    def _figures(self, place: Place, part: LayerPart, slices: tuple[Tensor, ...]) -> dict[str, float]:
         """Milliseconds of a part over all slices, forward and backward."""
         repeats = place.pick(10, 2)
         forward = place.seconds(lambda: _forward(part, slices), repeats, warm_up=2)
@@ -74,12 +79,12 @@ class SliceOverhead:
 
 
 @torch.no_grad()
-def _forward(part: Part, slices: tuple[Tensor, ...]) -> None:
+def _forward(part: LayerPart, slices: tuple[Tensor, ...]) -> None:
     for one in slices:
         part(one)
 
 
-def _backward(part: Part, slices: tuple[Tensor, ...]) -> None:
+def _backward(part: LayerPart, slices: tuple[Tensor, ...]) -> None:
     for one in slices:
         part(one).sum().backward()
         one.grad = None

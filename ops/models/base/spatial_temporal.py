@@ -19,7 +19,7 @@ from ops.kernels.base.segments import Segments
 from ops.models.base.transformer import PackedTransformer
 from ops.packing import Exchange, Layout
 from ops.sequence_parallel import sequence_parallel_attention
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Stack
 from ops.spatial_temporal.ulysses import frames_exchange, run_in_place
 
@@ -77,7 +77,7 @@ class StackInputs:
 
 
 class SpatialTemporalTransformer(PackedTransformer):
-    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.Layer` for who calls what."""
+    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for who calls what."""
 
     def inputs_of(
         self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group
@@ -90,7 +90,7 @@ class SpatialTemporalTransformer(PackedTransformer):
             shared.frames = replace(shared, spread=(exchange, group))
         return shared
 
-    def through(self, x: Tensor, layers: Sequence[Layer], stack: Stack, group: Group) -> Tensor:
+    def through(self, x: Tensor, layers: Sequence[LayerFunction], stack: Stack, group: Group) -> Tensor:
         """x [B, T, s, D] of a stack at rest through spatial and temporal blocks in turn. Collective."""
         if self.config.deals_heads:
             return run_in_place(x, layers, stack.positions)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ops.config import TokenShift
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, VAEClass
+from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
+from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts, VAEClass
 from ops.models.stdit3.autoencoder_fields import NAME, chunk_of, numbers
 from ops.models.stdit3.config import STDiT3Config
 
@@ -139,6 +140,7 @@ FAMILY = Family(
             "mlp.fc2",
         ),
     ),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
     notes=_notes,
     export_notes=_export_notes,

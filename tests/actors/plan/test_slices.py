@@ -12,6 +12,7 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
+from actors.plan.costs.spanning import Spanned
 from actors.plan.types import Cluster, Item
 from actors.planning.actor import Planner
 from actors.planning.options import flop_profile, profile_of
@@ -155,7 +156,7 @@ def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None
     before = profile.slice_rates()
     for batch in (1, 2, 3):
         for _ in range(3):
-            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, overlap=1.0)
+            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, spanned=Spanned.of(2, 1.0))
     assert profile.slice_rates() == before
     found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
         0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0

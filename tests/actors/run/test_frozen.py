@@ -24,8 +24,9 @@ from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
 from ops.waiting import CancelToken
-from tests.actors.exactness import MODEL, train_config
+from tests.actors.exactness import train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
+from tests.families.kit import MODEL
 
 
 def info(worker: str, **frozen: str) -> WorkerInfo:
@@ -42,12 +43,12 @@ def test_who_holds_other_weights_is_named() -> None:
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
     infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
-    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
     looks = [[], up]  # the first one while the data is opened
     outcome = controller_of(
         StateHere(-1, first=-1),
         membership=Membership(Limits(min=2, max=2), generation=1),
-        pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+        pool=pool_here(names=["w0", "w1"]),
         lookout=SimpleNamespace(look=lambda: looks.pop(0) if looks else [], stop="", hopeless=""),
     ).train()
     assert outcome.code == 1 and outcome.last_step == -1
@@ -74,7 +75,7 @@ class Recovering(StateHere):
         super().__init__(-1, first=-1)
         self._origin = origin
 
-    def recover(self, generation: int, holders: object) -> SimpleNamespace:
+    def recover(self, commits: object) -> SimpleNamespace:
         return SimpleNamespace(origin=self._origin, newly_safe=self._went_on())
 
     def _went_on(self) -> Iterator[None]:
@@ -86,12 +87,12 @@ class Recovering(StateHere):
 def test_a_new_run_begins_only_with_equal_weights() -> None:
     infos = {"w0": begins_with("w0", head=1), "w1": begins_with("w1", head=2)}
     for origin, refused in ((None, True), (Origin(step=3), False)):
-        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
         looks, state = [[], up], Recovering(origin)
         controller = controller_of(
             state,
             membership=Membership(Limits(min=2, max=2), generation=1),
-            pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+            pool=pool_here(names=["w0", "w1"]),
             lookout=SimpleNamespace(look=lambda left=looks: left.pop(0) if left else [], stop="", hopeless=""),
         )
         if refused:
