@@ -18,11 +18,16 @@ class Geometry:
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     patch: tuple[int, int, int] = (1, 2, 2)
     causal: bool = True  # causal VAEs keep the first frame alone, so legal frame counts are stride*k + 1
+    # Of a VAE that codes so many frames at a time, each chunk for itself: what is left of a clip is whole latents, or
+    # the one frame of a picture. 0: none does
+    chunk: int = 0
 
     def latent_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Latent (t, h, w) of a clip. Raises ValueError for a shape the VAE cannot encode."""
         stride_t, stride_h, stride_w = self.vae_stride
-        if self.causal:
+        if self.chunk:
+            latent_frames = self._in_chunks(frames)
+        elif self.causal:
             if (frames - 1) % stride_t:
                 legal = (frames - 1) // stride_t * stride_t + 1
                 raise ValueError(
@@ -38,6 +43,35 @@ class Geometry:
                 f"of {self.spatial_multiple} pixels."
             )
         return latent_frames, height // stride_h, width // stride_w
+
+    @property
+    def latents_of_chunk(self) -> int:
+        """Latent frames of a whole chunk, whose first frames are filled up with empty ones."""
+        return -(-self.chunk // self.vae_stride[0])
+
+    def frames_of(self, latents: int) -> int:
+        """Frames of a clip of so many latent frames: the inverse of `latent_grid`."""
+        stride = self.vae_stride[0]
+        if self.chunk:
+            full, rest = divmod(latents, self.latents_of_chunk)
+            return 1 if latents == 1 else full * self.chunk + rest * stride
+        return max((latents - 1) * stride + 1, 0) if self.causal else latents * stride
+
+    def _in_chunks(self, frames: int) -> int:
+        """Latent frames. Raises ValueError for a clip whose latents would stand for clips of several lengths."""
+        stride, (full, rest) = self.vae_stride[0], divmod(frames, self.chunk)
+        if frames != 1 and (rest % stride or (not full and rest == stride)):
+            near = [n for n in range(1, frames + self.chunk + 1) if self.frames_of(self._count(n)) == n]
+            legal = [max(n for n in near if n <= frames), min(n for n in near if n > frames)]
+            raise ValueError(
+                f"{frames} frames: a VAE of chunks of {self.chunk} frames takes whole chunks and {stride}*k frames "
+                f"more, or 1. Use {legal[0]} or {legal[1]}."
+            )
+        return self._count(frames)
+
+    def _count(self, frames: int) -> int:
+        full, rest = divmod(frames, self.chunk)
+        return full * self.latents_of_chunk + -(-rest // self.vae_stride[0])
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Token (t, h, w) of a clip: the latent grid divided by the patch. Remembered: a step of a thousand workers

@@ -103,7 +103,8 @@ def sample_latents(
     negative_pooled: Tensor | None = None,
     half: Group | None = None,
 ) -> list[Tensor]:
-    """Latents [C, t, h, w] of each request, fp32 on the transformer's device, whole on every rank of the bag.
+    """Latents [C, t, h, w] of each request, fp32 (fp64 with such weights) on the transformer's device, whole on every
+    rank of the bag.
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
     `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt, and
@@ -115,7 +116,8 @@ def sample_latents(
     if not requests:
         return []
     group = group or Group.solo()
-    device = next(dit.parameters()).device
+    weight = next(dit.parameters())
+    device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
     told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
     guidance = 1000.0 * config.guidance_scale if told else None
@@ -136,7 +138,7 @@ def sample_latents(
     # and the two velocities of a row must meet on one rank.
     plain = with_negative() if guided and halves is None else None
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
-    x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device)
+    x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device, dtype)
     schedules = [_steps(config, length, dit.config.diffusion) for length in prompt.layout.lengths]  # type: ignore[union-attr, arg-type]
 
     def velocity_of(chosen: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
@@ -147,7 +149,7 @@ def sample_latents(
 
     with _evaluating(dit), _evaluating(low.dit if low else dit):
         for index, steps in enumerate(zip(*schedules, strict=True)):
-            timesteps, keep, change = torch.tensor(steps, dtype=torch.float64).to(device, torch.float32).T
+            timesteps, keep, change = torch.tensor(steps, dtype=torch.float64).to(device, dtype).T
             keep, change = keep[prompt.layout.seq_index, None], change[prompt.layout.seq_index, None]
             if prompt.layout.has_clean_frames:
                 change = change * prompt.layout.noisy_rows[:, None]
@@ -296,7 +298,7 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
 def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:
     tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
     velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, group, prompts.conditions)
-    return velocity.float()
+    return velocity.to(x.dtype)
 
 
 def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:

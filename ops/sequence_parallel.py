@@ -41,9 +41,9 @@ def sequence_parallel_attention(
         return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     if q.shape[1] % exchange.degree:
         return shared_heads_attention(q, k, v, exchange, group, backend)
-    q, k, v = _RowsToHeads.apply(exchange, group, q, k, v)
+    q, k, v = RowsToHeads.apply(exchange, group, q, k, v)
     heads = attention(q, k, v, exchange.lengths, exchange.lengths, backend)
-    outputs: tuple[Tensor] = _HeadsToRows.apply(exchange, group, heads)
+    outputs: tuple[Tensor] = HeadsToRows.apply(exchange, group, heads)
     return outputs[0]
 
 
@@ -81,7 +81,7 @@ class _Ends(Context, Protocol):
     group: Group
 
 
-class _RowsToHeads(torch.autograd.Function):
+class RowsToHeads(torch.autograd.Function):
     """Both directions only permute elements, so each one's backward is the other one's forward."""
 
     @staticmethod
@@ -94,7 +94,7 @@ class _RowsToHeads(torch.autograd.Function):
         return None, None, *heads_to_rows(grads, ctx.exchange, ctx.group)
 
 
-class _HeadsToRows(torch.autograd.Function):
+class HeadsToRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Ends, exchange: Exchange, group: Group, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange, ctx.group = exchange, group

@@ -33,6 +33,8 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
     what it says of precision is not known."""
     dit = model.dit
     name = f"{dit.architecture} {sum(dit.block_counts)}x{dit.dim}"
+    if dit.spatial_temporal and dit.deals_heads:
+        name += " by Ulysses"
     return ProfiledSetting(
         model=name,
         device=device,

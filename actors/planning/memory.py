@@ -386,7 +386,7 @@ def predict_dit(
     text_gib = max(0.0, with_text - few) / (longest - 1)  # of a row
     line = NeedLine(fixed_gib=few - slope * small.tokens - text_gib, gib_per_unit=slope)
     needs.predicted["dit", SOLO], needs.text_rows[SOLO] = line, text_gib / slope
-    heads = None if model.dit.spatial_temporal else model.dit.num_heads  # that are dealt out over a bag
+    heads = model.dit.num_heads if model.dit.deals_heads else None  # that are dealt out over a bag
     wanted = sorted({degree for degree in degrees if degree > 1})
     bags = [degree for degree in wanted if heads is None or heads % degree == 0] or wanted[:1]
     if bags:

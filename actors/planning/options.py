@@ -59,14 +59,14 @@ def profile_of(
         profile.text_cost, profile.tiling = text_cost(model.dit), tiling_of(model.vae)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured)
-            profile.sliced, profile.num_heads = assumed.sliced, None
+            profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
         profile.row_bytes = exchange_seconds(model.dit, 1.0)
         degrees = profile.candidate_degrees("dit")
     else:
         profile = flop_profile(model, geometry, device, measured)
         usual = profile.candidate_degrees("dit")
         degrees = (*usual, *config.degrees, config.static_degree, *bag_sizes(config.topology))
-    if config.sequence == "ulysses" and not model.dit.spatial_temporal:
+    if config.sequence == "ulysses" and model.dit.deals_heads:
         degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)
     profile.degrees["dit"] = tuple(sorted(set(degrees)))
     return profile

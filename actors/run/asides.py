@@ -1,10 +1,10 @@
 """Who makes the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks workers.
 
-The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it. A worker
-that has one gives it a turn in every step, behind its own cascades and before the end of the step, which waits for the
-slowest worker anyway; none in a step that an encode outlasts there. How long a turn is says `actors.worker.aside`. An
-aside whose worker has died or left begins again on another one. When all steps are done the rest is made at once. What
-goes wrong with an aside is told and never ends the run.
+The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it, while its
+node has host memory for one more. A worker that has one gives it a turn in every step, after its own cascades and
+before the end of the step, which waits for the slowest worker anyway; none in a step that an encode outlasts there. How
+long a turn is says `actors.worker.aside`. An aside whose worker has died or left begins again on another one. When all
+steps are done the rest is made at once. What goes wrong with an aside is told and never ends the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -43,6 +43,11 @@ class AsideSource(Protocol):
         """Of the run's time that they may take."""
         ...
 
+    @property
+    def expected(self) -> bool:
+        """Whether there will be any, for which memory is to be counted."""
+        ...
+
     def wanted(self) -> Sequence[AsideWork]:
         """Those that are wanted since it was asked last."""
         ...
@@ -60,6 +65,7 @@ class NoAsides:
     """Nobody wants any."""
 
     share = 0.0
+    expected = False
 
     def wanted(self) -> list[AsideWork]:
         return []
@@ -75,7 +81,7 @@ class NoAsides:
 class AsideQueue:
     """Which asides wait, and which worker has which. Pure.
 
-    queue.add(works); queue.deal(["w0", "w1"]); queue.of("w0"); queue.end(report)
+    queue.add(works); queue.deal({"w0": "node a", "w1": "node a"}); queue.held["w0"]; queue.end("a")
     """
 
     waiting: deque[AsideWork] = field(default_factory=deque)
@@ -90,13 +96,16 @@ class AsideQueue:
     def add(self, works: Sequence[AsideWork]) -> None:
         self.waiting.extend(works)
 
-    def deal(self, workers: Sequence[str]) -> None:
-        """These are the workers now, in order of ranks: others give back what they had, who is free takes the next."""
-        for gone in [name for name in self.held if name not in workers]:
+    def deal(self, node_of: Mapping[str, str], most: int | None = None) -> None:
+        """These are the workers now, in order of ranks, with their nodes: others give back what they had, who is free
+        takes the next, at `most` so many at a time on a node."""
+        for gone in [name for name in self.held if name not in node_of]:
             self.give_back(gone)
-        for name in workers:
-            if name not in self.held and self.waiting:
+        busy = Counter(node_of[name] for name in self.held)
+        for name, node in node_of.items():
+            if name not in self.held and self.waiting and (most is None or busy[node] < most):
                 self.held[name] = self.waiting.popleft()
+                busy[node] += 1
 
     def give_back(self, worker: str) -> None:
         """It is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended them."""
@@ -133,6 +142,10 @@ def gaps_of(cascades: Sequence[Cascade], step: int, ranks: int) -> list[float]:
     return [max(0.0, end_s - last) for last in own]
 
 
+def _nodes(world: Sequence[Seat]) -> dict[str, str]:
+    return {seat.name: seat.node for seat in world}
+
+
 class AsideTurns:
     """The asides of one run: asks workers, hears what they say, tells who wanted them."""
 
@@ -142,13 +155,18 @@ class AsideTurns:
         self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
         self._practised: set[str] = set()  # workers that have made one: nothing of the next is compiled there
         self._longest_s = 0.0  # turn of theirs
+        self._most: int | None = None
+
+    def limit(self, most: int | None) -> None:
+        """A node has host memory for so many at a time; None: for any number."""
+        self._most = most
 
     def deal(self, world: Sequence[Seat]) -> float | None:
         """Before a step is dispatched to these workers: who of them has an aside. Returns the seconds of the longest
         turn that they have had; 0 where none has an aside, None where one that has has never made any."""
         self._queue.add(self._source.wanted())
         self._hear(0.0)
-        self._queue.deal([seat.name for seat in world])
+        self._queue.deal(_nodes(world), self._most)
         holders = self._queue.held.keys()
         return None if holders - self._practised else self._longest_s if holders else 0.0
 
@@ -178,7 +196,7 @@ class AsideTurns:
                 gone = self._hear(_LOOK_S)
                 alive = [seat for seat in alive if seat.name not in gone]
                 self._queue.add(self._source.wanted())
-                self._queue.deal([seat.name for seat in alive])
+                self._queue.deal(_nodes(alive), self._most)
                 if not self._queue.left:
                     return
                 if unwanted():

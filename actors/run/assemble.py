@@ -102,7 +102,13 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
-    shortage = Shortage(snapshot=config.snapshot, room=room, demand=demand, needs=profile.needs)
+    shortage = Shortage(
+        snapshot=config.snapshot,
+        room=room,
+        demand=demand,
+        needs=profile.needs,
+        samples=asides is not None and asides.expected,
+    )
     costs = TargetBatch(
         profile=profile_of(config.planner, model, geometry, device, config.train, found.measured), geometry=geometry
     )

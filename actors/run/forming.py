@@ -73,6 +73,7 @@ class Forming:
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)
+            self.asides.limit(self.shortage.asides_at_once(infos))
         world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         cluster = self._cluster(world, starts=fresh and not self._stores)
         self.committer.state.place_keepers([seat.node for seat in world])

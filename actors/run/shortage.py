@@ -14,18 +14,28 @@ from actors.messages import WorkerInfo
 from actors.plan.costs.needs import Needs
 from actors.planning.memory import Demand
 from actors.planning.room import GenerationRoom
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores, shortages
+from actors.state.hosts import (
+    HostNeed,
+    aside_gib,
+    asides_at_once,
+    needs_of_hosts,
+    refuse_short_hosts,
+    refuse_short_stores,
+    shortages,
+)
 
 
 @dataclass(kw_only=True)
 class Shortage:
     """What is known of it in one run. `room`: the sizes of what is trained; `demand` and `needs`: what must run on
-    every worker, or None where nobody has predicted it."""
+    every worker, or None where nobody has predicted it. `samples`: some are made beside the run, of which each node
+    must have memory for one."""
 
     snapshot: SnapshotConfig
     room: GenerationRoom
     demand: Demand | None = None
     needs: Needs = field(default_factory=Needs)
+    samples: bool = False
     # GiB that each node could spare before it had any state of this run; None: it had some when it was seen first.
     _hosts: dict[str, float | None] = field(default_factory=dict)
     _begun: bool = False
@@ -34,15 +44,19 @@ class Shortage:
         """A generation of these workers is about to form. `fresh`: nothing of the run's state is in anybody's memory
         yet. Raises PlanError when a node of the first generation of a fresh run has too little memory."""
         if not self._begun and fresh:
-            sizes = self.room.sizes
-            refuse_short_hosts(needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.snapshot))
-            refuse_short_stores(infos, sizes.state_gib)
+            refuse_short_hosts(self._needs_of_hosts(infos))
+            refuse_short_stores(infos, self.room.sizes.state_gib)
         self._note(infos, known=self._begun or fresh)
         self._begun = True
 
     def of(self, infos: Sequence[WorkerInfo]) -> str:
         """What these workers lack, in a sentence; "" for nothing."""
         return self._of_devices(infos) or self._of_hosts(infos)
+
+    def asides_at_once(self, infos: Sequence[WorkerInfo]) -> int | None:
+        """How many workers of a node may make a sample at a time in the generation of these workers, which has begun;
+        None: any number."""
+        return asides_at_once(self._needs_of_hosts(self._as_before(infos)))
 
     def _of_devices(self, infos: Sequence[WorkerInfo]) -> str:
         rooms = {info.worker: room for info, room in zip(infos, self.room.of(infos), strict=True) if room is not None}
@@ -62,9 +76,16 @@ class Shortage:
         if not self._begun:
             return ""
         self._note(infos, known=True)
-        before = [replace(info, host_room_gib=self._hosts[info.node]) for info in infos]
-        sizes = self.room.sizes
-        return " ".join(shortages(needs_of_hosts(before, sizes.state_gib, sizes.state_bytes, self.snapshot)))
+        return " ".join(shortages(self._needs_of_hosts(self._as_before(infos))))
+
+    def _as_before(self, infos: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+        """The workers with what their nodes could spare when they had nothing of this run."""
+        return [replace(info, host_room_gib=self._hosts[info.node]) for info in infos]
+
+    def _needs_of_hosts(self, infos: Sequence[WorkerInfo]) -> list[tuple[str, HostNeed, float | None]]:
+        sizes, gpu = self.room.sizes, infos[0].device != "cpu"
+        sample = aside_gib(sizes.state_gib, sizes.state_bytes, sizes.parameter_bytes, gpu) if self.samples else 0.0
+        return needs_of_hosts(infos, sizes.state_gib, sizes.state_bytes, self.snapshot, sample)
 
     def _note(self, infos: Sequence[WorkerInfo], known: bool) -> None:
         new: dict[str, float | None] = {}

@@ -25,11 +25,21 @@ class HostNeed:
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
     parameters: float = 0.0  # that are once there for GPUs
     text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
+    samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
     copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.text + self.keepers + self.store + self.copies
+        return (
+            self.state
+            + self.gradient
+            + self.parameters
+            + self.text
+            + self.samples
+            + self.keepers
+            + self.store
+            + self.copies
+        )
 
     def describe(self) -> str:
         """Its parts, for a person."""
@@ -38,6 +48,7 @@ class HostNeed:
             "gradient": self.gradient,
             "weights": self.parameters,
             "text encoders": self.text,
+            "weights of a sample": self.samples,
             "keepers": self.keepers,
             "snapshots in the object store": self.store,
             "copies": self.copies,
@@ -58,10 +69,11 @@ def host_need(
     copies: int = 1,
     weights_gib: float = 0.0,
     text_gib: float = 0.0,
+    samples_gib: float = 0.0,
 ) -> HostNeed:
     """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
     how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and of each
-    worker `text_gib` of text encoders that are not loaded yet."""
+    worker `text_gib` of text encoders that are not loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
     part = state_gib * here / workers
     kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
     return HostNeed(
@@ -69,6 +81,7 @@ def host_need(
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         parameters=weights_gib,
         text=here * text_gib,
+        samples=samples_gib,
         keepers=kept,
         store=offered_gib(state_gib, here, workers),
         copies=copies * part,
@@ -80,8 +93,29 @@ def offered_gib(state_gib: float, here: int, workers: int) -> float:
     return (_KEPT_SNAPSHOTS + 1) * state_gib * here / workers
 
 
+def aside_gib(state_gib: float, bytes_per_weight: int, parameter_bytes: int, gpu: bool) -> float:
+    """GiB of host memory that a worker takes while it makes a sample beside the run: the weights that it is made with
+    and, beside a GPU without room for them, the trained ones in whose place they are."""
+    return (2 if gpu else 1) * state_gib * parameter_bytes / bytes_per_weight
+
+
+def asides_at_once(found: Iterable[tuple[str, HostNeed, float | None]]) -> int | None:
+    """How many workers of a node may have an aside at a time, as one has been counted on each; None: any number.
+    `found` as in `refuse_short_hosts`."""
+    more = [
+        int((room - need.total) / need.samples)
+        for _, need, room in found
+        if room is not None and need.samples and need.total <= room
+    ]
+    return 1 + min(more) if more else None
+
+
 def needs_of_hosts(
-    infos: Sequence[WorkerInfo], state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig
+    infos: Sequence[WorkerInfo],
+    state_gib: float,
+    bytes_per_weight: int,
+    snapshot: SnapshotConfig,
+    samples_gib: float = 0.0,
 ) -> list[tuple[str, HostNeed, float | None]]:
     """(node, what it needs, what it can spare) of the nodes of these workers, before any of them has its state."""
     nodes = list(dict.fromkeys(info.node for info in infos))
@@ -100,6 +134,7 @@ def needs_of_hosts(
             node_gradient=_shares_host_memory(here[0]),
             copies=2 if here[0].publishes_later else 1,
             weights_gib=max(info.host_weights_gib for info in infos),
+            samples_gib=samples_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
     return found
@@ -150,8 +185,8 @@ def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
     None)."""
     return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
-        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false, or train fewer "
-        f"weights (model.dit.lora_rank)."
+        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false"
+        f"{' or sample.every: 0' if need.samples else ''}, or train fewer weights (model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]

@@ -10,36 +10,37 @@ meanwhile.
 
 **Which weights.** Those of the checkpoint that asks for it, its EMA where the run keeps one: a worker holds the trained
 parameters of the step it has reached, which may be some steps later, and of the EMA its own shard alone. In a turn the
-transformer's trained parameters point at them; behind it they point at their own storage again, which nobody has
+transformer's trained parameters point at them; after it they point at their own storage again, which nobody has
 touched. On a GPU they are copied there for the turn and dropped, so that cascades have the room that they were planned
-with.
+with. A GPU without room for both has them in the place of the trained ones, which lie in host memory for the turn; the
+copies there and back are part of it. A worker that cannot have its own back ends: others hold its state.
 
 **How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
 piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
 of the time that has passed, less what earlier turns took beyond their gaps (`Allowance`). Weights are brought only for
-a piece that fits behind that, which counts, too. So a run pays that share of its time and a piece more, at most.
+a piece that fits after that, which counts, too. So a run pays that share of its time and a piece more, at most.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.messages import AsideWork, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, Unmetered, ran_out, release
 from ops.sync import trainable
 
+log = logging.getLogger(__name__)
+
 _LATEST = 0.05  # seconds between looks whether a thread that reads its weights is ready
-
-
-class NoRoom(RuntimeError):
-    """The worker has too little memory for an aside beside what training needs."""
 
 
 class Allowance:
@@ -77,14 +78,19 @@ class Asides:
         device: torch.device,
         meter: Meter | None = None,
         clock: Callable[[], float] = time.monotonic,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
+        """`settle` returns when nobody reads the trained parameters any more, as a snapshot's copy does."""
         self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
+        self._settle = settle
+        self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
         self._now: AsideThread | None = None
         self._last = TurnReport(aside="")  # of the aside that has ended here last: turns for it may still come
         self._allowance = Allowance()
         self._seen_at = 0.0
         self._expected: dict[str, float] = {}  # kind of piece -> seconds of the last one
-        self._lending_s = 0.0  # of the last turn, until weights were on the device
+        self._bring_s = self._back_s = 0.0  # of the last turn: until weights were there, until its own were back
+        self._kept: dict[str, Tensor] = {}  # host memory for the trained parameters of a turn
 
     def turn(self, task: TurnTask) -> TurnReport:
         """Let the task's aside go on for as long as the turn allows, and say what has become of it."""
@@ -93,23 +99,19 @@ class Asides:
         now = self._clock()
         if self._now is None or self._now.work.name != task.aside.name:
             self.drop()
-            try:
-                self._check_room()
-            except NoRoom as error:  # nothing is read for nothing
-                self._last = TurnReport(aside=task.aside.name, ended=True, failed=str(error), no_room=True)
-                return self._last
             self._now, self._seen_at = AsideThread(task.aside, self._modules, self._device), now
         one = self._now
         self._allowance.passed(now - self._seen_at, task.share)
         self._seen_at = now
-        took_s = 0.0
-        if one.is_ready(wait=task.whole) and self._fits(one, task, self._lending_s):
+        began, took_s = self._clock(), 0.0
+        if one.is_ready(wait=task.whole) and self._fits(one, task, self._bring_s + self._back_s):
             try:
                 with self._lent(one.weights):
-                    took_s = self._pieces(one, task, self._lending_s)
+                    self._pieces(one, task, began)
             except Exception as error:  # the weights found no room after all, or they are other ones
                 one.end()
                 one.failure = error
+            took_s = self._clock() - began
         if not task.whole:
             self._allowance.took(took_s, task.gap_s)
         return self._report(one, took_s)
@@ -119,6 +121,7 @@ class Asides:
         if self._now is not None:
             self._now.end()
             self._now = None
+        self._kept.clear()
 
     def _fits(self, one: AsideThread, task: TurnTask, took_s: float) -> bool:
         """Whether the next piece may begin when the turn has taken so long."""
@@ -126,17 +129,15 @@ class Asides:
             return False
         return task.whole or self._allowance.allows(self._expected.get(kind, 0.0), task.gap_s, took_s)
 
-    def _pieces(self, one: AsideThread, task: TurnTask, took_s: float) -> float:
-        """Seconds of the turn with the pieces that ran, behind the first `took_s` of it; one does, as weights have been
-        brought for it."""
+    def _pieces(self, one: AsideThread, task: TurnTask, began: float) -> None:
+        """Those that fit into the turn, which began then; one does, as weights have been brought for it."""
         more = True
         while more and (kind := one.next_piece) is not None:
-            began = self._clock()
+            piece = self._clock()
             one.run_piece()
-            self._expected[kind] = self._clock() - began
-            took_s += self._expected[kind]
-            more = self._fits(one, task, took_s)
-        return took_s
+            now = self._clock()
+            self._expected[kind] = now - piece
+            more = self._fits(one, task, now - began + self._back_s)
 
     def _report(self, one: AsideThread, took_s: float) -> TurnReport:
         if not one.has_ended:
@@ -144,9 +145,10 @@ class Asides:
         why, short = "", False
         if (error := one.failure) is not None:
             why = " ".join(str(error).split())[:300] or type(error).__name__
-            short = isinstance(error, NoRoom) or ran_out(error)
+            short = ran_out(error)
             release(error)
         self._now = None
+        self._kept.clear()
         self._last = TurnReport(
             aside=one.work.name, took_s=took_s, ended=True, made=one.made, failed=why, no_room=short
         )
@@ -155,29 +157,54 @@ class Asides:
     @contextmanager
     def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """The transformer's trained parameters are `weights`, where its own are: on the device or, of blocks that are
-        fetched, in host memory. Raises NoRoom."""
-        self._check_room()
+        fetched, in host memory."""
+        began, on_device = self._clock(), self._device.type
         parameters = dict(trainable(self._modules.dit))
-        homes, began = {name: parameter.data for name, parameter in parameters.items()}, self._clock()
+        size = sum(p.nbytes for p in parameters.values() if p.device.type == on_device)
+        in_place = self._beside_host and self._is_short_of(size)
+        if in_place:
+            self._settle()
+        homes: dict[str, Tensor] = {}  # own storage of parameters that point at another
+        kept: dict[str, Tensor] = {}  # own values of parameters in whose storage others are
         try:
             for name, parameter in parameters.items():
-                parameter.data = weights[name].to(parameter.device, parameter.dtype)
-            self._lending_s = self._clock() - began
+                if in_place and parameter.device.type == on_device:
+                    memory = self._kept.setdefault(name, torch.empty_like(parameter, device="cpu"))
+                    kept[name] = memory.copy_(parameter.data)
+                    parameter.data.copy_(weights[name])
+                else:
+                    homes[name] = parameter.data
+                    parameter.data = weights[name].to(parameter.device, parameter.dtype)
+            self._wait_for_device()
+            self._bring_s = self._clock() - began
             yield
         finally:
-            for name, parameter in parameters.items():
-                parameter.data = homes[name]
+            began = self._clock()
+            for name, home in homes.items():
+                parameters[name].data = home
+            self._put_back(parameters, kept)
+            self._back_s = self._clock() - began
 
-    def _check_room(self) -> None:
-        """Raises NoRoom."""
-        there = [p for _, p in trainable(self._modules.dit) if p.device.type == self._device.type]
-        need_gib = sum(p.numel() * p.element_size() for p in there) / GIB
+    def _put_back(self, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]) -> None:
+        """The trained parameters have their own values again. Ends the process where that fails: it would train on, and
+        hand over, the weights of a clip."""
+        try:
+            for name, values in kept.items():
+                parameters[name].data.copy_(values)
+            self._wait_for_device()
+        except Exception:
+            log.critical("the trained weights did not come back after an aside: this worker ends", exc_info=True)
+            os._exit(1)
+
+    def _wait_for_device(self) -> None:
+        """What has been queued there is done."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _is_short_of(self, size: int) -> bool:
+        """Whether the device has no room for so many bytes more."""
         room_gib = self._meter.room_gib()
-        if room_gib is not None and need_gib > room_gib:
-            raise NoRoom(
-                f"the weights of a clip take {need_gib:.2f} GiB in its turn, and the worker has {room_gib:.2f} GiB "
-                f"left beside training; more workers, or train.memory.state: host, leave more."
-            )
+        return room_gib is not None and size > room_gib * GIB
 
 
 class AsideThread:

@@ -83,6 +83,7 @@ class Worker:
         self._exports: list[Snapshot] = []
         # By generation and step, until their copies are handed out.
         self._copying: dict[tuple[int, int], ShardExport] = {}
+        self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
@@ -95,7 +96,7 @@ class Worker:
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
         self.executor.meter.settled()
-        self._asides = Asides(modules, self.device, self.executor.meter)
+        self._asides = Asides(modules, self.device, self.executor.meter, settle=self._copied)
         self._peak_tflops = peak_tflops(self.device, settings.train)
         self.heartbeat.idle()
 
@@ -325,6 +326,12 @@ class Worker:
         with bar(task.name), freed():
             return self._done(task, encode())
 
+    def _copied(self) -> None:
+        """Returns when the last snapshot has been copied: own parameters may be part of the state."""
+        if self._exporting is not None:
+            self._exporting.wait()
+            self._exporting = None
+
     def _load(self) -> Executor:
         modules = build_modules(self.settings, self.device)
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
@@ -375,6 +382,7 @@ class Worker:
         offered by this worker."""
         self._phase("snapshot")
         export, generation = export or self.executor.sync.begin_export(), self.executor.generation
+        self._exporting = export
         shard, reference = export.shard, self._offer(export, generation, step)
         snapshot = Snapshot(
             step=step,

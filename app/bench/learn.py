@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from app.settings.run_folder import run_dir
 from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, mask, synthesize
 from ops.models.base.vae import VAE
 from ops.typed import ConfigError
+
+if TYPE_CHECKING:
+    from app.sampling.model import SavedModel
 
 _LEAST_SHARE = 0.01  # of the pixels; a clip with less of every shape colour names none
 
@@ -65,18 +68,18 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON; a contact sheet goes beside it.")] = None,
 ) -> None:
     """Train if asked to, sample every colour, and count how often the samples show the prompted colour."""
-    from app.sampling.model import load_model
+    from app.sampling.model import saved_model
 
     if checkpoint is None:
         checkpoint = _train(config)
-    model = load_model(checkpoint)
-    proof, videos, prompts = prove(model, samples, seed, captions)
+    saved = saved_model(checkpoint)
+    proof, videos, prompts = prove(saved, samples, seed, captions)
     target = out or _folder(checkpoint) / "learn.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(asdict(proof), indent=1) + "\n", encoding="utf-8")
     titles = [f"{prompt} -> {answer or 'none'}" for prompt, (_, answer) in zip(prompts, proof.answers, strict=True)]
     contact_sheet(target.with_suffix(".png"), videos, titles, columns=4)
-    if model.config.model.dit.starts_from_image:
+    if saved.config.model.dit.starts_from_image:
         print(
             f"{proof.kept} of {proof.samples} last frames keep colour and shape of the first: "
             f"{proof.kept / proof.samples:.0%} (of the scenes themselves {proof.kept_in_truth / proof.samples:.0%})"
@@ -91,18 +94,21 @@ def run(
         raise typer.Exit(1)
 
 
-def prove(model: object, samples: int, seed: int, captions: bool = False) -> tuple[Proof, list[np.ndarray], list[str]]:
+def prove(
+    saved: SavedModel, samples: int, seed: int, captions: bool = False
+) -> tuple[Proof, list[np.ndarray], list[str]]:
     """Sample `samples` prompts, all colours equally often, with the run's own sampler settings. Image to video gets the
     first frames of the scenes instead of their captions, or with them."""
     from app.sampling.clips import ClipSettings, make_clips
-    from app.sampling.model import Model
 
-    assert isinstance(model, Model)
-    settings = replace(ClipSettings.of(model.config), seed=seed)
+    settings = replace(ClipSettings.of(saved.config), seed=seed)
     scenes = prompted_scenes(samples, settings.frames, settings.height, settings.width)
-    given = model.config.model.dit.starts_from_image
+    given = saved.config.model.dit.starts_from_image
     prompts = [scene.caption if captions or not given else "" for scene in scenes]
-    videos = make_clips(model, prompts, settings, [picture(scene, 0) for scene in scenes] if given else ())
+    first = [picture(scene, 0) for scene in scenes] if given else []
+    told = saved.encode(prompts, settings.negative_prompt, first)
+    model = saved.load()
+    videos = make_clips(model, told, settings, first)
     shown = [video[-1:] if given else video for video in videos]
     answers = [(scene.color, shown_color(video)) for scene, video in zip(scenes, shown, strict=True)]
     named = sum(asked == answer for asked, answer in answers)

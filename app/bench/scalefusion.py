@@ -24,7 +24,8 @@ from ops.spatial_temporal.simulate import LayerCosts
 
 # of a paced device and its link; a spatial layer is half as long again as a temporal one, as at 1080p for 8 s
 PACED = LayerCosts(spatial_s=0.96, temporal_s=0.64, exchange_s=0.2, slice_s=0.002, part_s=0.001)
-LARGER = {"frames": 16, "positions": 256, "width": 256}  # layers long enough to be measured without pacing
+# layers long enough to be measured without pacing
+LARGER = {"frames": 16, "height": 16, "positions": 256, "width": 256}
 
 
 class BenchPart(StrEnum):

@@ -33,13 +33,19 @@ class ClipSize:
 
     name: str
     frames: int
-    positions: int
+    height: int  # rows of patches
+    width: int
+
+    @property
+    def positions(self) -> int:
+        """Of a frame."""
+        return self.height * self.width
 
 
 def _clip(height: int, width: int, seconds: int) -> ClipSize:
     name = f"{'4k' if height > 2000 else f'{height}p'} {seconds} s"
     # Open-Sora's 4 s are 102 frames, which its VAE turns into 30: 5 for each 17
-    return ClipSize(name=name, frames=seconds * 15 // 2, positions=-(-height // 16) * -(-width // 16))
+    return ClipSize(name=name, frames=seconds * 15 // 2, height=-(-height // 16), width=-(-width // 16))
 
 
 SIZES = ((720, 1280), (1080, 1920), (2160, 3840))
@@ -92,7 +98,7 @@ def seconds(clip: ClipSize, machines: int, schedule: Schedule) -> float:
 
 
 def ulysses_seconds(clip: ClipSize, machines: int) -> float | None:
-    found = ulysses_forecast(clip.positions, machines * GPUS, HEADS, costs_of(clip, machines), PAIRS)
+    found = ulysses_forecast(clip.height, machines * GPUS, HEADS, costs_of(clip, machines), PAIRS)
     return None if found is None else found.total_s
 
 

@@ -29,7 +29,7 @@ from torch.autograd import Function
 from app.bench.timing import peak_bytes
 from ops.comm import Group
 from ops.groups import Groups
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.sequence_parallel import HeadsToRows, RowsToHeads, sequence_parallel_attention
 from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
@@ -38,6 +38,8 @@ from ops.waiting import CancelToken, Pending
 
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"
+UNPACED = LayerCosts(spatial_s=0.0, temporal_s=0.0, exchange_s=0.0)
+_BLOCKED_S = 1e-3  # who has waited for longer was there before the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,9 @@ class RanksCase:
 
     ranks: int = 2
     frames: int = 16
+    height: int = 8  # of a frame, in rows of positions
     positions: int = 64
+    text: int = 8  # rows that every layer attends to
     width: int = 64
     heads: int = 4
     pairs: int = 3
@@ -85,44 +89,61 @@ class Awaitable(Protocol):
     def wait(self) -> None: ...
 
 
-@dataclass(slots=True)
-class _Delivery:
-    """A message that has arrived when Gloo says so and the link would have brought it."""
+class Clock(Protocol):
+    """Seconds from any moment on."""
 
-    pending: Pending
-    due: float
-    link: ThrottledGroup
-
-    def wait(self) -> None:
-        begin = time.perf_counter()
-        self.pending.wait()
-        _sleep_until(self.due)
-        self.link.waited_s += time.perf_counter() - begin
+    def now(self) -> float: ...
+    def sleep_until(self, due: float) -> None: ...
 
 
-class ThrottledGroup:
-    """A group whose messages cross a link of one message at a time; `bandwidth` 0 leaves them as they are."""
+class WallClock:
+    def now(self) -> float:
+        return time.perf_counter()
 
-    def __init__(self, group: Group, delay_s: float, bandwidth: float) -> None:
-        self.group, self.delay_s, self.bandwidth = group, delay_s, bandwidth
-        self.size, self.rank = group.size, group.rank
-        self.waited_s = self._free = 0.0
+    def sleep_until(self, due: float) -> None:
+        left = due - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
 
-    def all_to_all_async(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> Awaitable:
-        pending = self.group.all_to_all_async(output, input, into, out_of)
-        if not self.bandwidth:
-            return _Delivery(pending, 0.0, self)
-        rows = max(sum(counts) - counts[self.rank] for counts in (into, out_of))
-        size = rows * (input.numel() // max(1, len(input))) * input.element_size()
-        self._free = max(self._free, time.perf_counter()) + self.delay_s + size / self.bandwidth
-        return _Delivery(pending, self._free, self)
 
-    def all_to_all(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> None:
-        self.all_to_all_async(output, input, into, out_of).wait()
+class PacedDevice:
+    """A device of given speed; counts the seconds that it computes.
+
+    It has a timeline of its own, which the process follows: that computes the real layers, then sleeps until the device
+    would have ended. What one slice came late the next ones make up for, so neither the machine's other work nor the
+    process's between two slices counts, unless the device would have ended long before, or a peer waits for it. Not
+    paced, its time is the clock's.
+    """
+
+    def __init__(self, backward: float, paced: bool = True, clock: Clock | None = None) -> None:
+        self.backward, self.paced, self.clock = backward, paced, clock or WallClock()
+        self.spent_s, self._until = 0.0, self.clock.now()
+
+    def now(self) -> float:
+        """When it has done what it was given so far."""
+        return self._until if self.paced else self.clock.now()
+
+    def reach(self, due: float) -> None:
+        """It has nothing to do until then."""
+        self._until = max(self._until, due)
+        self.clock.sleep_until(due)
+
+    def run(self, work: Callable[[Tensor], Tensor], x: Tensor, seconds: float) -> Tensor:
+        """work(x), `seconds` long where it is paced, and its backward as much longer as a backward is. That of an `x`
+        without a gradient is not noticed."""
+        begin = self.now()
+        out = work(_AtBackward.apply(x, lambda: self._computed(self.backward * seconds)))
+        self._computed(seconds)
+        self.spent_s += self.now() - begin
+        return out
+
+    def _computed(self, seconds: float) -> None:
+        if self.paced:
+            self.reach(self._until + seconds)
 
 
 class _AtBackward(Function):
-    """The same tensor; calls when its gradient comes by."""
+    """The same tensor; calls when its gradient is there."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Callable[[], None]) -> Tensor:  # torch's ctx takes any attribute
@@ -135,48 +156,65 @@ class _AtBackward(Function):
         return gradient, None
 
 
-class PacedDevice:
-    """Computes at a given speed at most; counts the seconds spent computing."""
+@dataclass(slots=True)
+class _Delivery:
+    """A message that has arrived when Gloo says so and the link would have brought it."""
 
-    def __init__(self, backward: float) -> None:
-        self.backward, self.spent_s = backward, 0.0
+    pending: Pending
+    due: float
+    link: ThrottledGroup
 
-    def run(self, work: Callable[[Tensor], Tensor], x: Tensor, seconds: float) -> Tensor:
-        """work(x), at least `seconds` long, and its backward as much longer as a backward is."""
-        begin = time.perf_counter()
-        started = [0.0]
-
-        def end_backward() -> None:
-            _sleep_until(started[0] + self.backward * seconds)
-
-        def begin_backward() -> None:
-            started[0] = time.perf_counter()
-
-        out: Tensor = _AtBackward.apply(work(_AtBackward.apply(x, end_backward)), begin_backward)
-        _sleep_until(begin + seconds)
-        self.spent_s += time.perf_counter() - begin
-        return out
+    def wait(self) -> None:
+        device = self.link.device
+        begin, asked = device.now(), device.clock.now()
+        self.pending.wait()
+        came = device.clock.now()
+        late = not device.paced or came - asked > _BLOCKED_S  # else it was there before the process came to look
+        there = max(self.due, came) if late else self.due
+        self.link.waited_s += max(0.0, there - begin)
+        device.reach(there)
 
 
-def _sleep_until(due: float) -> None:
-    left = due - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
+class ThrottledGroup:
+    """A device's group whose messages cross a link of one message at a time; `bandwidth` 0 leaves them as they are."""
+
+    def __init__(self, group: Group, device: PacedDevice, delay_s: float = 0.0, bandwidth: float = 0.0) -> None:
+        self.group, self.device, self.delay_s, self.bandwidth = group, device, delay_s, bandwidth
+        self.size, self.rank = group.size, group.rank
+        self.waited_s = self._free = 0.0
+
+    def all_to_all_async(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> Awaitable:
+        pending = self.group.all_to_all_async(output, input, into, out_of)
+        if not self.bandwidth:
+            return _Delivery(pending, 0.0, self)
+        rows = max(sum(counts) - counts[self.rank] for counts in (into, out_of))
+        size = rows * (input.numel() // max(1, len(input))) * input.element_size()
+        self._free = max(self._free, self.device.now()) + self.delay_s + size / self.bandwidth
+        return _Delivery(pending, self._free, self)
+
+    def all_to_all(self, output: Tensor, input: Tensor, into: list[int], out_of: list[int]) -> None:
+        self.all_to_all_async(output, input, into, out_of).wait()
 
 
 # The layers ----------------------------------------------------------------------------------------------------------
 
 
 class BenchBlock(nn.Module):
-    """Attention within the last but one dimension, and an MLP: what a block of a spatial-temporal transformer costs."""
+    """Attention within the last but one dimension, attention to `text` rows, and an MLP: what a block of a
+    spatial-temporal transformer costs."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    text: Tensor  # [text, C]
+
+    def __init__(self, width: int, heads: int, text: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm, self.qkv, self.proj = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.text_q, self.text_kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.text_proj = nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
+        self.register_buffer("text", torch.randn(text, width))
 
     def project(self, x: Tensor) -> Tensor:
         """[..., L, C] -> q, k, v [3, ..., L, H, d]"""
@@ -188,15 +226,44 @@ class BenchBlock(nn.Module):
         out: Tensor = self(x.transpose(1, 2)).transpose(1, 2)
         return out
 
-    def finish(self, x: Tensor, heads: Tensor) -> Tensor:
-        """The rest of the block, given what attention found."""
-        x = x + self.proj(heads.flatten(-2))
+    def add(self, x: Tensor, heads: Tensor) -> Tensor:
+        """What attention [..., L, H, d] found is added."""
+        out: Tensor = x + self.proj(heads.flatten(-2))
+        return out
+
+    def text_queries(self, x: Tensor) -> Tensor:
+        """[..., C] -> [rows, H, d]"""
+        queries: Tensor = self.text_q(x).flatten(0, -2).unflatten(-1, (self.heads, -1))
+        return queries
+
+    def attend_to_text(self, queries: Tensor, first: int = 0) -> Tensor:
+        """queries [rows, h, d] of heads from the `first` one on -> [rows, h, d]"""
+        some = slice(first, first + queries.shape[1])
+        k, v = self.text_kv(self.text).unflatten(-1, (2, self.heads, -1))[:, :, some].permute(1, 2, 0, 3)
+        found: Tensor = F.scaled_dot_product_attention(queries.transpose(0, 1), k, v).transpose(0, 1)
+        return found
+
+    def add_text(self, x: Tensor, found: Tensor) -> Tensor:
+        """What attention to the text [rows, H, d] found is added."""
+        out: Tensor = x + self.text_proj(found.flatten(1)).view_as(x)
+        return out
+
+    def through_mlp(self, x: Tensor) -> Tensor:
+        """[..., C]"""
         out: Tensor = x + self.mlp(x)
         return out
 
-    def forward(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor) -> Tensor:
+        """[..., L, C] within L."""
         q, k, v = (one.transpose(-2, -3) for one in self.project(x))
-        return self.finish(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+        return self.add(x, F.scaled_dot_product_attention(q, k, v).transpose(-2, -3))
+
+    def read_text(self, x: Tensor) -> Tensor:
+        """[..., C], attending to the text."""
+        return self.add_text(x, self.attend_to_text(self.text_queries(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.through_mlp(self.read_text(self.attend(x)))
 
 
 class RankRun:
@@ -205,53 +272,59 @@ class RankRun:
     def __init__(self, case: RanksCase, group: Group) -> None:
         torch.manual_seed(0)
         self.case, self.group = case, group
-        self.blocks = [BenchBlock(case.width, case.heads) for _ in range(2 * case.pairs)]
+        self.blocks = [BenchBlock(case.width, case.heads, case.text) for _ in range(2 * case.pairs)]
         self.x = torch.randn(1, case.frames, case.positions, case.width)
 
-    def run(self, variant: str, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> None:
-        """Forward, and backward where the case has one. `costs` None: not paced."""
+    def run(self, variant: str, costs: LayerCosts, link: ThrottledGroup) -> None:
+        """Forward, and backward where the case has one, on the link's device; by `costs` where it is paced."""
         for block in self.blocks:
             block.zero_grad()
         with torch.set_grad_enabled(self.case.backward):
             if variant == ULYSSES:
-                out = self._ulysses(costs, link, device)
+                out = self._ulysses(costs, link)
             else:
-                out = self._sliced(variant, costs, link, device)
+                out = self._sliced(variant, costs, link)
             if self.case.backward:
                 out.sum().backward()
 
-    def _sliced(self, variant: str, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> Tensor:
+    def _sliced(self, variant: str, costs: LayerCosts, link: ThrottledGroup) -> Tensor:
         grid = self._grid(SCHEDULES[variant])
         own = torch.cat([self.x[:, :, rows] for rows in grid.positions_of_slices], dim=2)
-        layers = [partial(self._layer, number, costs, device) for number in range(len(self.blocks))]
+        layers = [partial(self._layer, number, costs, link.device) for number in range(len(self.blocks))]
         return run_layers(own, layers, grid, link)  # type: ignore[arg-type]
 
-    def _layer(self, number: int, costs: LayerCosts | None, device: PacedDevice, block: Tensor, rows: Tensor) -> Tensor:
+    def _layer(self, number: int, costs: LayerCosts, device: PacedDevice, block: Tensor, rows: Tensor) -> Tensor:
         seconds = self._seconds(number, len(rows), costs)
         return device.run(self.blocks[number].over_frames if number % 2 else self.blocks[number], block, seconds)
 
-    def _seconds(self, number: int, rows: int, costs: LayerCosts | None) -> float:
-        if costs is None:
-            return 0.0
+    def _seconds(self, number: int, rows: int, costs: LayerCosts) -> float:
         full = self.case.positions if number % 2 else self.case.frames
         return rows / full * costs.compute_s(number) + costs.slice_s
 
-    def _ulysses(self, costs: LayerCosts | None, link: ThrottledGroup, device: PacedDevice) -> Tensor:
+    def _ulysses(self, costs: LayerCosts, link: ThrottledGroup) -> Tensor:
         grid = self._grid(DSP)
         (rows,) = grid.positions_of_slices
-        x, case = self.x[:, :, rows], self.case
+        case, device = self.case, link.device
+        x = self.x[:, :, rows].requires_grad_(case.backward)  # as activations of layers before it would
         share = (rows.stop - rows.start) / case.positions
         exchange = frames_exchange(1, case.frames, case.positions, case.ranks, self.group.rank)
         for number, block in enumerate(self.blocks):
-            seconds = share * costs.compute_s(number) + costs.slice_s if costs else 0.0
+            seconds = share * costs.compute_s(number) + costs.slice_s
             if number % 2:
                 x = device.run(block.over_frames, x, seconds)
                 continue
-            qkv = device.run(block.project, x, seconds / 2)
+            qkv = device.run(block.project, x, seconds / 3)
             q, k, v = qkv.flatten(1, 3).unbind(0)
             heads = sequence_parallel_attention(q, k, v, exchange, link)  # type: ignore[arg-type]
             joined = torch.cat([x, heads.flatten(1).view_as(x)], dim=-1)
-            x = device.run(partial(_finish, block), joined, seconds / 2)
+            joined = device.run(partial(_up_to_text, block), joined, seconds / 3)
+            x, queries = joined.chunk(2, dim=-1)
+            # Open-Sora exchanges these, too, though every rank has the text
+            (queries,) = RowsToHeads.apply(exchange, link, queries.flatten(0, 2).unflatten(-1, (block.heads, -1)))
+            found = block.attend_to_text(queries, self.group.rank * queries.shape[1])
+            (found,) = HeadsToRows.apply(exchange, link, found)
+            joined = torch.cat([x, found.flatten(1).view_as(x)], dim=-1)
+            x = device.run(partial(_finish, block), joined, seconds / 3)
         return x
 
     def _grid(self, schedule: Schedule) -> Grid:
@@ -261,9 +334,16 @@ class RankRun:
         )
 
 
-def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
+def _up_to_text(block: BenchBlock, joined: Tensor) -> Tensor:
+    """The stream and what self-attention found -> the stream and queries for the text, all [..., C]."""
     x, heads = joined.chunk(2, dim=-1)
-    return block.finish(x, heads.unflatten(-1, (block.heads, -1)))
+    x = block.add(x, heads.unflatten(-1, (block.heads, -1)))
+    return torch.cat([x, block.text_q(x)], dim=-1)
+
+
+def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
+    x, found = joined.chunk(2, dim=-1)
+    return block.through_mlp(block.add_text(x, found.flatten(0, -2).unflatten(-1, (block.heads, -1))))
 
 
 # A rank --------------------------------------------------------------------------------------------------------------
@@ -271,11 +351,11 @@ def _finish(block: BenchBlock, joined: Tensor) -> Tensor:
 
 def measured_costs(run: RankRun) -> LayerCosts:
     """What layers cost here, unpaced, of the slower rank; the link takes half of it."""
-    case, link = run.case, ThrottledGroup(run.group, 0.0, 0.0)
+    case = run.case
     spent: dict[str, float] = {}
     for variant in ("DSP", "DSP", "intra"):  # the first one warms up
-        device = PacedDevice(2.0)
-        run.run(variant, None, link, device)
+        device = PacedDevice(2.0, paced=False)
+        run.run(variant, UNPACED, ThrottledGroup(run.group, device))
         spent[variant] = device.spent_s
     found = torch.tensor([spent["DSP"], max(0.0, spent["intra"] - spent["DSP"])], dtype=torch.float64)
     run.group.all_reduce(found, "max")
@@ -301,16 +381,16 @@ def measure_rank(group: Group, case: RanksCase) -> list[VariantSeconds]:
     """All ranks call it; seconds are those of the slowest rank of a round."""
     run = RankRun(case, group)
     costs = case.costs or measured_costs(run)
-    paced = costs if case.costs else None
     bandwidth = case.exchange_bytes / costs.exchange_s if costs.exchange_s else 0.0
     variants = [*SCHEDULES, *([ULYSSES] if case.heads % case.ranks == 0 else [])]
     seconds: dict[str, list[list[float]]] = {variant: [] for variant in variants}
     for number in range(case.rounds + 1):
         for variant in variants:
-            link, device = ThrottledGroup(group, costs.part_s, bandwidth), PacedDevice(costs.backward)
             group.barrier()
+            device = PacedDevice(costs.backward, paced=case.costs is not None)
+            link = ThrottledGroup(group, device, costs.part_s, bandwidth)
             begin = time.perf_counter()
-            run.run(variant, paced, link, device)
+            run.run(variant, costs, link)
             found = torch.tensor([time.perf_counter() - begin, link.waited_s], dtype=torch.float64)
             group.all_reduce(found, "max")
             if number:  # the first round warms up
@@ -320,8 +400,8 @@ def measure_rank(group: Group, case: RanksCase) -> list[VariantSeconds]:
 
 def _result(run: RankRun, variant: str, costs: LayerCosts, rounds: Sequence[Sequence[float]]) -> VariantSeconds:
     total, exposed = min(map(tuple, rounds))
-    link, device = ThrottledGroup(run.group, 0.0, 0.0), PacedDevice(0.0)
-    peak = torch.tensor([peak_bytes(lambda: run.run(variant, None, link, device), torch.device("cpu"))])
+    link = ThrottledGroup(run.group, PacedDevice(0.0, paced=False))
+    peak = torch.tensor([peak_bytes(lambda: run.run(variant, UNPACED, link), torch.device("cpu"))])
     run.group.all_reduce(peak, "max")
     simulated_s, simulated_exposed_s = predicted(run.case, variant, costs)
     return VariantSeconds(
@@ -337,7 +417,7 @@ def _result(run: RankRun, variant: str, costs: LayerCosts, rounds: Sequence[Sequ
 def predicted(case: RanksCase, variant: str, costs: LayerCosts) -> tuple[float, float]:
     """Simulated seconds and exposed seconds of a variant."""
     if variant == ULYSSES:
-        found = ulysses_forecast(case.positions, case.ranks, case.heads, costs, case.pairs)
+        found = ulysses_forecast(case.height, case.ranks, case.heads, costs, case.pairs)
         assert found is not None, "only run where the degree divides the heads"
         times = 1 + costs.backward if case.backward else 1.0
         link = found.link_s * (2 if case.backward else 1)

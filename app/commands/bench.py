@@ -36,6 +36,7 @@ BENCHMARKS = {
         "What published models leave free on a GPU: on tensors without data, and planned.",
     ),
     "families": ("app.bench.families", "Every family's transformer against the class of Diffusers, on uniform clips."),
+    "sampling": ("app.bench.sampling", "Clips a minute of workers apart, and seconds to a clip of workers together."),
     "samples": ("app.bench.samples", "What samples cost a run beside its steps, and in one call between two."),
     "learn": ("app.bench.learn", "Trains a small model and counts how often its samples show the prompted colour."),
 }

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
+
+from app.settings.sections import LongPrompts
 
 if TYPE_CHECKING:
     from app.sampling.clips import ClipOrder, Crew
@@ -45,7 +47,13 @@ def sample(
     flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
-    fps: Annotated[float | None, typer.Option()] = None,
+    fps: Annotated[
+        float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")
+    ] = None,
+    long_prompts: Annotated[
+        str | None,
+        typer.Option(help="cut or refuse: prompts longer than the encoder takes; default: sample.long_prompts."),
+    ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     workers: Annotated[
         int | None,
@@ -72,6 +80,8 @@ def sample(
         )
     checkpoint = checkpoint or published
     assert checkpoint is not None
+    if long_prompts not in (None, *get_args(LongPrompts)):
+        raise typer.BadParameter(f"--long-prompts {long_prompts} is none of {', '.join(get_args(LongPrompts))}.")
     if workers is None and (together or cluster):
         raise typer.BadParameter("--together and --cluster need --workers N.")
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
@@ -96,6 +106,7 @@ def sample(
         other=other,
         ema=ema,
         device=device,
+        long_prompts=cast("LongPrompts | None", long_prompts),
         crew=_crew(out, workers, device, together, cluster) if workers else None,
     )
 
@@ -106,7 +117,8 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
     def make(order: ClipOrder) -> list[Path]:
         from app.run.borrowed_ray import borrowed_ray
         from app.sampling.clips import batch_limit
-        from app.sampling.spread import ClipJob, check_together, spread
+        from app.sampling.spread import ClipJob, spread
+        from app.sampling.ways import check_together
 
         if together:
             size = order.settings.frames, order.settings.height, order.settings.width

@@ -13,7 +13,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, VAE_CLASSES
 from ops.models.files import plain_name, read_json, variant_of
-from ops.models.folders import component, text_parts, tokenizer_of
+from ops.models.folders import class_of, component, text_parts, tokenizer_of, vae_numbers
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
 from ops.models.text_pair import recipe_of, save_random_pair, text_classes
@@ -69,7 +69,7 @@ def _from_base(work: Path, config: RunConfig, base: Path) -> FrozenParts:
 
 def _same_latents(config: RunConfig, base: Path) -> None:
     fields = read_json(component(base, "vae") / "config.json")
-    channels = fields.get("z_dim", fields.get("latent_channels"))
+    channels, _ = vae_numbers(fields, str(base))
     if config.model.vae.kind == "haar" or channels != config.model.vae.channels:
         raise ConfigError(
             f"--base {base} has a VAE of {channels} channels, the run trained on latents of "
@@ -83,9 +83,9 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     if vae.kind == "diffusers":
         assert vae.path is not None
         folder = component(vae.path, "vae")
-        name = read_json(folder / "config.json")["_class_name"]
+        name = class_of(read_json(folder / "config.json"))
         assert name in VAE_CLASSES
-        parts.index["vae"] = ["diffusers", name]
+        parts.index["vae"] = [None, None] if VAE_CLASSES[name].own else ["diffusers", name]
         parts.origins["vae"] = f"{link_tree(folder, work / 'vae')} from {folder}"
         return
     (work / "vae").mkdir()

@@ -88,5 +88,4 @@ def items_from_codes(
 
 def _frames(code: DataCode, geometry: Geometry) -> int:
     """Pixel frames that this model's VAE turns into the code's latent frames."""
-    stride = geometry.vae_stride[0]
-    return (code.latent_frames - 1) * stride + 1 if geometry.causal else code.latent_frames * stride
+    return geometry.frames_of(code.latent_frames)

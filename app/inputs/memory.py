@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, PlanError
 from actors.planning.memory import Demand, Forecasts, MemoryForecast, communicators_gib, sizes_of
-from actors.state.hosts import HostNeed, host_need, refuse_short_hosts
+from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice
 from app.settings.config import RunConfig
@@ -138,7 +138,15 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
         text_gib=found.text_on_host_gib,
+        samples_gib=_aside_gib(config, found),
     )
+
+
+def _aside_gib(config: RunConfig, found: MemoryForecast) -> float:
+    """What a sample takes that is made beside the run."""
+    if not (config.sample.every and config.sample.prompts) or config.model.dit.lacks_expert:
+        return 0.0
+    return aside_gib(found.state_gib, found.state_bytes, found.parameter_bytes, gpu=True)
 
 
 def _refuse_misfits(

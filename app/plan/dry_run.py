@@ -26,7 +26,7 @@ from app.inputs.synthetic import make_missing
 from app.plan.memory import memory_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, from_here
-from app.settings.notes import notes
+from app.settings.notes import notes, sample_notes
 from app.settings.run_folder import check_place, run_dir
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
@@ -42,7 +42,7 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     PlanError."""
     config = from_here(RunConfig.load(path, overrides))
     check_place(run_dir(config))
-    for note in notes(config):
+    for note in [*notes(config), *sample_notes(config)]:
         print(f"note: {note}")
     if config.workers.device == "cuda" and not _cuda_here():
         print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")

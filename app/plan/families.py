@@ -34,7 +34,7 @@ class PresetSize:
     @property
     def degrees(self) -> str:
         """Sizes of bags that are planned where a config names none."""
-        return "any" if self.dit.spatial_temporal else " ".join(map(str, self.dit.degrees(self.dit.num_heads)))
+        return " ".join(map(str, self.dit.degrees(self.dit.num_heads))) if self.dit.deals_heads else "any"
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""
@@ -56,7 +56,8 @@ def print_families(presets: Sequence[Path]) -> None:
     """Body of the command."""
     for name, family in FAMILIES.items():
         whose = f" of {family.own_code.name}" if family.own_code else ""
-        print(f"{name:10} {family.diffusers_class}{whose}, {family.vae.name}")
+        vaes = " or ".join(vae.name for vae in (family.vae, *family.own_vaes))
+        print(f"{name:10} {family.diffusers_class}{whose}, {vaes}")
     files = list(presets) or sorted(PRESETS.glob("*.yaml"))
     rows = [HEAD, *(size_of(file).cells() for file in files)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]

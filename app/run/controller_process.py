@@ -86,6 +86,7 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     try:
         guard()
         samples = LiveSamples(config, folder)
+        samples.note_what_waits()
         with Recorder(folder, samples, guard, config, settings["changes"]) as recorder:
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
             controller = start_controller(runtime, recorder, asides=samples)

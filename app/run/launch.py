@@ -51,7 +51,7 @@ from app.run.resume import Change, check_resume
 from app.run.signals import stops_on_signal
 from app.settings.config import RunConfig, from_here
 from app.settings.errors import one_line
-from app.settings.notes import notes
+from app.settings.notes import notes, sample_notes
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def _say_before(config: RunConfig, *, resume: bool) -> None:
         )
     if resume and not (run_dir(config) / "config.yaml").is_file():
         _note(f"there is no run {run_dir(config)} to resume; it starts anew, at step 0")
-    for note in notes(config):
+    for note in [*notes(config), *sample_notes(config)]:
         _note(note)
 
 

@@ -11,18 +11,17 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from app.drawing.video import contact_sheet, write_mp4
-from app.sampling.model import Model, load_model
+from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import read_pictures
+from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.geometry import Geometry
 from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
-from ops.models.text_pair import split
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
@@ -79,7 +78,7 @@ class ClipSettings:
             frames=1 if config.model.dit.images_only else sample.frames,
             height=sample.height,
             width=sample.width,
-            fps=sample.fps,
+            fps=config.model.dit.clip_rate or sample.fps,
             seed=sample.seed,
             sampler=sampler,
         )
@@ -161,34 +160,41 @@ def first_frames(
     return read_pictures(given, len(prompts), settings.height, settings.width, where)
 
 
+def clips_of(
+    saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray] = ()
+) -> list[np.ndarray]:
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. Prompts
+    are encoded once, before the transformer is there."""
+    told = saved.encode(prompts, settings.negative_prompt, first)
+    return make_clips(saved.load(), told, settings, first)
+
+
 def make_clips(
     model: Model,
-    prompts: Sequence[str],
+    told: EncodedPrompts,
     settings: ClipSettings,
     first: Sequence[np.ndarray] = (),
     group: Group | None = None,
     progress: Callable[[int], None] | None = None,
     half: Group | None = None,
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. With a
-    group every rank calls it and the first gets the clips, the others none: they denoise and decode together. With a
-    `half` of it, guidance's two branches run side by side."""
+    """The same from encoded prompts. With a group every rank calls it and the first gets the clips, the others none:
+    they denoise and decode together. With a `half` of it, guidance's two branches run side by side."""
     _check_frames(model, settings, from_picture=bool(first))
-    requests = clip_requests(model, prompts, settings, first)
-    negative, away = negative_of(model, settings.negative_prompt, first)
+    requests = clip_requests(model, told, settings, first)
     dropped = FirstFrame.of(model.config.model).dropped_frames
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
         latents = sample_latents(
             model.dit,
             batch,
-            negative,
+            told.negative.text,
             model.geometry,
             settings.sampler,
             group,
             progress,
             model.low,
-            away,
+            told.negative.vector,
             half,
         )
         videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
@@ -214,37 +220,27 @@ def _check_frames(model: Model, settings: ClipSettings, from_picture: bool) -> N
 
 
 def clip_requests(
-    model: Model, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray] = ()
+    model: Model, told: EncodedPrompts, settings: ClipSettings, first: Sequence[np.ndarray] = ()
 ) -> list[SampleRequest]:
     """What the sampler is asked for, one for each prompt."""
-    kind = model.config.model.text
-    texts, vectors = split(model.text.encode(list(prompts), list(first) if kind.sees_picture else []), kind)
     requests = [
         SampleRequest(
-            text=text,
-            pooled=None if vectors is None else vectors[index],
+            text=rows.text,
+            pooled=rows.vector,
+            image=rows.image,
             frames=settings.frames,
             height=settings.height,
             width=settings.width,
             seed=settings.seed + index,
         )
-        for index, text in enumerate(texts)
+        for index, rows in enumerate(told.prompts)
     ]
     return [_told_of(model, *pair) for pair in zip(requests, first, strict=True)] if first else requests
 
 
-def negative_of(model: Model, prompt: str, first: Sequence[np.ndarray] = ()) -> tuple[Tensor, Tensor | None]:
-    """Text and vector that guidance moves away from. An encoder that sees pictures is shown a black one, as
-    HunyuanVideoImageToVideoPipeline does."""
-    kind = model.config.model.text
-    black = [np.zeros_like(first[0])] if kind.sees_picture else []
-    (text,), vectors = split(model.text.encode([prompt], black), kind)
-    return text, None if vectors is None else vectors[0]
-
-
 @torch.no_grad()
 def _told_of(model: Model, request: SampleRequest, picture: np.ndarray) -> SampleRequest:
-    """The request with what the first frame [H, W, 3] of its clip says."""
+    """The request with what the first frame [H, W, 3] of its clip says, by the VAE."""
     frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None], model.geometry.patch
     if not frame.channels:
         first = patchify(model.vae.encode(pixels[:, None])[0], patch)
@@ -254,7 +250,6 @@ def _told_of(model: Model, request: SampleRequest, picture: np.ndarray) -> Sampl
     return replace(
         request,
         condition=patchify(frame.joined(still.new_empty(0, *grid), still), patch),
-        image=model.image.encode(pixels)[0] if model.image else None,
         hint=patchify(still, patch) if frame.hint_share else None,
         hint_share=frame.hint_share,
     )
@@ -290,11 +285,11 @@ def clip_files(out: Path, count: int) -> tuple[list[Path], Path]:
 
 def sample_run(run_folder: Path, *, device: str = "auto") -> list[Path]:
     """The prompts of a run's config from its latest checkpoint, into RUN/samples. Empty when it has no prompts."""
-    model = load_model(run_folder, device=device)
-    prompts = model.config.sample.prompts
+    saved = saved_model(run_folder, device=device)
+    prompts = saved.config.sample.prompts
     if not prompts:
         return []
-    settings = ClipSettings.of(model.config)
-    out = run_folder / "samples" / f"step-{model.step}.mp4"
-    first = first_frames(model.config, prompts, settings)
-    return write_clips(out, make_clips(model, prompts, settings, first), prompts, settings.fps)
+    settings = ClipSettings.of(saved.config)
+    out = run_folder / "samples" / f"step-{saved.step}.mp4"
+    first = first_frames(saved.config, prompts, settings)
+    return write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)

@@ -1,7 +1,8 @@
 """Samples while a run trains: its prompts, from its checkpoints, made by the workers that train (`actors.run.asides`).
 
-Every prompt is an aside with a name; its file appears when it is made, the contact sheet with the last one. What the
-workers have no room for, and a model of two experts, is made by a Ray task of its own instead.
+Every prompt is an aside with a name; its file appears when it is made, the contact sheet with the last one. A clip that
+takes more memory than the workers have, and those of a model of which they hold one expert of two, are made by a Ray
+task of its own instead, which waits for a GPU that no worker holds.
 """
 
 from __future__ import annotations
@@ -68,6 +69,10 @@ class LiveSamples:
     def share(self) -> float:
         return self._given.sample.share
 
+    @property
+    def expected(self) -> bool:
+        return bool(self._every) and not self._config.model.dit.lacks_expert
+
     def wanted(self) -> list[LiveClip]:
         found, self._wanted = self._wanted, []
         return found
@@ -87,8 +92,8 @@ class LiveSamples:
         self._wanted = []
         if not report.no_room:
             return SamplesFailed(step=step, why=report.failed)
-        self._start_task()
-        return SamplesFailed(step=step, why=f"by the run's workers: {report.failed} A task of its own makes them")
+        when = "" if self._start_task() else " once the run has ended, as its workers hold all GPUs"
+        return SamplesFailed(step=step, why=f"by the run's workers: {report.failed} A task of its own makes them{when}")
 
     def dropped(self) -> Container[str]:
         """The others of a round of which one has failed."""
@@ -125,7 +130,7 @@ class LiveSamples:
         if self._round is not None or (self._running is not None and not self._collect(self._running, 0.0)):
             log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
             return
-        if self._config.model.dit.two_experts:
+        if self._config.model.dit.lacks_expert:
             self._start_task()
             return
         try:
@@ -181,16 +186,37 @@ class LiveSamples:
 
     # -- the task ----------------------------------------------------------------------------------------------------
 
-    def _start_task(self) -> None:
-        """Where the workers use GPUs it asks for one, too: it waits for one that no worker holds."""
+    def note_what_waits(self) -> None:
+        """Says at the start of a run when its samples wait for its end."""
+        from actors.pool.workers import uses_gpu
+        from actors.ray_calls import resources
+
+        if not (self._every and self._config.model.dit.lacks_expert and uses_gpu(self._config.workers)):
+            return
+        gpus, workers = resources(free=False).get("GPU", 0.0), self._config.workers.max
+        if gpus <= workers:
+            log.warning(
+                "samples of this run are made when it has ended: it trains one of two experts, so they take a GPU "
+                "beside its up to %d workers, and the cluster has %g; add a GPU, lower workers.max, or train both "
+                "(model.dit.expert: both)",
+                workers,
+                gpus,
+            )
+
+    def _start_task(self) -> bool:
+        """Where the workers use GPUs it asks for one, too: it waits for one that no worker holds. Returns whether one
+        is free now."""
         import ray
 
         from actors.pool.workers import uses_gpu
+        from actors.ray_calls import resources
 
         gpu = uses_gpu(self._config.workers)
+        free = not gpu or resources(free=True).get("GPU", 0.0) >= 1
         task = ray.remote(make).options(num_cpus=0.1, num_gpus=1 if gpu else 0, max_retries=0)
         # without a GPU of its own it would still see those of the node
         self._running = task.remote(str(self._run_dir), "cuda" if gpu else "cpu")
+        return free
 
     def _collect(self, running: ObjectRef[list[str]], timeout_s: float) -> bool:
         """Whether the running task has ended; its failure is logged, it never ends the run."""

@@ -14,7 +14,8 @@ from actors.state.checkpoint_files import model_state
 from actors.worker.loading import Modules
 from app.drawing.video import sheet_frames
 from app.sampling.clips import ClipSettings, make_clips
-from app.sampling.model import Model
+from app.sampling.model import Model, by_noise
+from app.sampling.prompts import encode_prompts
 from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.weights import check_state
@@ -45,24 +46,26 @@ class LiveClip:
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
+        high, low = by_noise(modules.config.dit, modules.dit)
         model = Model(
-            dit=modules.dit,
-            low=None,
+            dit=high,
+            low=low,
             vae=modules.vae,
-            text=modules.text,
-            image=modules.image,
             geometry=modules.geometry,
             config=replace(self.config, model=modules.config),
             step=self.step,
             device=device,
         )
-        told = ClipSettings.of(model.config)
-        settings = replace(told, seed=told.seed + self.number)
+        of_run = ClipSettings.of(model.config)
+        settings = replace(of_run, seed=of_run.seed + self.number)
         last = settings.sampler.steps
         before("prompt")
         prompts = (self.config.sample.prompts[self.number],)
+        told = encode_prompts(
+            modules.text, modules.image, modules.config, prompts, settings.negative_prompt, self.first
+        )
         # The decode is one piece: its tiles are too large to stay on a GPU while cascades run.
         (video,) = make_clips(
-            model, prompts, settings, self.first, progress=lambda done: before("denoise" if done < last else "decode")
+            model, told, settings, self.first, progress=lambda done: before("denoise" if done < last else "decode")
         )
         return MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video))

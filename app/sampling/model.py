@@ -1,15 +1,20 @@
-"""A trained model with its encoders and codec: of a checkpoint, of a run, or of an exported folder."""
+"""A trained model that makes clips, and the encoders of its prompts: of a checkpoint, of a run, or of a folder."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from actors.config import TrainConfig
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.device.choice import pick_device
+from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
@@ -19,9 +24,7 @@ from ops.models.base.vae import VAE
 from ops.models.config import ModelConfig
 from ops.models.experts import transformers
 from ops.models.folders import resolve
-from ops.models.image import ImageEncoder
 from ops.models.load import build_dit, build_image, build_text, build_vae
-from ops.models.text import TextEncoder
 from ops.models.weights import check_state
 from ops.sampling import LowNoiseExpert
 from ops.typed import ConfigError, build, parse
@@ -29,45 +32,112 @@ from ops.typed import ConfigError, build, parse
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A checkpoint's modules, on one device, and the run they come from. With `low`, `dit` is for high noise."""
+    """What makes clips of encoded prompts, on one device, and the run it comes from. With `low`, `dit` is for high
+    noise."""
 
     dit: nn.Module
     low: LowNoiseExpert | None
     vae: VAE
-    text: TextEncoder
-    image: ImageEncoder | None
     geometry: Geometry
     config: RunConfig
     step: int
     device: torch.device
 
 
-def load_model(path: Path, *, ema: bool = True, device: str = "auto", other: Path | None = None) -> Model:
-    """The modules of a checkpoint (or of the latest one of a run), with its EMA weights where it has them.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedModel:
+    """A checkpoint or folder that clips are to be made of: its settings are read, its weights once they are asked for.
+
+    Large encoders and transformers need not fit into a device's memory together:
+
+    saved = saved_model(Path("runs/demo"))
+    told = saved.encode(prompts, negative="", first=())       # the encoders come and go
+    model = saved.load()
+    """
+
+    trained: Path | None  # a checkpoint; None: the folders of `config` hold all weights
+    other: Path | None  # a checkpoint of the other expert
+    ema: bool
+    config: RunConfig  # its model resolved
+    geometry: Geometry
+    step: int
+    device: str  # "auto", "cpu" or "cuda": of the process that loads
+
+    def at_rate(self, fps: float) -> SavedModel:
+        """The same with this frame rate (1/s) for a transformer that takes one."""
+        model = self.config.model
+        return replace(self, config=replace(self.config, model=replace(model, dit=model.dit.at_rate(fps))))
+
+    def encode(self, prompts: Sequence[str], negative: str, first: Sequence[np.ndarray] = ()) -> EncodedPrompts:
+        """By the encoders, of which nothing is left on the device afterwards."""
+        model, target = self.config.model, pick_device(self.device)
+        text = build_text(model.text, target)
+        image = build_image(model.image, target) if len(first) else None
+        told = encode_prompts(text, image, model, prompts, negative, first)
+        del text, image
+        release_memory(target)
+        return told
+
+    def load(self) -> Model:
+        """The transformer and the VAE, frozen; the transformer straight in the precision that it multiplies in."""
+        target, train = pick_device(self.device), self.config.train
+        dtype = weights_dtype(train, target)
+        config = replace(self.config, model=_for_device(self.config, target))
+        trained = config.model.dit
+        dit = build_dit(replace(trained, lora_from=None) if self.trained else trained, train.seed, dtype, target)
+        if self.trained is not None:
+            put_weights(dit, model_state(self.trained, self.ema), str(self.trained))
+        other = _other_expert(trained, self.other, self.ema, dtype, target)
+        high, low = by_noise(trained, dit, other)
+        for module in (high, *([low.dit] if low else [])):
+            module.eval().requires_grad_(False)  # or autocast keeps copies of what it casts
+        return Model(
+            dit=high,
+            low=low,
+            vae=build_vae(config.model.vae, target),
+            geometry=self.geometry,
+            config=config,
+            step=self.step,
+            device=target,
+        )
+
+
+def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Path | None = None) -> SavedModel:
+    """A checkpoint, the latest one of a run, an exported folder or a published pipeline. With `ema` a checkpoint's
+    averaged weights, where it has them.
 
     `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
     """
     if is_folder(path):
-        return _load_folder(path, device)
-    folder = checkpoint_folder(path)
-    meta, _ = load(folder)
-    config = run_config(meta, folder)
-    target = pick_device(device)
-    resolved, geometry = _for_device(config, config.model, target)
-    dit = build_dit(replace(resolved.dit, lora_from=None), config.train.seed)
-    put_weights(dit, model_state(folder, ema), str(folder))
-    high, low = _experts(resolved.dit, dit.eval().to(target), _other_expert(resolved.dit, other, ema), target)
-    return Model(
-        dit=high,
-        low=low,
-        vae=build_vae(resolved.vae, target),
-        text=build_text(resolved.text, target),
-        image=build_image(resolved.image, target),
-        geometry=geometry,
+        trained, step, config = None, 0, _folder_run(path, device)
+    else:
+        trained = checkpoint_folder(path)
+        meta, _ = load(trained)
+        step, config = int(meta["step"]), run_config(meta, trained)
+    resolved, geometry = resolve(config.model)
+    return SavedModel(
+        trained=trained,
+        other=other,
+        ema=ema,
         config=replace(config, model=resolved),
-        step=int(meta["step"]),
-        device=target,
+        geometry=geometry,
+        step=step,
+        device=device,
     )
+
+
+def weights_dtype(train: TrainConfig, device: torch.device) -> torch.dtype:
+    """What a transformer's weights are read in to sample. Where all their products are in bfloat16 on a GPU, copies of
+    them in fp32 would be read for nothing, and those of large models fit no GPU."""
+    half = "bfloat16" in (train.autocast, train.parameter_dtype) and device.type == "cuda"
+    return torch.bfloat16 if half else torch.float32
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what dropped modules held."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def checkpoint_folder(path: Path) -> Path:
@@ -90,18 +160,9 @@ def one_checkpoint(path: Path) -> Path:
     return (path if is_folder(path) else checkpoint_folder(path)).resolve()
 
 
-def config_of(path: Path, device: str = "auto") -> tuple[RunConfig, Geometry]:
-    """The run of a checkpoint, an exported folder or a published pipeline, its model resolved, without its weights."""
-    if is_folder(path):
-        config = _folder_run(path, device)
-    else:
-        folder = checkpoint_folder(path)
-        config = run_config(load(folder)[0], folder)
-    resolved, geometry = resolve(config.model)
-    return replace(config, model=resolved), geometry
-
-
-def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Module | None:
+def _other_expert(
+    trained: DiTConfig, other: Path | None, ema: bool, dtype: torch.dtype, device: torch.device
+) -> nn.Module | None:
     """The transformer for the noise levels that the trained one is not for. Raises ConfigError where it is nowhere."""
     if not trained.lacks_expert:
         if other is not None:
@@ -115,7 +176,7 @@ def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Modul
                 f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
                 f"--other, a run of the other one."
             )
-        return build_dit(replace(wanted, lora_rank=0, lora_from=None), 0)
+        return build_dit(replace(wanted, lora_rank=0, lora_from=None), 0, dtype, device)
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
@@ -124,21 +185,21 @@ def _other_expert(trained: DiTConfig, other: Path | None, ema: bool) -> nn.Modul
             f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
             f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
         )
-    module = build_dit(replace(dit, lora_from=None), config.train.seed)
+    module = build_dit(replace(dit, lora_from=None), config.train.seed, dtype, device)
     put_weights(module, model_state(folder, ema), str(folder))
     return module
 
 
-def _experts(
-    trained: DiTConfig, dit: nn.Module, other: nn.Module | None, device: torch.device
+def by_noise(
+    trained: DiTConfig, dit: nn.Module, other: nn.Module | None = None
 ) -> tuple[nn.Module, LowNoiseExpert | None]:
-    """(for high noise, for low), or the one transformer and nothing."""
+    """(for high noise, for low), or the one transformer and nothing: of a pair that was trained, or of one and the
+    `other`."""
     if len(trained.experts) > 1:
         first, second = transformers(dit)
         return first, LowNoiseExpert(second, trained.experts[0].sigmas[0])
     if other is None:
         return dit, None
-    other = other.eval().to(device)
     low, high = trained.sigmas
     return (dit, LowNoiseExpert(other, low)) if high == 1.0 else (other, LowNoiseExpert(dit, high))
 
@@ -157,26 +218,6 @@ def _folder_run(folder: Path, device: str) -> RunConfig:
     return replace(config, model=_export_model(config, folder))
 
 
-def _load_folder(folder: Path, device: str) -> Model:
-    """The modules of such a folder. What an exported one does not hold (the haar codec, a random encoder) is built from
-    its config."""
-    config, target = _folder_run(folder, device), pick_device(device)
-    resolved, geometry = _for_device(config, config.model, target)
-    dit = build_dit(resolved.dit, config.train.seed).eval().to(target)
-    high, low = _experts(resolved.dit, dit, _other_expert(resolved.dit, None, True), target)
-    return Model(
-        dit=high,
-        low=low,
-        vae=build_vae(resolved.vae, target),
-        text=build_text(resolved.text, target),
-        image=build_image(resolved.image, target),
-        geometry=geometry,
-        config=replace(config, model=resolved),
-        step=0,
-        device=target,
-    )
-
-
 def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
     """The modules of the config, from the folder where it holds them."""
     model, here = config.model, str(folder.resolve())
@@ -189,16 +230,16 @@ def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
     )
 
 
-def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
-    """The resolved model. An attention backend that this device lacks becomes `auto`, and a note says so."""
-    resolved, geometry = resolve(model)
+def _for_device(config: RunConfig, device: torch.device) -> ModelConfig:
+    """The model of a run. An attention backend that this device lacks becomes `auto`, and a note says so."""
+    model = config.model
     dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
     try:
-        check_backend(resolved.dit.attention, device, dtype, resolved.dit.head_dim, training=False)
+        check_backend(model.dit.attention, device, dtype, model.dit.head_dim, training=False)
     except ValueError as error:
         print(f"note: {error} Sampling uses auto.")
-        resolved = replace(resolved, dit=replace(resolved.dit, attention="auto"))
-    return resolved, geometry
+        return replace(model, dit=replace(model.dit, attention="auto"))
+    return model
 
 
 def run_config(meta: dict[str, object], folder: Path) -> RunConfig:

@@ -2,8 +2,8 @@
 
     heddle sample --checkpoint runs/demo --prompt "a red circle moving up on a black background" --out red.mp4
 
-The functions behind it make the samples of a running or finished training: `load_model` once, `make_clips` as often as
-wanted, `write_clips` for the files.
+The functions it calls make the samples of a running or finished training, too: `saved_model` reads its settings,
+`clips_of` makes clips, `write_clips` their files.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, first_frames, make_clips, write_clips
-from app.sampling.model import checkpoint_folder, config_of, is_folder, load_model, one_checkpoint
+from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
+from app.sampling.model import checkpoint_folder, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
-from ops.models.config import TextConfig
-from ops.models.load import token_counter
+from app.settings.prompts import prompt_notes
+from app.settings.sections import LongPrompts
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
 
@@ -31,6 +31,7 @@ def run(
     other: Path | None = None,
     ema: bool = True,
     device: str = "auto",
+    long_prompts: LongPrompts | None = None,
     crew: Crew | None = None,
 ) -> list[Path]:
     """Body of the command. Prompts and settings that are not given are those of the run. Returns the files written.
@@ -49,7 +50,8 @@ def run(
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
     _writable(out)
-    config, geometry = config_of(checkpoint, device)
+    saved = saved_model(checkpoint, ema=ema, device=device, other=other)
+    config, geometry = saved.config, saved.geometry
     for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
         print(f"note: {note}")
     if config.model.dit.images_only and changes.frames not in (None, 1):
@@ -64,17 +66,22 @@ def run(
             f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "
             f"transformer for all noise levels; leave it out."
         )
-    prompts = prompts or config.sample.prompts
+    prompts, rule = prompts or config.sample.prompts, long_prompts or config.sample.long_prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
     settings = ClipSettings.of(config).changed(changes)
+    if (saved := saved.at_rate(settings.fps)).config != config:
+        config = saved.config
+        print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
     try:
         geometry.token_grid(settings.frames, settings.height, settings.width)
     except ValueError as error:
         size = f"{settings.frames} x {settings.height} x {settings.width}"
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
     first = first_frames(config, prompts, settings, images, "--image")
-    for note in empty_prompts(prompts) + cut_prompts([*prompts, settings.negative_prompt], config.model.text):
+    notes = prompt_notes(prompts, config.model.text, rule)
+    notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []
+    for note in notes:
         print(f"note: {note}")
     if crew is not None:
         order = ClipOrder(
@@ -90,31 +97,10 @@ def run(
         files = crew(order)
         print(*files, sep="\n")
         return files
-    model = load_model(checkpoint, ema=ema, device=device, other=other)
-    videos = make_clips(model, prompts, settings, first)
-    files = write_clips(out, videos, prompts, settings.fps)
+    files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
     for file in files:
         print(file)
     return files
-
-
-def empty_prompts(prompts: Sequence[str]) -> list[str]:
-    """A sentence where prompts have no text, numbered from 0 as the files of their clips."""
-    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
-    if not empty:
-        return []
-    what = f"prompts {', '.join(empty)} are" if len(empty) > 1 else f"prompt {empty[0]} is"
-    return [f"{what} empty: their clips are what the model makes without any text."]
-
-
-def cut_prompts(prompts: Sequence[str], text: TextConfig) -> list[str]:
-    """A sentence for each prompt of which the text encoder sees only the beginning."""
-    count = token_counter(text)
-    return [
-        f"prompt {prompt[:40]!r}... has {tokens} tokens; those beyond model.text.max_length {text.max_length} are cut."
-        for prompt in dict.fromkeys(prompts)
-        if (tokens := count(prompt)) > text.max_length
-    ]
 
 
 def _writable(out: Path) -> None:

@@ -1,8 +1,9 @@
 """`heddle sample --workers N`: many prompts on many workers, or every clip by all of them together.
 
-Workers are Ray actors that load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free;
-one that dies gives its prompts back and is replaced. Together, all denoise every clip as one bag (Ulysses) and decode
-its tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
+Workers are Ray actors. The first of them encodes all prompts before any weights of the transformer are there; then all
+load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free; one that dies gives its
+prompts back and is replaced. Together, all denoise every clip as one bag or two (`app.sampling.ways`) and decode its
+tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
 prompt and seed alone, to rounding, so it does not matter who makes it.
 
 Every finished clip is a file and a line in STEM.clips.jsonl; the same command continues after whatever stopped it.
@@ -17,23 +18,32 @@ import os
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from actors.ray_calls import node_address, resources
+from app.device.choice import device_name
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
-from app.sampling.model import load_model
+from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.occupancy import Occupancy
-from ops.models.base.config import DiTConfig
-from ops.sampling import SamplerConfig
+from app.sampling.prompts import EncodedPrompts, PromptRows
+from app.sampling.ways import BagWay, Halves, cheapest_way
+from ops.comm import Group
 from ops.typed import ConfigError
 from ops.waiting import GroupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from actors.plan.costs.profile import Profile
+    from app.settings.config import RunConfig
+    from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +51,10 @@ MAX_LOSSES = 3  # of workers while they make one prompt; then it is the prompt t
 START_S = 900.0  # a worker's process and weights may take this long
 _LOOK_S = 5.0
 _COLLECTIVE_S = 600.0
+
+
+class CrewError(RuntimeError):
+    """Workers that make clips have died, or do not answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +66,7 @@ class ClipJob:
     ema: bool
     device: str
     settings: ClipSettings
+    halves: Halves = "auto"  # of workers that make each clip together: "auto", by what it costs
 
     @staticmethod
     def of(order: ClipOrder, device: str) -> ClipJob:
@@ -64,10 +79,9 @@ class ClipJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipWork:
-    """Neighbouring prompts for a worker, and the pictures that their clips start from, if any."""
+    """Which neighbouring prompts a worker makes, and the pictures that their clips start from, if any."""
 
     number: int  # of the first of them
-    prompts: tuple[str, ...]
     first: tuple[np.ndarray, ...] = ()
 
 
@@ -148,17 +162,22 @@ class ClipWorker:
     """The actor: a checkpoint's modules on one device."""
 
     def __init__(self) -> None:
-        self._model: Any = None
+        self._model: Model | None = None
         self._job: ClipJob | None = None
-        self._group: Any = None
-        self._half: Any = None
+        self._group: Group | None = None
+        self._half: Group | None = None
         self._store: Any = None
 
+    def encode(self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray] = ()) -> Iterator[PromptRows]:
+        """The negative prompt, then all prompts in their order: by one worker for all, before it loads the model.
+        Raises what `saved_model` raises."""
+        told = _saved(job).encode(prompts, job.settings.negative_prompt, first)
+        for rows in (told.negative, *told.prompts):  # noqa: UP028  (Ray drives no `yield from`)
+            yield rows
+
     def load(self, job: ClipJob) -> None:
-        """Raises what `load_model` raises."""
-        other = None if job.other is None else Path(job.other)
-        self._job = job
-        self._model = load_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+        """Raises what `saved_model` raises."""
+        self._job, self._model = job, _saved(job).load()
 
     def serve(self) -> tuple[str, int]:
         """Where the others of a bag meet: a store in this process."""
@@ -168,61 +187,64 @@ class ClipWorker:
         self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         return host, self._store.port
 
-    def join(self, rank: int, size: int, host: str, port: int) -> None:
-        """Be one rank of a bag of all workers, and of the half of it that computes one branch of guidance; all call it
-        at once."""
+    def way(self, workers: int) -> BagWay:
+        """How `workers` like this one make each clip together. One of them says it, and all do it."""
+        assert self._job is not None and self._model is not None, "load comes first"
+        model = self._model
+        profile = profile_for(model.config, model.geometry, model.device)
+        return cheapest_way(workers, model.config.model, self._job.settings, model.geometry, profile, self._job.halves)
+
+    def join(self, rank: int, way: BagWay, host: str, port: int) -> None:
+        """Be one rank of a bag of all that make clips, and of the half of it that computes one branch of guidance; all
+        call it at once."""
         import torch.distributed as dist
 
-        from actors.planning.options import flop_profile
         from ops.groups import Groups
         from ops.models.experts import slice_by
         from ops.waiting import CancelToken
 
+        assert self._model is not None, "load comes first"
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
         backend = "nccl" if self._model.device.type == "cuda" else "gloo"
         address = node_address()
-        members = tuple(range(size))
+        members = tuple(range(way.workers))
         groups = Groups(store, rank, members, backend, 0, _COLLECTIVE_S, CancelToken(), address)
         self._group = groups.get(members)
-        assert self._job is not None, "load comes first"
-        model = self._model.config.model
-        if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
-            device = "H100" if self._model.device.type == "cuda" else "cpu"
-            slice_by(self._model.dit, flop_profile(model, self._model.geometry, device).slice_rates())
-        if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
-            middle = size // 2
-            self._half = groups.get(members[:middle] if rank < middle else members[middle:])
+        slice_by(self._model.dit, way.rates)
+        if way.bags == 2:
+            self._half = groups.get(members[: way.size] if rank < way.size else members[way.size :])
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        """In a bag all call it at once, and rank 0 returns the clips."""
-        assert self._job is not None, "load comes first"
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        """Clips of prompts that have been encoded. In a bag all call it at once, and rank 0 returns the clips."""
+        assert self._job is not None and self._model is not None, "load comes first"
         begin = time.perf_counter()
-        told, train = self._job.settings, self._model.config.train
+        given, train = self._job.settings, self._model.config.train
         # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
-        sampler = replace(told.sampler, autocast=train.autocast == "bfloat16")
-        settings = replace(told, seed=told.seed + work.number, sampler=sampler)
-        videos = make_clips(self._model, work.prompts, settings, work.first, group=self._group, half=self._half)
+        sampler = replace(given.sampler, autocast=train.autocast == "bfloat16")
+        settings = replace(given, seed=given.seed + work.number, sampler=sampler)
+        prompts = EncodedPrompts(prompts=told, negative=negative)
+        videos = make_clips(self._model, prompts, settings, work.first, group=self._group, half=self._half)
         made = [MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video)) for video in videos]
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 
 
-def in_halves(workers: int, dit: DiTConfig, sampler: SamplerConfig) -> bool:
-    """Whether workers that make each clip together are two bags, for guidance's two branches: as much is computed as by
-    one bag, and exchanges have half the ends."""
-    return sampler.is_guided and not dit.takes_guidance and workers % 2 == 0
+def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> Profile:
+    """Costs of a run's model on a device: the run's own profile where it is of this one, else by its FLOPs."""
+    from actors.plan.types import PlanError
+    from actors.planning.options import flop_profile, profile_of
+
+    name = device_name(device) if device.type == "cuda" else "cpu"
+    try:
+        return profile_of(config.planner, config.model, geometry, name)
+    except (OSError, PlanError) as error:  # of a file that is not here, or of other workers
+        log.info("%s", error)
+        return flop_profile(config.model, geometry, name)
 
 
-def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
-    """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
-    if not dit.spatial_temporal:
-        return
-    frames, positions = grid[0], grid[1] * grid[2]
-    most = max(frames, positions) * (2 if in_halves(workers, dit, sampler) else 1)
-    if workers > most:
-        raise ConfigError(
-            f"--workers {workers} --together: a clip has {frames} frames of {positions} positions, which are dealt "
-            f"to at most {most} workers here. Use {most} or fewer, or larger clips."
-        )
+def _saved(job: ClipJob) -> SavedModel:
+    other = None if job.other is None else Path(job.other)
+    saved = saved_model(Path(job.checkpoint), ema=job.ema, device=job.device, other=other)
+    return saved.at_rate(job.settings.fps)
 
 
 def mp4_of(video: np.ndarray, fps: float) -> bytes:
@@ -248,8 +270,8 @@ def spread(
     """Makes what is missing of the prompts' clips on the Ray that this process has joined; returns the files: the clips
     in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once.
 
-    Raises ConfigError where the cluster has no room for so many workers, and what a worker raised. What is finished
-    stays, and the same call continues.
+    Raises ConfigError where the cluster has no room for so many workers, what a worker raised, and CrewError. What is
+    finished stays, and the same call continues.
     """
     files, sheet = clip_files(out, len(prompts))
     record = ClipRecord(sheet.with_name(f"{sheet.stem}.clips.jsonl"), job, prompts, first)
@@ -259,10 +281,6 @@ def spread(
     shown = {index: sheet_frames(read_mp4(files[index])) for index in finished}
     queue = PromptQueue(len(prompts), finished, 1 if together else batch)
     begin = time.monotonic()
-
-    def work_of(chunk: Sequence[int]) -> ClipWork:
-        pictures = tuple(first[index] for index in chunk) if first else ()
-        return ClipWork(number=chunk[0], prompts=tuple(prompts[index] for index in chunk), first=pictures)
 
     def keep(chunk: Sequence[int], clips: Sequence[MadeClip]) -> None:
         for index, clip in zip(chunk, clips, strict=True):
@@ -279,10 +297,12 @@ def spread(
         if queue.unfinished < workers and not together:
             tell(f"note: {queue.unfinished} prompt(s) to make: as many of the {workers} workers start")
         crew = _Crew(job, worker_class, workers if together else min(workers, queue.unfinished))
+        wanted = [index for index in range(len(prompts)) if index not in finished]
         try:
+            orders = _Orders.encoded(crew, prompts, first, wanted)
             if together:
-                _make_together(crew, queue, work_of, keep)
-            elif line := _make_apart(crew, queue, work_of, keep).summary():
+                _make_together(crew, queue, orders, keep, tell)
+            elif line := _make_apart(crew, queue, orders, keep, tell).summary():
                 tell(line)
         finally:
             crew.close()
@@ -295,7 +315,7 @@ def spread(
 
 
 class _Crew:
-    """The actors of a job."""
+    """The actors of a job: their processes start with it."""
 
     def __init__(self, job: ClipJob, worker_class: type, size: int) -> None:
         import ray
@@ -308,16 +328,39 @@ class _Crew:
         if have < size:
             raise ConfigError(f"--workers {size} need a {kind} each, and this Ray has {have:g}; use at most {have:g}.")
         options = {"num_cpus": 1, "num_gpus": 1 if self._gpu else 0, "max_restarts": 0}
+        # without a GPU of its own a worker would still see those of the node
+        self._job = replace(job, device="cuda" if self._gpu else "cpu")
         self._actor: Any = ray.remote(worker_class).options(**options)
-        self.members: list[Any] = []
+        self._unused: list[Any] = [self._actor.remote() for _ in range(size)]  # of the members: they have no task yet
+        self.members: list[Any] = list(self._unused)
+
+    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray]) -> list[Any]:
+        """References to the rows of the negative prompt and of all prompts, by the first member, which loads the model
+        afterwards. They are this process's own: no worker's end loses them."""
+        import ray
+
+        stream = self._unused[0].encode.options(num_returns="streaming").remote(self._job, prompts, first)
+        rows: list[Any] = []
+        while len(rows) <= len(prompts):
+            ready, _ = ray.wait([stream], timeout=START_S, fetch_local=False)
+            if not ready:
+                raise CrewError(f"the prompts are not encoded after {START_S:.0f} s.")
+            try:
+                rows.append(ray.put(ray.get(next(stream))))
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None
+            except ray.exceptions.RayActorError as error:
+                raise CrewError(f"a worker died while it encoded the prompts: {_line(error)}") from None
+        return rows
 
     def start(self) -> tuple[Any, Any]:
         """(a new worker, its loading under way)"""
-        # without a GPU of its own a worker would still see those of the node
-        job = replace(self.job, device="cuda" if self._gpu else "cpu")
-        handle = self._actor.remote()
-        self.members.append(handle)
-        return handle, handle.load.remote(job)
+        if self._unused:
+            handle = self._unused.pop(0)
+        else:
+            handle = self._actor.remote()
+            self.members.append(handle)
+        return handle, handle.load.remote(self._job)
 
     def close(self) -> None:
         import ray
@@ -325,25 +368,50 @@ class _Crew:
         for handle in self.members:
             ray.kill(handle)
         self.members.clear()
+        self._unused.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """All that is to be made, encoded."""
+
+    prompts: Sequence[str]
+    first: Sequence[np.ndarray]
+    negative: Any  # references to PromptRows, which Ray's own types do not say
+    rows: dict[int, Any]  # by number of the prompt
+
+    @staticmethod
+    def encoded(crew: _Crew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> _Orders:
+        """With the prompts of these numbers."""
+        pictures = [first[index] for index in wanted] if first else []
+        negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
+        return _Orders(prompts, first, negative, dict(zip(wanted, rows, strict=True)))
+
+    def of(self, chunk: Sequence[int]) -> tuple[Any, ...]:
+        """What `ClipWorker.make` is called with."""
+        pictures = tuple(self.first[index] for index in chunk) if self.first else ()
+        return ClipWork(number=chunk[0], first=pictures), self.negative, *(self.rows[index] for index in chunk)
 
 
 def _make_apart(
     crew: _Crew,
     queue: PromptQueue,
-    work_of: Callable[[Sequence[int]], ClipWork],
+    orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
+    tell: Callable[[str], None],
 ) -> Occupancy:
     import ray
 
     started, occupancy = time.monotonic(), Occupancy()
     idle: list[Any] = []
     busy: dict[Any, tuple[Any, list[int]]] = {}  # answer that is awaited -> its worker, its chunk (none: it loads)
+    loading = crew.size
 
     def employ(handle: Any) -> None:
         chunk = queue.take(crew.size)
         occupancy.given_out(queue.waits, time.monotonic())
         if chunk:
-            busy[handle.make.remote(work_of(chunk))] = (handle, chunk)
+            busy[handle.make.remote(*orders.of(chunk))] = (handle, chunk)
         else:
             idle.append(handle)
 
@@ -357,15 +425,15 @@ def _make_apart(
         ready, _ = ray.wait(list(busy), timeout=_LOOK_S)
         if not ready:
             if time.monotonic() - started > START_S and not any(chunk for _, chunk in busy.values()):
-                raise TimeoutError(f"no worker has loaded {crew.job.checkpoint} within {START_S:.0f} s.")
+                raise CrewError(f"no worker has loaded {crew.job.checkpoint} within {START_S:.0f} s.")
             continue
         handle, chunk = busy.pop(ready[0])
         try:
             clips = ray.get(ready[0])
         except ray.exceptions.RayActorError as error:
             if not chunk:  # it died before it could be asked: its replacement would, too
-                raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), work_of, error)
+                raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
+            _give_up(queue.lose(chunk), orders.prompts, error)
             occupancy.given_out(queue.waits, time.monotonic())
             occupancy.died(handle)
             log.warning("a worker died with prompts %s; another one makes them", chunk)
@@ -381,6 +449,9 @@ def _make_apart(
             occupancy.answered(handle, sum(clip.seconds for clip in clips), time.monotonic())
         else:
             occupancy.ready(handle, time.monotonic())
+            loading -= 1
+            if not loading:
+                tell(f"note: {crew.size} worker(s) have loaded the model")
         employ(handle)  # before its clips are written: it need not wait for the disk
         if chunk:
             keep(chunk, clips)
@@ -391,18 +462,19 @@ def _make_apart(
 def _make_together(
     crew: _Crew,
     queue: PromptQueue,
-    work_of: Callable[[Sequence[int]], ClipWork],
+    orders: _Orders,
     keep: Callable[[Sequence[int], Sequence[MadeClip]], None],
+    tell: Callable[[str], None],
 ) -> None:
     import ray
 
     while queue.unfinished:
         chunk: list[int] = []
         try:
-            _form(crew)
+            members = _form(crew, tell)
             while queue.unfinished:
                 chunk = queue.take(crew.size)
-                answers = [handle.make.remote(work_of(chunk)) for handle in crew.members]
+                answers = [handle.make.remote(*orders.of(chunk)) for handle in members]
                 keep(chunk, _first_of(answers))
                 queue.finish(chunk)
             return
@@ -410,11 +482,11 @@ def _make_together(
             # what is not an exchange that failed is a fault of its own: it would come again
             if not isinstance(error.cause, GroupError | TimeoutError) or not _somebody_died(crew):
                 raise error.cause from None
-            _give_up(queue.lose(chunk), work_of, error)
+            _give_up(queue.lose(chunk), orders.prompts, error)
         except ray.exceptions.RayActorError as error:
             if not chunk:
-                raise RuntimeError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), work_of, error)
+                raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
+            _give_up(queue.lose(chunk), orders.prompts, error)
         log.warning("a worker died with prompts %s; all start again", chunk)
         crew.close()
 
@@ -431,14 +503,32 @@ def _first_of(answers: Sequence[Any]) -> Any:
     return ray.get(answers[0])
 
 
-def _form(crew: _Crew) -> None:
-    """Workers that have loaded the job and are one bag."""
+def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
+    """Workers that have loaded the job and are one bag, or two. One more may have no place in them."""
+    _answers(crew, [crew.start()[1] for _ in range(crew.size)], START_S, "loaded the model")
+    first = crew.members[0]
+    (way,) = _answers(crew, [first.way.remote(crew.size)], START_S, "said what a clip costs")
+    ((host, port),) = _answers(crew, [first.serve.remote()], _COLLECTIVE_S, "opened a port")
+    members = crew.members[: way.workers]
+    joins = [handle.join.remote(rank, way, host, port) for rank, handle in enumerate(members)]
+    _answers(crew, joins, _COLLECTIVE_S, "met the others")
+    left = crew.size - way.workers
+    tell(f"note: each clip is made by {way.describe()}{f'; {left} worker is left over' if left else ''}")
+    return members
+
+
+def _answers(crew: _Crew, calls: Sequence[Any], patience_s: float, what: str) -> list[Any]:
+    """Of calls to workers. Raises what any of them has raised, at once, and CrewError, naming who has not answered."""
     import ray
 
-    ray.get([crew.start()[1] for _ in range(crew.size)], timeout=START_S)
-    host, port = ray.get(crew.members[0].serve.remote(), timeout=_COLLECTIVE_S)
-    joins = [handle.join.remote(rank, crew.size, host, port) for rank, handle in enumerate(crew.members)]
-    ray.get(joins, timeout=_COLLECTIVE_S)
+    waiting, until = list(calls), time.monotonic() + patience_s
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        if not done:
+            late = ", ".join(str(calls.index(one)) for one in waiting)
+            raise CrewError(f"worker(s) {late} of {crew.size} have not {what} within {patience_s:.0f} s.")
+        ray.get(done)
+    return list(ray.get(list(calls)))
 
 
 def _somebody_died(crew: _Crew) -> bool:
@@ -453,11 +543,10 @@ def _somebody_died(crew: _Crew) -> bool:
     return False
 
 
-def _give_up(hopeless: Sequence[int], work_of: Callable[[Sequence[int]], ClipWork], error: Exception) -> None:
+def _give_up(hopeless: Sequence[int], prompts: Sequence[str], error: Exception) -> None:
     if hopeless:
-        (prompt,) = work_of(hopeless[:1]).prompts
-        raise RuntimeError(
-            f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompt!r}): "
+        raise CrewError(
+            f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
             f"{_line(error)} Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )
 

@@ -85,7 +85,7 @@ def names() -> Names:
 
 def check(config: RunConfig) -> None:
     """The rules between two sections. Raises ConfigError for the first that does not hold."""
-    check_frame_rate(config.model, config.data)
+    check_frame_rate(config.model, config.data, config.sample)
     check_images(config.model, config.data, config.sample)
     check_degrees(config.model, config.planner, config.workers)
     check_schedule(config.train)

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import fields
 
 from app.settings.config import RunConfig
+from app.settings.prompts import prompt_notes
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
@@ -26,6 +27,19 @@ def notes(config: RunConfig) -> list[str]:
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
     return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
+
+
+def sample_notes(config: RunConfig) -> list[str]:
+    """The same of the prompts of samples that are made during training. Raises ConfigError for one that is too long
+    where those are refused."""
+    sample = config.sample
+    if not (sample.every and sample.prompts):
+        return []
+    try:
+        text = resolve(config.model)[0].text
+    except (OSError, ValueError):  # the start refuses such a folder with the reason
+        return []
+    return prompt_notes(sample.prompts, text, sample.long_prompts)
 
 
 def _least_tokens(model: ModelConfig) -> int:

@@ -1,10 +1,15 @@
-"""Prompts from a text file, one on each line."""
+"""Prompts: from a text file, one on each line; and what is to be said of them before clips are made."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from app.settings.sections import LongPrompts
+from ops.models.config import TextConfig
 from ops.typed import ConfigError, Node
+
+_MARKS = 8  # tokens that an encoder adds to those of a text, at most
 
 
 def read_prompts(path: Path, setting: str = "--prompts") -> list[str]:
@@ -36,3 +41,38 @@ def with_prompts_of_file(config: Node) -> Node:
     lines = [Node(line, given.where) for line in read_prompts(Path(given.value), "sample.prompts")]
     sample = Node({**section.value, "prompts": Node(lines, given.where)}, section.where)
     return Node({**config.value, "sample": sample}, config.where)
+
+
+def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts) -> list[str]:
+    """A sentence for each prompt of which the encoder of a resolved config sees only the beginning, and where some have
+    no text, numbered from 0 as the files of their clips. Raises ConfigError for the first that is too long where those
+    are refused."""
+    found = _empty(prompts)
+    for prompt, tokens in _too_long(prompts, text):
+        what = f"prompt {prompt[:40]!r}... has {tokens} tokens"
+        if long_prompts == "refuse":
+            raise ConfigError(
+                f"{what}, and model.text.max_length is {text.max_length}. Shorten it, or have what is beyond cut "
+                f"(sample.long_prompts: cut, or --long-prompts cut)."
+            )
+        found.append(f"{what}; those beyond model.text.max_length {text.max_length} are cut.")
+    return found
+
+
+def _empty(prompts: Sequence[str]) -> list[str]:
+    empty = [str(number) for number, prompt in enumerate(prompts) if not prompt.strip()]
+    if not empty:
+        return []
+    what = f"prompts {', '.join(empty)} are" if len(empty) > 1 else f"prompt {empty[0]} is"
+    return [f"{what} empty: their clips are what the model makes without any text."]
+
+
+def _too_long(prompts: Sequence[str], text: TextConfig) -> list[tuple[str, int]]:
+    """(prompt, its tokens). No tokenizer is loaded, which takes seconds, for prompts of fewer bytes than tokens fit."""
+    from ops.models.load import token_counter
+
+    long = [prompt for prompt in dict.fromkeys(prompts) if len(prompt.encode()) + _MARKS > text.max_length]
+    if not long:
+        return []
+    count = token_counter(text)
+    return [(prompt, tokens) for prompt in long if (tokens := count(prompt)) > text.max_length]

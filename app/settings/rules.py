@@ -14,9 +14,15 @@ from ops.models.config import ModelConfig, geometry
 from ops.typed import ConfigError
 
 
-def check_frame_rate(model: ModelConfig, data: DataConfig) -> None:
-    """A transformer that counts its positions in seconds, or is told the frame rate, is trained at one rate."""
+def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> None:
+    """A transformer that counts its positions in seconds, or takes the frame rate, is trained at one rate, and makes
+    the samples of its run at that."""
     rate, fps = model.dit.clip_rate, data.fps
+    if rate is not None and sample.fps not in (rate, SampleConfig().fps):
+        raise ConfigError(
+            f"sample.fps is {sample.fps:g}, and the transformer of model.dit gets {rate:g} frames per second. Leave "
+            f"it out: its samples are of that rate; heddle sample --fps gives it another one."
+        )
     if rate is not None and fps != rate:
         raise ConfigError(
             f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
@@ -32,7 +38,7 @@ def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersCo
     wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
     for key, degrees in wanted.items():
         for degree in degrees:
-            if planner.sequence == "ulysses" and dit.path is None and not dit.spatial_temporal and degree not in legal:
+            if planner.sequence == "ulysses" and dit.path is None and dit.deals_heads and degree not in legal:
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
                     f"model.dit; legal degrees of planner.sequence ulysses are {', '.join(map(str, legal))}. Use one "

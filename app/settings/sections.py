@@ -7,6 +7,7 @@ from typing import Literal
 
 from ops.ranges import SEED, above, between, check_numbers
 
+LongPrompts = Literal["cut", "refuse"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "ray"]
 
 
@@ -39,8 +40,10 @@ class SampleConfig:
     frames: int = 17
     height: int = 64
     width: int = 64
-    fps: float = 8.0
+    fps: float = 8.0  # of a transformer that takes a frame rate, that one
     seed: int = 0
+    # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
+    long_prompts: LongPrompts = "cut"
 
     def __post_init__(self) -> None:
         if self.steps < 1:

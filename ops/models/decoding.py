@@ -18,8 +18,9 @@ def decode_together(vae: VAE, latents: Sequence[Tensor], group: Group, device: t
     """uint8 [T, H, W, 3] of each of `latents` [C, t, h, w] on the first rank; nothing on the others.
 
     Collective: every rank of `group` has all latents. The tiles of all clips (over height and width with
-    `model.vae.tiling`; HunyuanVideo's over time, too) are dealt round robin, and blended as `vae.decode` does: the same
-    clip as that of one worker. A clip of one tile (no tiling; LTX-Video, Mochi, pictures, haar) is decoded by one.
+    `model.vae.tiling`; over time HunyuanVideo's segments, chunks of frames, and each frame of an autoencoder of
+    pictures) are dealt round robin, and joined as `vae.decode` does: the same clip as that of one worker. A clip of one
+    tile (no tiling; haar) is decoded by one.
     """
     if group.size == 1:
         return [vae.decode(one[None])[0] for one in latents]

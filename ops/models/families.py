@@ -41,4 +41,6 @@ else:
     """For configs: their reader tells the families apart by `architecture`, and refuses other names."""
 
 
-VAE_CLASSES: dict[str, VAEClass] = {family.vae.name: family.vae for family in FAMILIES.values()}
+VAE_CLASSES: dict[str, VAEClass] = {
+    vae.name: vae for family in FAMILIES.values() for vae in (family.vae, *family.own_vaes)
+}

@@ -117,7 +117,7 @@ def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
 
 
 def class_of(fields: Json) -> str | None:
-    """The class that a transformer's config.json names: Diffusers' way, or that of Transformers for one of neither."""
+    """The class that a config.json names: Diffusers' way, or that of Transformers for one of neither."""
     found: str | None = fields.get("_class_name") or next(iter(fields.get("architectures") or []), None)
     return found
 
@@ -134,7 +134,7 @@ def dit_json(config: DiTConfig) -> dict[str, object]:
 
 def vae_numbers(fields: Json, where: str) -> tuple[int, tuple[int, int, int]]:
     """(latent channels, strides over time, height, width) of a VAE's config.json."""
-    name = fields.get("_class_name")
+    name = class_of(fields)
     if name not in VAE_CLASSES:
         raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
     return VAE_CLASSES[name].numbers(fields)
@@ -150,7 +150,10 @@ def tiling_of(vae: VAEConfig) -> Tiling:
 
 def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
     """The same by the fields of its config.json. With a patch (Wan 2.2) Diffusers counts tiles in patched pixels."""
-    segments = VAE_CLASSES[fields["_class_name"]].segments or (0, 0)
+    kind = VAE_CLASSES[class_of(fields) or ""]
+    chunk, segments = kind.chunk(fields), kind.segments or (0, 0)
+    if chunk:
+        return Tiling(frames=chunk, frame_stride=chunk, shared=0)
     over_time = Tiling(frames=segments[0], frame_stride=segments[1])
     if not vae.tiling:
         return over_time
@@ -161,7 +164,7 @@ def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
         width=width,
         height_stride=down,
         width_stride=across,
-        scale=fields.get("patch_size") or 1,
+        scale=fields.get("patch_size") or 1 if kind.cuts_patches else 1,
     )
 
 
@@ -176,15 +179,18 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     if vae.kind == "diffusers":
         assert vae.path is not None
         folder = component(vae.path, "vae")
-        channels, stride = vae_numbers(read_json(folder / "config.json"), str(folder))
+        fields = read_json(folder / "config.json")
+        channels, stride = vae_numbers(fields, str(folder))
+        chunk = VAE_CLASSES[class_of(fields) or ""].chunk(fields)
         vae = replace(vae, channels=channels, temporal=stride[0], spatial=stride[1])
     else:
-        stride = (vae.temporal, vae.spatial, vae.spatial)
+        stride, chunk = (vae.temporal, vae.spatial, vae.spatial), 0
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
     dit = _with_pooled(dit, text)
     text = _with_picture(dit, text)
-    return replace(model, dit=dit, vae=vae, text=text, image=image), Geometry(vae_stride=stride, patch=dit.patch)
+    geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
+    return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
 
 
 def _resolve_text(text: TextConfig) -> TextConfig:

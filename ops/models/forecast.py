@@ -28,14 +28,14 @@ from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.models.base.config import DiTConfig
 from ops.models.base.vae import DiffusersVAE
+from ops.models.chunked import ChunkedVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.experts import slice_by
 from ops.models.image import clip_skeleton, image_size, vision_rows
-from ops.models.load import bare_dit, build_vae
+from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.models.vae import vae_without_weights
 from ops.node_gradients import NodeGradients
 from ops.node_parameters import Held, NodeParameters
 from ops.node_routes import routes
@@ -169,18 +169,7 @@ def pass_bytes(
     The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many;
     with `fetched` their parameters come from memory of the host.
     """
-    layout = Layout(sequences, degree)
-    for part in (
-        "segments",
-        "sequence_segments",
-        "seq_index",
-        "positions",
-        "text_segments",
-        "local_text_segments",
-        "joint_segments",
-        "stream_segments",
-    ):
-        getattr(layout, part)  # they read their own values, which tensors without data have not
+    layout = _layout_read(sequences, degree)
     config = replace(config.experts[0], attention="auto", path=None)  # a pass is of one expert
     images = sum(sequence.image_tokens for sequence in sequences)
     width = config.in_channels * math.prod(config.patch)
@@ -217,6 +206,41 @@ def pass_bytes(
             )
         held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers(), *_buffers(sync)]) - _on_host(sync)
     return count.peak_bytes, held
+
+
+def forward_bytes(
+    config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision
+) -> tuple[int, int]:
+    """(peak of a forward of these sequences on rank 0 of `degree`, as a sampler runs it, beside weights and inputs;
+    bytes of the weights)."""
+    layout = _layout_read(sequences, degree)
+    width = config.in_channels * math.prod(config.patch)
+    rows = sum(sequence.text_tokens for sequence in sequences)
+    with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)), torch.no_grad():
+        dit = _without_data(config, precision.parameters).eval()
+        tokens = torch.empty(layout.local_tokens, width, dtype=precision.parameters)
+        text = torch.empty(rows, config.text_dim, dtype=precision.parameters)
+        group = _PretendGroup(degree) if degree > 1 else Group.solo()
+        with StorageCount() as count:
+            dit(tokens, torch.empty(len(sequences)), text, layout, group)
+        return count.peak_bytes, storage_bytes([*dit.parameters(), *dit.buffers()])
+
+
+def _layout_read(sequences: Sequence[PackedSequence], degree: int) -> Layout:
+    """The layout of rank 0, its index tensors made: they read their own values, which tensors without data have not."""
+    layout = Layout(sequences, degree)
+    for part in (
+        "segments",
+        "sequence_segments",
+        "seq_index",
+        "positions",
+        "text_segments",
+        "local_text_segments",
+        "joint_segments",
+        "stream_segments",
+    ):
+        getattr(layout, part)
+    return layout
 
 
 def _buffers(sync: FlatSync) -> list[Tensor]:
@@ -316,7 +340,7 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
     """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
     without a known autoencoder, FileNotFoundError without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, "cpu")
+        vae = bare_vae(config, "cpu")
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
         tiles = vae.plan_tiles(frames, height, width)
         with StorageCount() as count, torch.no_grad():
@@ -328,7 +352,7 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
             else:  # one after the other: the first is the largest, and what the others left stays beside it
                 latents = vae.encode_tile(clips, tiles[0])
                 peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
-        weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE) else []
+        weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE | ChunkedVAE) else []
         return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
 
 

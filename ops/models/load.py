@@ -141,9 +141,20 @@ def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
         from ops.models.haar import HaarVAE
 
         return HaarVAE(config, device)
+    from ops.models.chunked import chunked_vae, is_chunked
     from ops.models.vae import diffusers_vae
 
-    return diffusers_vae(config, device)
+    return chunked_vae(config, device) if is_chunked(config) else diffusers_vae(config, device)
+
+
+def bare_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
+    """The same without the weights of a folder, whose config.json alone is read."""
+    if config.kind == "haar":
+        return build_vae(config, device)
+    from ops.models.chunked import chunked_vae, is_chunked
+    from ops.models.vae import vae_without_weights
+
+    return chunked_vae(config, device, weights=False) if is_chunked(config) else vae_without_weights(config, device)
 
 
 def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEncoder:

@@ -17,12 +17,13 @@ _MOST = 1 << 20  # pixels or frames
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiling:
-    """Sizes of tiles, and from one to the next. Over time they are frames of segments, each with one frame more, which
-    it shares with the segment before it (HunyuanVideo); over height and width pixels, in units of `scale` (Wan 2.2
-    cuts its patches). 0: not cut."""
+    """Sizes of tiles, and from one to the next. Over time they are frames of segments, each with `shared` frames more,
+    which belong to the next one, too (HunyuanVideo: 1; chunks: 0); over height and width pixels, in units of `scale`
+    (Wan 2.2 cuts its patches). 0: not cut."""
 
     frames: int = 0
     frame_stride: int = 0
+    shared: int = 1
     height: int = 0
     width: int = 0
     height_stride: int = 0
@@ -46,7 +47,7 @@ class Tiling:
         times, rows, columns = [(0, frames)], [(0, height)], [(0, width)]
         if self.frames and frames > self.frames:
             starts = range(0, frames, self.frame_stride)
-            times = [(start, min(start + self.frames + 1, frames)) for start in starts]
+            times = [(start, min(start + self.frames + self.shared, frames)) for start in starts]
         if self.height and (height > self.height or width > self.width):
             rows = cuts(height, self.height_stride, self.height, self.scale)
             columns = cuts(width, self.width_stride, self.width, self.scale)

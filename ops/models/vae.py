@@ -21,7 +21,9 @@ def vae_of(model: nn.Module, config: VAEConfig, device: torch.device | str) -> D
     be cut into."""
     kind, device = VAE_CLASSES[type(model).__name__], torch.device(device)
     if config.tiling and not kind.can_be_tiled:
-        raise ValueError(f"model.vae.tiling: {kind.name} is encoded whole here. Set it to false.")
+        raise ValueError(
+            f"model.vae.tiling: {kind.name} codes each frame by itself and has no tiles here. Set it to false."
+        )
     module = on_device(model, device).eval().requires_grad_(False)
     runs: type[DiffusersVAE] = DiffusersVAE if kind.runs is None else kind.runs()
     return runs(module, _facts(module, kind, device), config.tiles, device)
@@ -37,9 +39,7 @@ def _facts(module: nn.Module, kind: VAEClass, device: torch.device) -> LatentFac
             f"values in its config.json. Give one of each per channel."
         )
     parts = (torch.as_tensor(part, device=device, dtype=torch.float32) for part in (mean, std))
-    return LatentFacts(
-        channels=channels, stride=stride, mean=next(parts), std=next(parts), of_pictures=kind.of_pictures
-    )
+    return LatentFacts(channels=channels, stride=stride, mean=next(parts), std=next(parts))
 
 
 def vae_without_weights(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:

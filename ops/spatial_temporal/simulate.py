@@ -16,7 +16,6 @@ from typing import Literal
 
 import numpy as np
 
-from ops.chunks import chunk_bounds
 from ops.spatial_temporal.schedule import (
     DSP,
     Grid,
@@ -132,15 +131,17 @@ def _slice_seconds(grid: Grid, layer: int, costs: LayerCosts) -> list[np.ndarray
     return [own / full * costs.compute_s(layer) + np.where(own > 0, costs.slice_s, 0.0) for own in rows]
 
 
-def ulysses_forecast(positions: int, degree: int, heads: int, costs: LayerCosts, pairs: int = PAIRS) -> Forecast | None:
-    """Forward with Ulysses as Open-Sora runs it: positions stay where they are, a spatial layer exchanges q, k and v
-    before attention and its result afterwards (four times the activations), a temporal layer nothing. None where the
-    degree does not divide the heads."""
+def ulysses_forecast(height: int, degree: int, heads: int, costs: LayerCosts, pairs: int = PAIRS) -> Forecast | None:
+    """Forward with Ulysses as Open-Sora 1.2 runs it (its stdit3.py and blocks.py): each rank has some of the `height`
+    rows of positions of all frames, which are padded until the degree divides them. A spatial layer exchanges q, k and
+    v before attention and its result afterwards, then the q of its attention to the text and the result of that, six
+    times the activations in four messages; a temporal layer nothing. None where the degree does not divide the heads.
+    """
     if heads % degree:
         return None
-    low, high = chunk_bounds(positions, degree, 0)  # rank 0 has the longest
-    compute = pairs * ((high - low) / positions * (costs.spatial_s + costs.temporal_s) + 2 * costs.slice_s)
-    link = pairs * (4 * costs.exchange_s + 2 * costs.part_s) if degree > 1 else 0.0
+    padded = degree * -(-height // degree) / height
+    compute = pairs * (padded / degree * (costs.spatial_s + costs.temporal_s) + 2 * costs.slice_s)
+    link = pairs * (6 * padded * costs.exchange_s + 4 * costs.part_s) if degree > 1 else 0.0
     return Forecast(total_s=compute + link, compute_s=compute, link_s=link)
 
 

@@ -51,3 +51,4 @@ class Slicing:
 
 
 AUTO = Slicing()
+WHOLE_LAYERS = Slicing(temporal_slices=1, spatial_slices=1, temporal_lead=0, spatial_lead=0)

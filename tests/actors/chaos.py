@@ -1,18 +1,23 @@
 """Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition or of writing
-parameters, workers that run out of memory, and workers that cannot form a generation."""
+parameters, workers that run out of memory, that have none left for samples, and that cannot form a generation."""
 
 from __future__ import annotations
 
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import ops.node_memory
+from actors.messages import WorkerSettings
+from actors.worker.aside import Asides
 from actors.worker.executor import Executor
+from actors.worker.heartbeat import Mailbox
+from actors.worker.meter import Unmetered
 from actors.worker.worker import Worker
 from app.bench.gpu.node_peers import NodePeers
 from ops.node_gradients import NodeGradients
@@ -138,3 +143,26 @@ class ShortWorker(Worker):
             except FileExistsError:
                 return
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+
+class FullMeter(Unmetered):
+    """A device of which training leaves nothing."""
+
+    def room_gib(self) -> float | None:
+        return 0.0
+
+
+class DeviceAsides(Asides):
+    """The CPU is a device here, whose memory is not the host's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:  # those of Asides
+        super().__init__(*args, **options)
+        self._beside_host = True
+
+
+class FullWorker(Worker):
+    """Has no room for the weights of a sample beside its own."""
+
+    def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
+        super().__init__(name, settings, monitor)
+        self._asides = DeviceAsides(self.executor.modules, self.device, FullMeter(), settle=self._copied)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from actors.records.events import SamplesMade
+from actors.state.checkpoint_files import model_state
+from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 from app.drawing.video import read_mp4
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
-from app.sampling.model import load_model
+from app.sampling.model import saved_model
 from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
+from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -33,9 +38,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         yield lab
 
 
-def config_of(lab: Lab, name: str, **sample: Any) -> RunConfig:
+def config_of(lab: Lab, name: str, dit: Mapping[str, object] = MappingProxyType({}), **sample: Any) -> RunConfig:
     return lab.config(
         name,
+        model={"dit": dit},
         train={"steps": STEPS},
         workers={"min": 3, "max": 3},
         planner={"strategy": "static"},  # its plans do not depend on what a run has measured
@@ -44,9 +50,9 @@ def config_of(lab: Lab, name: str, **sample: Any) -> RunConfig:
     )
 
 
-def started(lab: Lab, config: RunConfig) -> LabRun:
+def started(lab: Lab, config: RunConfig, worker_class: type[Worker] | None = None) -> LabRun:
     live = LiveSamples(config, Path(config.run.dir) / config.run.name)
-    run = lab.start(config, asides=live)
+    run = lab.start(config, worker_class, asides=live)
     run.on_checkpoint = lambda folder, step: live.on_checkpoint(step)  # type: ignore[method-assign]
     return run
 
@@ -57,8 +63,8 @@ def made(run: LabRun) -> list[SamplesMade]:
 
 def assert_clips(run: LabRun, step: int) -> None:
     """Those of `heddle sample`, but for rounding before 8 bits and H.264."""
-    model = load_model(run.run_dir / "checkpoints" / f"step-{step}", device="cpu")
-    clips = make_clips(model, PROMPTS, ClipSettings.of(run.config))
+    saved = saved_model(run.run_dir / "checkpoints" / f"step-{step}", device="cpu")
+    clips = clips_of(saved, PROMPTS, ClipSettings.of(run.config))
     for number, clip in enumerate(clips):
         plain = run.run_dir / "plain.mp4"
         plain.write_bytes(mp4_of(clip, run.config.sample.fps))
@@ -66,12 +72,27 @@ def assert_clips(run: LabRun, step: int) -> None:
         assert np.abs(file.astype(int) - read_mp4(plain).astype(int)).mean() < 3
 
 
-def test_samples_appear_while_the_run_goes_on_and_change_no_loss(lab: Lab) -> None:
-    run = started(lab, config_of(lab, "with", every=EVERY, share=0.5))
+KINDS: dict[str, tuple[dict[str, object], type[Worker] | None]] = {
+    "one transformer": ({}, None),
+    "both experts": ({"expert": "both", "boundary": 0.7}, None),
+    "full workers": ({}, chaos.FullWorker),
+    "full workers of both": ({"expert": "both", "boundary": 0.7}, chaos.FullWorker),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_appear_while_the_run_goes_on_and_change_no_bit_of_it(lab: Lab, kind: str) -> None:
+    """Also by workers that hold a pair of experts, and by those that have no room for a sample's weights: theirs are
+    written over for each turn. Both runs end with the same weights, to the last bit."""
+    dit, worker_class = KINDS[kind]
+    name = kind.replace(" ", "-")
+    run = started(lab, config_of(lab, f"{name}-with", dit, every=EVERY, share=0.5), worker_class)
     assert run.join(600).code == 0
-    plain = lab.start(config_of(lab, "without"))
+    plain = lab.start(config_of(lab, f"{name}-without", dit), worker_class)
     assert plain.join(600).code == 0
     assert run.losses() == plain.losses() and len(run.losses()) == STEPS
+    ended = [model_state(one.run_dir / "checkpoints" / f"step-{STEPS - 1}", ema=False) for one in (run, plain)]
+    assert all(torch.equal(tensor, ended[1][key]) for key, tensor in ended[0].items())
     first, *_ = made(run)
     last_step = max(span.end for span in run.spans)
     assert first.step == EVERY - 1 and first.time < last_step

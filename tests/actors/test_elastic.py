@@ -32,6 +32,7 @@ from actors.records.events import (
 from actors.run.communicators import Communicators
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
+from ops.config import FlowConfig
 from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -437,3 +438,50 @@ def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed
     account = Communicators(1)
     assert sum(account.step([tuple(int(name[1:]) for name in bag)]).made for bag in bags) > 1, "one bag did it all"
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
+
+
+# By spatial-temporal parallelism, where the degree is not bound to the heads.
+SPATIAL_TEMPORAL = {
+    "stdit3": {"architecture": "stdit3", "caption_rows": 6, "base_size": 48, "frame_rate": 8.0},
+    "latte": {"architecture": "latte", "sample_size": 12},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", SPATIAL_TEMPORAL)
+def test_a_spatial_temporal_model_trains_the_same_while_workers_die_and_come(lab: Lab, family: str) -> None:
+    dit = {"num_layers": 1, "num_heads": 3, "head_dim": 16, "ffn_dim": 192, **SPATIAL_TEMPORAL[family]}
+    text = {"pad_to": 0, "empty": "none"} if family == "stdit3" else {}
+    sections = {"model": {"dit": dit, "text": text}, "data": {"fps": 8.0}}
+    flow = {"flow_shift": 1.0 if family == "stdit3" else FlowConfig().flow_shift}  # Latte is trained by diffusion
+    run = lab.start(
+        lab.config(
+            f"{family}-storm",
+            **sections,
+            train={"steps": OPEN_END, "flow": flow},
+            planner={"degrees": [2, 3]},
+            workers={"min": 2, "max": 3, **PATIENT},
+        )
+    )
+    run.scale(2)
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(3)
+    before = run.generations()
+    run.signal_worker(0)
+    run.wait_for(lambda: run.generations() > before and len(run.active()) == 2, "another in its place")
+    run.wait_for_more_steps(3)
+    run.scale(3)
+    run.wait_for_workers(3)
+    run.wait_for_more_steps(3)
+    run.pause()
+    digests = run.parameter_digests()
+    run.go_on()
+    run.stop()
+    assert len(digests) == 3 and len(set(digests)) == 1
+    assert [e for e in run.events if isinstance(e, WorkerDied)]
+    degrees = {span.degree for span in run.spans if span.module == "dit"}
+    assert degrees >= {2, 3}, "bags have run it by spatial-temporal parallelism"
+    train = {"steps": max(FEWEST, len(run.steps())), "flow": flow}
+    alone = lab.start(lab.config(f"{family}-alone", **sections, train=train, workers={"min": 1, "max": 1}))
+    assert alone.join(600).code == 0
+    assert_same_training(run, alone.losses())

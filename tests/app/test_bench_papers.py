@@ -155,6 +155,12 @@ def shown(found: Reproduction | None, **published: float) -> ShownFigure:
     return ShownFigure(paper="arachne", figure=figure, found=found)
 
 
+def test_slices_take_less_memory_than_whole_layers_and_than_ulysses() -> None:
+    found = scalefusion.memory(True).ours
+    assert 1 < found["of DSP"] < found["of DSP, without weights"]
+    assert 1 < found["of Ulysses"] < found["of Ulysses, without weights"]
+
+
 def test_the_page_says_how_and_with_which_command() -> None:
     found = Reproduction(
         way="simulation",

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from app.bench.scalefusion import told
+from app.bench.scalefusion import PACED, told
 from app.bench.scalefusion_published import (
     CALIBRATED,
     REFERENCE,
@@ -26,10 +26,12 @@ from app.bench.scalefusion_published import (
 from app.bench.scalefusion_ranks import (
     SCHEDULES,
     ULYSSES,
+    UNPACED,
     PacedDevice,
     RankRun,
     RanksCase,
     ThrottledGroup,
+    measure_ranks,
     predicted,
 )
 from ops.comm import Group
@@ -63,7 +65,7 @@ def test_the_schedules_stand_in_the_order_that_the_paper_finds() -> None:
 def gradients(case: RanksCase, variant: str, group: Group) -> list[Tensor]:
     with SEED:  # ranks are threads here, and layers begin with numbers of one generator
         run = RankRun(case, group)
-    run.run(variant, None, ThrottledGroup(group, 0.0, 0.0), PacedDevice(0.0))
+    run.run(variant, UNPACED, ThrottledGroup(group, PacedDevice(0.0, paced=False)))
     found = [parameter.grad for block in run.blocks for parameter in block.parameters()]
     for gradient in found:
         group.all_reduce(gradient)
@@ -97,7 +99,7 @@ def test_a_link_delivers_one_message_after_the_other() -> None:
     """Two messages of 64 bytes at 1280 bytes/s and 0.01 s each may be read 0.12 s after they were sent, not before."""
 
     def work(group: Group) -> tuple[float, float]:
-        link = ThrottledGroup(group, delay_s=0.01, bandwidth=1280.0)
+        link = ThrottledGroup(group, PacedDevice(2.0), delay_s=0.01, bandwidth=1280.0)
         begin = time.perf_counter()
         sent = [link.all_to_all_async(torch.zeros(32), torch.zeros(32), [16, 16], [16, 16]) for _ in range(2)]
         launched = time.perf_counter() - begin
@@ -111,14 +113,56 @@ def test_a_link_delivers_one_message_after_the_other() -> None:
 
 def test_a_paced_device_takes_its_time_forward_and_backward() -> None:
     x = torch.ones(2, requires_grad=True)
-    device = PacedDevice(backward=2.0)
     begin = time.perf_counter()
+    device = PacedDevice(backward=2.0)
     out = device.run(lambda x: x * 3, x, seconds=0.05)
     assert time.perf_counter() - begin >= 0.05
-    begin = time.perf_counter()
     out.sum().backward()
-    assert time.perf_counter() - begin >= 0.1
+    assert time.perf_counter() - begin >= 0.15
     assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+
+
+class StandingClock:
+    """What is computed takes no time, and nothing comes late: the device's own timeline is all that is left."""
+
+    def now(self) -> float:
+        return 0.0
+
+    def sleep_until(self, due: float) -> None:
+        return None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("variant", [*SCHEDULES, ULYSSES])
+def test_what_ranks_execute_takes_what_is_simulated(variant: str, backward: bool) -> None:
+    """The program that layers and autograd run, slice by slice and part by part, is the simulated one."""
+    case = RanksCase(frames=8, positions=8, width=8, pairs=2, backward=backward, costs=PACED)
+    link_bytes = case.exchange_bytes / PACED.exchange_s
+
+    def work(group: Group) -> tuple[float, float]:
+        with SEED:
+            run = RankRun(case, group)
+        device = PacedDevice(PACED.backward, clock=StandingClock())
+        link = ThrottledGroup(group, device, PACED.part_s, link_bytes)
+        run.run(variant, PACED, link)
+        return device.now(), link.waited_s
+
+    simulated = predicted(case, variant, PACED)
+    for found in on_ranks(2, work):
+        assert found == pytest.approx(simulated, rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("backward", [False, True])
+def test_ranks_hide_what_the_simulator_says(backward: bool) -> None:
+    """Real ranks, a link that takes half the computation's time: inter-layer exposes a quarter of what DSP does, at
+    most, and every variant what is simulated, to 15 %."""
+    found = {one.variant: one for one in measure_ranks(RanksCase(rounds=1, backward=backward, costs=PACED))}
+    assert found["inter"].exposed_s <= 0.25 * found["DSP"].exposed_s
+    for one in found.values():
+        assert one.exposed_s == pytest.approx(one.simulated_exposed_s, rel=0.15), one.variant
+        assert one.total_s == pytest.approx(one.simulated_s, rel=0.15), one.variant
 
 
 def test_prediction_of_a_backward_has_its_computation_and_its_exchanges() -> None:

@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
-from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, make_clips, negative_of
-from app.sampling.model import load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, clips_of
+from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
@@ -34,7 +34,7 @@ from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit
+from ops.models.load import build_dit, build_text
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
@@ -168,8 +168,8 @@ def test_exported_pipeline_makes_the_latents_of_our_sampler(pad_to: int, tmp_pat
     config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=pad_to)))
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.export(run, tmp_path / "out")
-    model = load_model(run)
-    prompt, negative = model.text.encode(["a red disc", ""])
+    model = saved_model(run).load()
+    prompt, negative = build_text(model.config.model.text).encode(["a red disc", ""])
     requests = [SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)]
     settings = replace(ClipSettings.of(model.config).sampler, steps=6, guidance_scale=5.0)
     (ours,) = sample_latents(model.dit, requests, negative, model.geometry, settings)
@@ -203,10 +203,10 @@ def test_hunyuan_sigmas_are_those_of_its_pipeline() -> None:
 def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     run = write_checkpoint(tmp_path / "run", haar_run(lora_rank=rank))
     export.export(run, tmp_path / "out")
-    first, second = load_model(run), load_model(tmp_path / "out")
+    first, second = saved_model(run), saved_model(tmp_path / "out")
     settings = replace(ClipSettings.of(first.config), frames=5, height=16, width=16)
     settings = replace(settings, sampler=replace(settings.sampler, steps=2))
-    clip, same = (make_clips(model, ["a red disc"], settings)[0] for model in (first, second))
+    clip, same = (clips_of(saved, ["a red disc"], settings)[0] for saved in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
     assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
 
@@ -276,9 +276,9 @@ def hunyuan_run(**settings: Any) -> RunConfig:
 
 
 def hunyuan_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
+    model = saved_model(run).load()
     settings = replace(ClipSettings.of(model.config).sampler, steps=4, guidance_scale=6.0)
-    encoded, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
+    encoded, vectors = split(build_text(model.config.model.text).encode(["a red disc"]), model.config.model.text)
     assert vectors is not None
     request = SampleRequest(text=encoded[0], pooled=vectors[0], frames=5, height=32, width=48, seed=3)
     return sample_latents(model.dit, [request], encoded[0], model.geometry, settings)[0]
@@ -328,14 +328,16 @@ def run_on(pipeline: SmallPipeline, base: Path, **dit: Any) -> RunConfig:
 
 def latent_of(run: Path, request: Mapping[str, Any]) -> torch.Tensor:
     """What `heddle sample` makes before it decodes."""
-    model = load_model(run)
+    saved = saved_model(run)
     size = {key: request[key] for key in ("frames", "height", "width")}
-    settings = ClipSettings.of(model.config).changed(
+    settings = ClipSettings.of(saved.config).changed(
         ClipChanges(**size, steps=3, guidance_scale=request["guidance_scale"], seed=3)
     )
-    (asked,) = clip_requests(model, [request["prompt"]], settings)
-    negative, vector = negative_of(model, "")
-    found = sample_latents(model.dit, [asked], negative, model.geometry, settings.sampler, negative_pooled=vector)
+    told, model = saved.encode([request["prompt"]], negative=""), saved.load()
+    (asked,), negative = clip_requests(model, told, settings), told.negative
+    found = sample_latents(
+        model.dit, [asked], negative.text, model.geometry, settings.sampler, negative_pooled=negative.vector
+    )
     return found[0]
 
 
@@ -393,8 +395,8 @@ def test_stdit3_is_written_in_the_layout_of_open_sora(rank: int, tmp_path: Path)
     assert fields == json.loads((base / "transformer" / "config.json").read_text())
     size = ClipChanges(frames=3, height=16, width=32, steps=2)
     clips = [
-        make_clips(loaded, ["a dot"], ClipSettings.of(loaded.config).changed(size))[0]
-        for loaded in (load_model(run, device="cpu"), load_model(out, device="cpu"))
+        clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))[0]
+        for saved in (saved_model(run, device="cpu"), saved_model(out, device="cpu"))
     ]
     assert clips[0].shape == (3, 16, 32, 3) and np.abs(clips[0].astype(int) - clips[1]).max() <= 1
     other = {**after, "spatial_blocks.0.mlp.fc1.bias": after["spatial_blocks.0.mlp.fc1.bias"] + 1}

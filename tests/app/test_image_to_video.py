@@ -19,12 +19,12 @@ from app.run.resume import Change, is_refused
 from app.sampling.clips import (
     ClipSettings,
     clip_requests,
+    clips_of,
     first_frames,
     make_clips,
-    negative_of,
     sample_run,
 )
-from app.sampling.model import load_model
+from app.sampling.model import saved_model
 from app.sampling.pictures import read_pictures
 from app.sampling.sample import run
 from app.settings.config import RunConfig
@@ -60,10 +60,10 @@ def save(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (48, 3
 def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "run", haar_run())
     red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
-    model = load_model(tmp_path / "run")
-    settings, prompts = ClipSettings.of(model.config), ["a disc", "a square"]
+    saved = saved_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(saved.config), ["a disc", "a square"]
     clips = [
-        make_clips(model, prompts, settings, first_frames(model.config, prompts, settings, given, "--image"))
+        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image"))
         for given in ([red], [red, blue])
     ]
     assert np.array_equal(clips[0][0], clips[1][0]) and not np.array_equal(clips[0][1], clips[1][1])
@@ -87,10 +87,10 @@ def test_a_picture_may_begin_a_clip_where_first_frames_were_given_in_training(tm
     run = replace(plain, train=replace(plain.train, flow=FlowConfig(first_frame=0.2)))
     write_checkpoint(tmp_path / "run", run)
     red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
-    model = load_model(tmp_path / "run")
-    settings, prompts = ClipSettings.of(model.config), ["a disc"]
+    saved = saved_model(tmp_path / "run")
+    settings, prompts = ClipSettings.of(saved.config), ["a disc"]
     clips = [
-        make_clips(model, prompts, settings, first_frames(model.config, prompts, settings, given, "--image"))[0]
+        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, given, "--image"))[0]
         for given in ([], [red], [blue])
     ]
     assert not np.array_equal(clips[0], clips[1]) and not np.array_equal(clips[1][1:], clips[2][1:])
@@ -157,14 +157,15 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
     assert {"image_encoder", "image_processor"} <= done.components.keys()
 
     picture = save(tmp_path / "a.png", (200, 120, 30))
-    ours = load_model(tmp_path / "out")
-    settings = ClipSettings.of(ours.config)
-    (first,) = first_frames(ours.config, ["a disc"], settings, [picture], "--image")
-    (clip,) = make_clips(ours, ["a disc"], settings, [first])
+    saved = saved_model(tmp_path / "out")
+    settings = ClipSettings.of(saved.config)
+    (first,) = first_frames(saved.config, ["a disc"], settings, [picture], "--image")
+    told = saved.encode(["a disc"], "", [first])
+    (clip,) = make_clips(saved.load(), told, settings, [first])
 
     pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
-    text, negative = ours.text.encode(["a disc", ""])
+    text, negative = told.prompts[0].text, told.negative.text
     assert text.shape == (512, 16)
     expected = pipe(
         image=Image.open(picture),
@@ -196,13 +197,16 @@ def test_an_exported_hunyuan_pipeline_makes_the_latent_of_heddle_sample(
     assert {"text_encoder", "text_encoder_2", "image_processor", "vae"} <= done.components.keys()
 
     picture, prompt = save(tmp_path / "a.png", (200, 120, 30)), "a red disc"
-    ours = load_model(tmp_path / "out")
-    settings = ClipSettings.of(ours.config)
-    first = first_frames(ours.config, [prompt], settings, [picture], "--image")
-    (request,), (negative, away) = clip_requests(ours, [prompt], settings, first), negative_of(ours, "", first)
-    (latent,) = sample_latents(ours.dit, [request], negative, ours.geometry, settings.sampler, negative_pooled=away)
+    saved = saved_model(tmp_path / "out")
+    settings = ClipSettings.of(saved.config)
+    first = first_frames(saved.config, [prompt], settings, [picture], "--image")
+    ours, told = saved.load(), saved.encode([prompt], "", first)
+    (request,), away = clip_requests(ours, told, settings, first), told.negative
+    (latent,) = sample_latents(
+        ours.dit, [request], away.text, ours.geometry, settings.sampler, negative_pooled=away.vector
+    )
     pipe = test_text_picture.theirs(tmp_path / "out")
-    told = {"guidance_scale": guidance} if ours.config.model.dit.takes_guidance else {"true_cfg_scale": guidance}
+    scale = {"guidance_scale": guidance} if ours.config.model.dit.takes_guidance else {"true_cfg_scale": guidance}
     expected = pipe(
         image=Image.open(picture),
         prompt=prompt,
@@ -213,23 +217,23 @@ def test_an_exported_hunyuan_pipeline_makes_the_latent_of_heddle_sample(
         num_inference_steps=3,
         latents=initial_noise(0, (4, 2, 4, 6))[None],
         output_type="latent",
-        **told,
+        **scale,
     ).frames[0]
     shown_latent = latent[:, -expected.shape[1] :]
     torch.testing.assert_close(shown_latent, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
-    (clip,) = make_clips(ours, [prompt], settings, first)
+    (clip,) = make_clips(ours, told, settings, first)
     assert len(clip) == {"latent_concat": 1, "token_replace": 5}[variant]
     assert expected.shape[1] == {"latent_concat": 1, "token_replace": 2}[variant]
     with pytest.raises(ConfigError, match="starts from a picture: give --image"):
         run(tmp_path / "out", ["another"], tmp_path / "x.mp4")
     if variant == "latent_concat":
         with pytest.raises(ConfigError, match=r"sample.frames 1: of clips of this transformer the first 4 frames"):
-            make_clips(ours, [prompt], replace(settings, frames=1), first)
+            make_clips(ours, told, replace(settings, frames=1), first)
     else:
         with pytest.raises(
             ConfigError, match=r"sample.frames 1: a clip of one latent .* 5 frames or more \(--frames\)"
         ):
-            make_clips(ours, [prompt], replace(settings, frames=1), first)
+            make_clips(ours, told, replace(settings, frames=1), first)
 
 
 def publish(base: Path) -> Path:

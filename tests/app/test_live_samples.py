@@ -18,10 +18,10 @@ from actors.messages import TurnReport, TurnTask
 from actors.records.events import SamplesFailed, SamplesMade
 from actors.worker.aside import Asides
 from actors.worker.loading import Modules
-from app.sampling.clips import ClipSettings, make_clips
+from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
 from app.sampling.live_clip import LiveClip
-from app.sampling.model import load_model
+from app.sampling.model import saved_model
 from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
@@ -117,6 +117,7 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
 
     task = Task()
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    monkeypatch.setattr(ray, "available_resources", lambda: {"CPU": 2.0})
     monkeypatch.setattr(ray, "remote", lambda function: task)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
 
@@ -127,7 +128,10 @@ def test_where_workers_have_no_room_a_task_asks_for_the_gpu_that_it_uses(
     live = samples(tmp_path, 40, f"workers.device={device}")
     live.on_checkpoint(39)
     event = live.ended(report(live.wanted()[0], failed="2.00 GiB are missing.", no_room=True))
-    assert isinstance(event, SamplesFailed) and event.why.endswith("2.00 GiB are missing. A task of its own makes them")
+    ending = "2.00 GiB are missing. A task of its own makes them"
+    if gpus:  # those of the cluster are its workers'
+        ending += " once the run has ended, as its workers hold all GPUs"
+    assert isinstance(event, SamplesFailed) and event.why.endswith(ending)
     assert (task.gpus, task.device) == (gpus, used)
     with caplog.at_level(logging.WARNING):
         live.close()
@@ -169,7 +173,7 @@ def test_a_worker_makes_the_clips_of_heddle_sample(tmp_path: Path) -> None:
     )
     before = [p.detach().clone() for p in modules.dit.parameters()]
     asides = Asides(modules, torch.device("cpu"))
-    wanted = make_clips(load_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
+    wanted = clips_of(saved_model(folder, device="cpu"), config.sample.prompts, ClipSettings.of(config))
     for number, video in enumerate(wanted):
         clip = LiveClip(folder=str(folder), step=3, number=number, config=config, first=())
         done = asides.turn(TurnTask(generation=1, step=9, aside=clip, gap_s=0.0, share=0.0, whole=True))

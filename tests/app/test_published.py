@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,8 @@ import diffusers
 import numpy as np
 import pytest
 
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
-from app.sampling.model import config_of, load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.model import saved_model
 from app.sampling.published import flow_of, published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
@@ -26,7 +28,7 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
-from tests.families import test_latte, test_stdit3
+from tests.families import test_latte, test_stdit3, test_stdit3_autoencoder
 from tests.families.registry import CASES
 
 PIPELINES = {name: cases.pipeline for name, cases in CASES.items() if cases.pipeline and cases.pipeline.sampled}
@@ -41,10 +43,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders: dict[str, Path]) -> None:
     """Text, transformer, VAE and objective as the settings that its own pipeline is compared with."""
-    config, geometry = config_of(folders[name], "cpu")
-    sampled = PIPELINES[name].sampled
+    saved, sampled = saved_model(folders[name], device="cpu"), PIPELINES[name].sampled
     assert sampled is not None
-    assert (config.model, geometry) == resolve(sampled(folders[name])) and config.train.autocast == "none"
+    assert (saved.config.model, saved.geometry) == resolve(sampled(folders[name]))
+    assert saved.config.train.autocast == "none"
 
 
 def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_sampled_as_open_sora_does(
@@ -52,14 +54,15 @@ def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_samp
 ) -> None:
     """Its own noise levels, not those of a scheduler, which the folder need not have; what its clips are is told."""
     folder = test_stdit3.publish(tmp_path / "open-sora")
-    config, geometry = config_of(folder, "cpu")
+    saved = saved_model(folder, device="cpu")
+    config, geometry = saved.config, saved.geometry
     assert config.model == resolve(test_stdit3.settings(folder))[0] and config.model.text.empty == "none"
     assert config.train.flow == FlowConfig(token_shift=TokenShift(law="root", base_tokens=1024))
     sampler = ClipSettings.of(config).sampler
     assert (sampler.steps, sampler.guidance_scale, sampler.token_shift) == (30, 7.0, config.train.flow.token_shift)
     assert "speak the latents of its own video autoencoder" in published_notes(folder)[0]
     size = ClipChanges(frames=3, height=16, width=32, steps=2, seed=3)
-    (made,) = make_clips(load_model(folder, device="cpu"), ["a dot"], ClipSettings.of(config).changed(size))
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(config).changed(size))
     model = test_stdit3.settings(folder)
     text, negative = build_text(resolve(model)[0].text).encode(["a dot", ""])
     assert len(negative) == 0
@@ -69,14 +72,34 @@ def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_samp
     assert np.array_equal(made, build_vae(model.vae).decode(latent[None])[0].numpy())
 
 
+def test_a_folder_of_open_sora_with_its_own_autoencoder_is_sampled(tmp_path: Path) -> None:
+    """The published parts together: its transformer speaks the latents of its own autoencoder, chunk by chunk."""
+    folder = test_stdit3.publish(tmp_path / "open-sora")
+    shutil.rmtree(folder / "vae")
+    test_stdit3_autoencoder.save(folder)
+    saved = saved_model(folder, device="cpu")
+    assert saved.geometry.token_grid(51, 16, 32) == (15, 4, 8)
+    assert not any("latents of its own" in note for note in published_notes(folder))
+    changes = ClipChanges(frames=21, height=8, width=12, steps=2, seed=3)
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(changes))
+    text, negative = build_text(saved.config.model.text).encode(["a dot", ""])
+    request = SampleRequest(text=text, frames=21, height=8, width=12, seed=3)
+    sampler = replace(ClipSettings.of(saved.config).sampler, steps=2)
+    (latent,) = sample_latents(build_dit(saved.config.model.dit, 0), [request], negative, saved.geometry, sampler)
+    assert latent.shape == (4, 6, 4, 6) and made.shape == (21, 8, 12, 3)
+    assert np.array_equal(made, build_vae(saved.config.model.vae).decode(latent[None])[0].numpy())
+    with pytest.raises(ConfigError, match=r"clips of 20 x 8 x 12 .* cannot be made: 20 frames: a VAE of chunks of 17"):
+        run(folder, ["a dot"], tmp_path / "x.mp4", changes=replace(changes, frames=20), device="cpu")
+
+
 def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path: Path) -> None:
     """The command's own function, with its defaults but for the size, beside modules that are built one by one."""
     size = ClipChanges(frames=5, height=16, width=32, steps=2, seed=3)
     file, _ = run(folders["latte"], ["a dot"], tmp_path / "x.mp4", changes=size, device="cpu")
     with av.open(str(file)) as video:
         assert len(list(video.decode(video=0))) == 5
-    model, config = load_model(folders["latte"], device="cpu"), config_of(folders["latte"], "cpu")[0]
-    (made,) = make_clips(model, ["a dot"], ClipSettings.of(config).changed(size))
+    saved = saved_model(folders["latte"], device="cpu")
+    (made,) = clips_of(saved, ["a dot"], ClipSettings.of(saved.config).changed(size))
     resolved, geometry = resolve(test_latte.settings(folders["latte"]))
     text, negative = build_text(resolved.text).encode(["a dot", ""])
     request = SampleRequest(text=text, frames=5, height=16, width=32, seed=3)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import av
 import numpy as np
@@ -16,17 +18,24 @@ from PIL import Image
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.drawing.video import contact_sheet, write_mp4
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips, sample_run
-from app.sampling.model import load_model
-from app.sampling.sample import cut_prompts, default_out, empty_prompts, run
+from app.sampling import model as sampled
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips, sample_run
+from app.sampling.model import saved_model
+from app.sampling.sample import default_out, run
 from app.settings.config import RunConfig
-from app.settings.prompts import read_prompts
+from app.settings.notes import sample_notes
+from app.settings.prompts import prompt_notes, read_prompts
+from app.settings.rules import check_frame_rate
 from app.settings.sections import RunSection, SampleConfig
+from data.config import DataConfig
 from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
-from ops.models.load import build_dit
+from ops.models.load import build_dit, build_text, build_vae
+from ops.models.stdit3.config import STDiT3Config
+from ops.models.text import TextEncoder
 from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
@@ -83,8 +92,8 @@ def test_ema_weights_by_default_and_raw_ones_when_asked(tmp_path: Path) -> None:
     config = tiny_run()
     write_checkpoint(tmp_path, config)
     resolved, _ = resolve(config.model)
-    assert torch.equal(weights_of(load_model(tmp_path).dit), weights_of(build_dit(resolved.dit, 2)))
-    assert torch.equal(weights_of(load_model(tmp_path, ema=False).dit), weights_of(build_dit(resolved.dit, 1)))
+    assert torch.equal(weights_of(saved_model(tmp_path).load().dit), weights_of(build_dit(resolved.dit, 2)))
+    assert torch.equal(weights_of(saved_model(tmp_path, ema=False).load().dit), weights_of(build_dit(resolved.dit, 1)))
 
 
 def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +102,7 @@ def test_attention_that_this_device_lacks_becomes_auto(tmp_path: Path, capsys: p
     write_checkpoint(tmp_path, replace(config, model=replace(config.model, dit=dit)))
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    assert load_model(tmp_path).config.model.dit.attention == "auto"
+    assert saved_model(tmp_path).load().config.model.dit.attention == "auto"
     assert "flash3 needs a CUDA device" in capsys.readouterr().out
 
 
@@ -126,10 +135,10 @@ def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts:
 
 def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    model = load_model(tmp_path)
-    settings = ClipSettings.of(model.config)
-    both = make_clips(model, PROMPTS, settings)
-    alone = make_clips(model, PROMPTS[:1], settings)
+    saved = saved_model(tmp_path)
+    settings = ClipSettings.of(saved.config)
+    both = clips_of(saved, PROMPTS, settings)
+    alone = clips_of(saved, PROMPTS[:1], settings)
     assert np.abs(both[0].astype(int) - alone[0].astype(int)).max() <= 1  # rounding to 8 bits
     assert not np.array_equal(both[0], both[1])
 
@@ -162,9 +171,9 @@ def test_torn_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, tiny_run())
     (folder / checkpoint.COMPLETE).unlink()
     with pytest.raises(ConfigError, match="is no complete checkpoint and holds none"):
-        load_model(tmp_path)
+        saved_model(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
-        load_model(tmp_path / "elsewhere")
+        saved_model(tmp_path / "elsewhere")
 
 
 def test_mp4_keeps_colours_and_frames(tmp_path: Path) -> None:
@@ -231,16 +240,58 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work() -> None:
         run(Path("no-checkpoint-is-looked-at"), ["a"], Path("/proc/x.mp4"))
 
 
-def test_a_prompt_that_is_cut_is_named() -> None:
+def test_a_prompt_that_is_too_long_is_cut_or_refused() -> None:
     text = TextConfig(max_length=8)
-    (note,) = cut_prompts(["a disc", "a red circle", "a red circle"], text)
+    prompts = ["a disc", "a red circle", "a red circle"]
+    (note,) = prompt_notes(prompts, text, "cut")
     assert note.startswith("prompt 'a red circle'... has 13 tokens; those beyond model.text.max_length 8 are cut")
+    with pytest.raises(ConfigError, match=r"has 13 tokens, and model\.text\.max_length is 8\. Shorten it, or have"):
+        prompt_notes(prompts, text, "refuse")
+    assert prompt_notes(prompts, TextConfig(max_length=13), "refuse") == []
+
+
+def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Path) -> None:
+    config = tiny_run()
+    config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16)))
+    strict = replace(config.sample, prompts=("a disc that is far too long",), long_prompts="refuse", every=4)
+    write_checkpoint(tmp_path, replace(config, sample=strict))
+    with pytest.raises(ConfigError, match=r"prompt 'a disc that is far too long'\.\.\. has 28 tokens"):
+        run(tmp_path, [], tmp_path / "x.mp4")
+    assert run(tmp_path, ["a disc"], tmp_path / "x.mp4")
+    with pytest.raises(ConfigError, match="prompt 'a negative prompt'"):
+        run(tmp_path, ["a disc"], tmp_path / "x.mp4", changes=ClipChanges(negative_prompt="a negative prompt"))
+    assert run(tmp_path, [], tmp_path / "x.mp4", long_prompts="cut")
+    with pytest.raises(ConfigError, match="has 28 tokens"):
+        sample_notes(replace(config, sample=strict))
+    (note,) = sample_notes(replace(config, sample=replace(strict, long_prompts="cut")))
+    assert note.endswith("those beyond model.text.max_length 16 are cut.")
+    assert sample_notes(replace(config, sample=replace(strict, every=0))) == []
 
 
 def test_an_empty_prompt_is_named() -> None:
-    (note,) = empty_prompts(["a disc", " ", ""])
+    (note,) = prompt_notes(["a disc", " ", ""], TextConfig(), "refuse")
     assert note == "prompts 1, 2 are empty: their clips are what the model makes without any text."
-    assert empty_prompts(["a disc"]) == []
+
+
+def test_a_frame_rate_goes_to_a_transformer_that_takes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not only the file has it: the clip is another one, as with a model of that rate."""
+    dit = STDiT3Config(num_layers=1, num_heads=2, head_dim=12, ffn_dim=96, frame_rate=6.0)
+    config = tiny_run()
+    config = replace(config, model=replace(config.model, dit=dit))
+    write_checkpoint(tmp_path, config)
+    saved = saved_model(tmp_path, device="cpu")
+    own, other = ClipSettings.of(saved.config), ClipSettings.of(saved.config).changed(ClipChanges(fps=24.0))
+    assert own.fps == 6.0, "not the 8 of sample.fps"
+    told = saved.encode(PROMPTS[:1], "")
+    clips = [make_clips(saved.at_rate(fps).load(), told, own)[0] for fps in (6.0, 24.0)]
+    assert not np.array_equal(*clips)
+    file, _ = run(tmp_path, PROMPTS[:1], tmp_path / "x.mp4", changes=ClipChanges(fps=24.0), device="cpu")
+    assert "note: the transformer gets 24 frames per second" in capsys.readouterr().out
+    plain = tmp_path / "plain.mp4"
+    write_mp4(plain, clips[1], other.fps)
+    assert np.array_equal(decode(file), decode(plain))
+    with pytest.raises(ConfigError, match=r"sample\.fps is 24, and the transformer of model\.dit gets 6 frames"):
+        check_frame_rate(config.model, DataConfig(fps=6.0), SampleConfig(fps=24.0))
 
 
 def test_a_transformer_of_pictures_makes_pictures(tmp_path: Path) -> None:
@@ -255,3 +306,91 @@ def test_a_transformer_of_pictures_makes_pictures(tmp_path: Path) -> None:
     assert Image.open(sheet).width > 0
     with pytest.raises(ConfigError, match="--frames is 5, and this transformer makes pictures"):
         run(folder, ["a disc"], tmp_path / "out", changes=ClipChanges(frames=5), device="cpu")
+
+
+# What is in memory, and in which precision --------------------------------------------------------------------------
+
+
+class Counted:
+    """A text encoder that counts its calls and the encoders that are there."""
+
+    calls: ClassVar[list[int]] = []
+    alive = 0
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self._encoder, self.dim = encoder, encoder.dim
+        Counted.alive += 1
+
+    def __del__(self) -> None:
+        Counted.alive -= 1
+
+    def encode(self, captions: list[str], pictures: Sequence[np.ndarray] = ()) -> list[torch.Tensor]:
+        Counted.calls.append(len(captions))
+        return self._encoder.encode(captions, pictures)
+
+
+def test_prompts_are_encoded_once_and_the_encoder_is_gone_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    plain = run(tmp_path, [*PROMPTS, "a dot"], tmp_path / "x.mp4")
+    alive: list[int] = []
+    Counted.calls.clear()
+    monkeypatch.setattr(sampled, "build_text", lambda config, device: Counted(build_text(config, device)))
+
+    def counted(*given: object) -> torch.nn.Module:
+        alive.append(Counted.alive)
+        return build_dit(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sampled, "build_dit", counted)
+    files = run(tmp_path, [*PROMPTS, "a dot"], tmp_path / "y.mp4")
+    assert (Counted.calls, alive) == ([4], [0])  # three prompts and the empty one
+    assert all(np.array_equal(decode(one), decode(other)) for one, other in zip(plain[:3], files[:3], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("train", "dtype"),
+    [
+        (TrainConfig(), torch.float32),
+        (TrainConfig(autocast="bfloat16"), torch.bfloat16),
+        (TrainConfig(parameter_dtype="bfloat16"), torch.bfloat16),
+    ],
+)
+def test_weights_lie_on_a_gpu_in_the_precision_that_they_multiply_in(
+    train: TrainConfig, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read straight to it, and frozen: nothing of them is there twice. The GPU is the CPU here."""
+    write_checkpoint(tmp_path, replace(tiny_run(), train=train))
+    asked: list[tuple[torch.dtype, torch.device]] = []
+
+    def on_cpu(config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+        asked.append((dtype, device))
+        return build_dit(config, seed, dtype)
+
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(sampled, "pick_device", lambda name: cuda)
+    monkeypatch.setattr(sampled, "build_dit", on_cpu)
+    monkeypatch.setattr(sampled, "build_vae", lambda config, device: build_vae(config))
+    model = saved_model(tmp_path).load()
+    assert asked == [(dtype, cuda)] and model.device == cuda
+    assert {p.dtype for p in model.dit.parameters()} == {dtype}
+    assert not any(p.requires_grad for p in model.dit.parameters())
+
+
+def test_a_clip_of_weights_in_bfloat16_is_near_that_of_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_run()
+    write_checkpoint(tmp_path, replace(config, train=TrainConfig(autocast="bfloat16")))
+    saved = saved_model(tmp_path, device="cpu")
+    settings = ClipSettings.of(saved.config)
+    assert settings.sampler.autocast
+    told = saved.encode(PROMPTS, "")
+    plain = replace(settings, sampler=replace(settings.sampler, autocast=False))
+    expected, casts = (make_clips(saved.load(), told, chosen) for chosen in (plain, settings))
+    monkeypatch.setattr(sampled, "weights_dtype", lambda train, device: torch.bfloat16)
+    model = saved.load()
+    assert next(model.dit.parameters()).dtype == torch.bfloat16
+    for half in (make_clips(model, told, settings), make_clips(model, told, plain)):
+        for one, cast, clip in zip(half, casts, expected, strict=True):
+            away, cast_away = (np.abs(found.astype(int) - clip).mean() for found in (one, cast))
+            assert away < 3 and cast_away < 3, (away, cast_away)
+    assert np.abs(expected[0].astype(int) - expected[1]).mean() > 10, "another prompt is another clip"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,30 +25,27 @@ from typer.testing import CliRunner
 from app.cli import app
 from app.drawing.video import read_mp4
 from app.sampling import spread as spreading
-from app.sampling.clips import ClipSettings, make_clips
-from app.sampling.model import load_model
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.model import saved_model
+from app.sampling.prompts import PromptRows
 from app.sampling.spread import (
     ClipJob,
     ClipRecord,
     ClipWork,
     ClipWorker,
+    CrewError,
     MadeClip,
     PromptQueue,
-    check_together,
-    in_halves,
     spread,
 )
-from ops.models.flux.config import FluxConfig
-from ops.models.latte.config import LatteConfig
-from ops.models.wan.config import WanConfig
-from ops.sampling import SamplerConfig
+from ops.models.base.config import DiTConfig
+from ops.models.stdit3.config import STDiT3Config
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint
 from tests.rays import local_ray
 
 torch.set_num_threads(1)
 PROMPTS = [f"a disc number {index}" for index in range(5)]
-GRID = (3, 2, 3)
 
 
 @given(
@@ -136,69 +137,88 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(checkpoint: Path) -> list[np.ndarray]:
     """The clips as this process makes them."""
-    return make_clips(load_model(checkpoint, device="cpu"), PROMPTS, settings())
+    return clips_of(saved_model(checkpoint, device="cpu"), PROMPTS, settings())
 
 
-def numbers(work: ClipWork) -> range:
-    return range(work.number, work.number + len(work.prompts))
+def numbers(work: ClipWork, told: Sequence[PromptRows]) -> range:
+    return range(work.number, work.number + len(told))
 
 
 class Diary(ClipWorker):
     """Writes down which prompts it is given, and dies at the first of a kind that is in the folder."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         assert self._job is not None
         diary = Path(self._job.checkpoint).parents[1] / "diary"
         mortal = list(diary.glob("deaths-*"))
-        if mortal and any(str(number) in mortal[0].name for number in numbers(work)):
+        if mortal and any(str(number) in mortal[0].name for number in numbers(work, told)):
             mortal[0].unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        made = super().make(work)
+        made = super().make(work, negative, *told)
         with (diary / "made").open("a") as file:
-            file.write("".join(f"{number}\n" for number in numbers(work)))
+            file.write("".join(f"{number}\n" for number in numbers(work, told)))
         return made
+
+
+class DiesInside(Diary):
+    """Is killed after the first denoising step of a chunk with a prompt from number 20 on, once in a job."""
+
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        assert self._job is not None
+        alive, whole = Path(self._job.checkpoint).parents[1] / "diary" / "alive", spreading.make_clips
+
+        def progress(done: int) -> None:
+            if done == 1 and work.number >= 20 and alive.exists():
+                alive.unlink()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        spreading.make_clips = partial(whole, progress=progress)
+        try:
+            return super().make(work, negative, *told)
+        finally:
+            spreading.make_clips = whole
 
 
 class Failing(ClipWorker):
     """Cannot make prompt 1."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        if 1 in numbers(work):
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        if 1 in numbers(work, told):
             raise OSError("no memory left for prompt 1")
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
 class FailingMember(ClipWorker):
     """The second of a bag has too little memory; the first waits for it."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         if self._group.rank == 1:
             raise OSError("no memory left on the second")
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
 class Doomed(ClipWorker):
     """Its process ends at prompt 1."""
 
-    def make(self, work: ClipWork) -> list[MadeClip]:
-        if 1 in numbers(work):
+    def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
+        if 1 in numbers(work, told):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().make(work)
+        return super().make(work, negative, *told)
 
 
-def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray]) -> None:
+def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray], fps: float = 8.0) -> None:
     """Of the same pixels but for rounding before 8 bits and H.264, which answers one changed level with some more:
     up to 1.6 of 255 in the mean were seen. Another clip is tens away."""
-    encoded = [as_encoded(clip, files[0].parent).astype(int) for clip in alone]
+    encoded = [as_encoded(clip, files[0].parent, fps).astype(int) for clip in alone]
     for index, file in enumerate(files):
         away = [np.abs(read_mp4(file).astype(int) - one).mean() for one in encoded]
-        assert away[index] < 3 and min(away[:index] + away[index + 1 :]) > 10, away
+        assert away[index] < 3 and min(away[:index] + away[index + 1 :], default=255.0) > 10, away
 
 
-def as_encoded(clip: np.ndarray, folder: Path) -> np.ndarray:
+def as_encoded(clip: np.ndarray, folder: Path, fps: float) -> np.ndarray:
     from app.drawing.video import write_mp4
 
-    write_mp4(folder / "plain.mp4", clip, settings().fps)
+    write_mp4(folder / "plain.mp4", clip, fps)
     return read_mp4(folder / "plain.mp4")
 
 
@@ -217,8 +237,67 @@ def test_clips_of_three_workers_are_those_of_none(checkpoint, alone, tmp_path) -
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
 def test_workers_together_make_the_same_clips(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
-    *files, _ = spread(job(checkpoint), PROMPTS[:2], tmp_path / "x.mp4", 2, together=True, tell=lambda text: None)
+    """By FLOPs two halves take as long as one bag and exchange less."""
+    told: list[str] = []
+    *files, _ = spread(job(checkpoint), PROMPTS[:2], tmp_path / "x.mp4", 2, together=True, tell=told.append)
+    assert told[0].startswith("note: each clip is made by two halves of 1, ")
     assert_same(files, alone[:2])
+
+
+STDIT3 = STDiT3Config(num_layers=1, num_heads=2, head_dim=12, ffn_dim=96, caption_rows=4)
+MODELS: dict[str, tuple[DiTConfig | None, float]] = {  # None: that of `tiny_run`
+    "wan, guided": (None, 3.0),
+    "wan, the prompt alone": (None, 1.0),
+    "stdit3": (STDIT3, 3.0),
+}
+
+
+def saved_run(folder: Path, dit: DiTConfig | None, guidance: float) -> tuple[Path, ClipSettings]:
+    run = tiny_run()
+    run = replace(run, sample=replace(run.sample, guidance_scale=guidance))
+    if dit is not None:
+        text = replace(run.model.text, empty="none")
+        run = replace(run, model=replace(run.model, dit=dit, text=text))
+    return write_checkpoint(folder, run), ClipSettings.of(run)
+
+
+@pytest.mark.parametrize(("name", "workers"), [("wan, guided", 3), ("wan, the prompt alone", 2), ("stdit3", 3)])
+def test_workers_that_join_make_the_clip_of_one(
+    name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor's own methods, in threads: a bag of more than one worker, also of spatial-temporal layers."""
+    monkeypatch.setattr(spreading, "node_address", lambda: "127.0.0.1")
+    folder, told = saved_run(tmp_path, *MODELS[name])
+    given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
+    (expected,) = clips_of(saved_model(folder, device="cpu"), PROMPTS[:1], told)
+    crew = [ClipWorker() for _ in range(workers)]
+    negative, rows = crew[0].encode(given, PROMPTS[:1])
+
+    def work(rank: int) -> list[MadeClip]:
+        crew[rank].join(rank, way, *where)
+        return crew[rank].make(ClipWork(number=0), negative, rows)
+
+    for one in crew:
+        one.load(given)
+    way, where = crew[0].way(workers), crew[0].serve()
+    assert (way.bags, way.size) == (1, workers) and (way.rates is not None) == (name == "stdit3")
+    with ThreadPoolExecutor(workers) as pool:
+        (clip,), *others = pool.map(work, range(workers))
+    assert others == [[]] * (workers - 1)
+    (tmp_path / "x.mp4").write_bytes(clip.mp4)
+    assert_same([tmp_path / "x.mp4"], [expected], told.fps)
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("name", "workers"), [("wan, guided", 3), ("wan, the prompt alone", 2), ("stdit3", 3)])
+def test_bags_of_workers_make_the_same_clips(name: str, workers: int, tmp_path: Path) -> None:
+    folder, told = saved_run(tmp_path, *MODELS[name])
+    given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
+    expected = clips_of(saved_model(folder, device="cpu"), PROMPTS[:2], told)
+    *files, _ = spread(given, PROMPTS[:2], tmp_path / "x.mp4", workers, together=True, tell=lambda text: None)
+    assert_same(files, expected, told.fps)
 
 
 @pytest.mark.cluster
@@ -233,6 +312,34 @@ def test_a_killed_worker_loses_no_prompt_and_repeats_no_finished_one(tmp_path: P
     made = Counter((diary / "made").read_text().split())
     assert not list(diary.glob("deaths-*"))  # somebody died
     assert made == {str(index): 1 for index in range(5)}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+@pytest.mark.cluster
+@pytest.mark.usefixtures("cluster")
+def test_of_many_prompts_none_is_lost_or_made_twice_when_a_worker_dies_over_one(tmp_path: Path) -> None:
+    """And before the tail no worker waits for more than a tenth of its time."""
+    folder = write_checkpoint(tmp_path, tiny_run())
+    diary, prompts = tmp_path / "diary", [f"a disc number {number}" for number in range(64)]
+    diary.mkdir()
+    (diary / "alive").touch()
+    size = ClipChanges(frames=17, height=32, width=48, steps=40)
+    told: list[str] = []
+    first_seen: dict[Path, int] = {}
+
+    def tell(line: str) -> None:
+        told.append(line)
+        for file in tmp_path.glob("x-*.mp4"):
+            first_seen.setdefault(file, file.stat().st_mtime_ns)
+
+    given = replace(job(folder), settings=settings().changed(size))
+    *files, _ = spread(given, prompts, tmp_path / "x.mp4", 3, batch=4, worker_class=DiesInside, tell=tell)
+    assert not (diary / "alive").exists(), "somebody died"
+    assert Counter((diary / "made").read_text().split()) == {str(number): 1 for number in range(64)}
+    assert len(files) == 64 and {file: file.stat().st_mtime_ns for file in files} == first_seen
+    shares = [int(share) for share in re.findall(r"(\d+)%", told[-1])]
+    assert len(shares) >= 3 and min(shares) >= 90, told[-1]
 
 
 @pytest.mark.cluster
@@ -291,21 +398,10 @@ def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
         spread(job(tmp_path / "none"), PROMPTS, tmp_path / "x.mp4", 1)
 
 
-def test_workers_together_are_two_halves_where_guidance_has_two_branches() -> None:
-    dit, guided, alone = WanConfig(num_heads=6), SamplerConfig(), SamplerConfig(guidance_scale=1.0)
-    assert [workers for workers in range(1, 9) if in_halves(workers, dit, guided)] == [2, 4, 6, 8]
-    assert not in_halves(2, dit, alone)
-    assert not in_halves(2, FluxConfig(guidance_embeds=True), guided)
-
-
-def test_a_clip_is_dealt_to_no_more_workers_than_it_has_frames_or_positions() -> None:
-    dit, guided, alone = LatteConfig(num_heads=2, head_dim=64), SamplerConfig(), SamplerConfig(guidance_scale=1.0)
-    check_together(5, dit, alone, GRID)  # no heads are dealt out
-    check_together(6, dit, alone, GRID)
-    check_together(12, dit, guided, GRID)  # two halves of 6
-    with pytest.raises(ConfigError, match="3 frames of 6 positions, which are dealt to at most 6 workers here"):
-        check_together(7, dit, alone, GRID)
-    assert in_halves(6, dit, guided)
+def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "wait", lambda waiting, timeout: ([], list(waiting)))
+    with pytest.raises(CrewError, match=r"worker\(s\) 0, 1 of 2 have not met the others within 600 s"):
+        spreading._answers(SimpleNamespace(size=2), ["a", "b"], 600.0, "met the others")  # type: ignore[arg-type]
 
 
 def test_together_needs_workers() -> None:

@@ -13,12 +13,18 @@ import torch
 from diffusers import AutoencoderKLWan, DiffusionPipeline, WanPipeline, WanTransformer3DModel
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from actors import ray_calls
 from actors.config import TrainConfig
+from actors.messages import TurnTask
+from actors.worker.loading import Modules
 from app.export import export
 from app.run.resume import Change, is_refused
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
-from app.sampling.model import load_model
+from app.sampling import live as live_samples
+from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips
+from app.sampling.live import LiveSamples
+from app.sampling.model import saved_model
 from app.sampling.sample import run
+from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
 from app.settings.rules import check_experts, check_sample
 from app.settings.sections import RunSection, SampleConfig
@@ -26,11 +32,13 @@ from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.experts import transformers
 from ops.models.folders import dit_json, resolve
-from ops.models.load import build_dit
+from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.sampling import initial_noise
 from ops.typed import ConfigError
+from tests.actors.chaos import DeviceAsides
+from tests.actors.worker.test_aside import Short
 from tests.app.test_export import trained, write_checkpoint
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16)
@@ -97,7 +105,8 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     write_checkpoint(tmp_path / "run", config)
     export.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
-    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    saved = saved_model(tmp_path / "run")
+    ours, exported = saved.load(), saved_model(tmp_path / "out").load()
     assert ours.low is not None and exported.low is not None and ours.low.boundary == 0.9
     moved = weights(trained(config, 2))
     assert torch.equal(weights(ours.dit if expert == "high" else ours.low.dit), moved)
@@ -105,10 +114,11 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
         assert torch.equal(weights(one), weights(same))
 
     settings = ClipSettings.of(ours.config)
-    (clip,) = make_clips(ours, ["a disc"], settings)
+    told = saved.encode(["a disc"], "")
+    (clip,) = make_clips(ours, told, settings)
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
-    text, negative = ours.text.encode(["a disc", ""])
+    text, negative = told.prompts[0].text, told.negative.text
     expected = pipe(
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
@@ -124,9 +134,9 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path, ex
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
     same = settings.changed(ClipChanges(guidance_scale=4.0))
     assert same.sampler.guidance_scale_2 is None
-    assert not np.array_equal(clip, make_clips(ours, ["a disc"], same)[0]), "each has guidance of its own"
+    assert not np.array_equal(clip, make_clips(ours, told, same)[0]), "each has guidance of its own"
     alone = replace(ours, low=None)
-    assert not np.array_equal(clip, make_clips(alone, ["a disc"], settings)[0]), "the second one takes part"
+    assert not np.array_equal(clip, make_clips(alone, told, settings)[0]), "the second one takes part"
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -142,11 +152,12 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     done = export.export(tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "model_index.json").read_text())["boundary_ratio"] == 0.9
     assert {"transformer", "transformer_2"} <= set(done.components)
-    ours, exported = load_model(tmp_path / "run"), load_model(tmp_path / "out")
+    saved, out = saved_model(tmp_path / "run"), saved_model(tmp_path / "out")
+    ours, exported = saved.load(), out.load()
     assert ours.low is not None and exported.low is not None and ours.low.boundary == exported.low.boundary == 0.9
-    settings = ClipSettings.of(ours.config)
-    (clip,) = make_clips(ours, ["a disc"], settings)
-    (again,) = make_clips(exported, ["a disc"], ClipSettings.of(exported.config))
+    settings, told = ClipSettings.of(ours.config), saved.encode(["a disc"], "")
+    (clip,) = make_clips(ours, told, settings)
+    (again,) = clips_of(out, ["a disc"], ClipSettings.of(exported.config))
     assert np.abs(clip.astype(int) - again.astype(int)).max() <= 1
     if rank:
         pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
@@ -159,7 +170,7 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
                 tmp_path / "out", weight_name=file, adapter_name=expert, load_into_transformer_2=second
             )
     pipe.set_progress_bar_config(disable=True)
-    text, negative = ours.text.encode(["a disc", ""])
+    text, negative = told.prompts[0].text, told.negative.text
     expected = pipe(
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
@@ -174,7 +185,7 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     ).frames[0]
     assert np.abs(clip - expected * 255).max() < 1.5  # rounding to 8 bits
     with pytest.raises(ConfigError, match="this run trained both experts"):
-        load_model(tmp_path / "run", other=tmp_path / "run")
+        saved_model(tmp_path / "run", other=tmp_path / "run").load()
     if rank:  # and they are what a run may begin with
         begun = replace(resolve(config.model)[0].dit, lora_from=str(tmp_path / "out"))
         for one, other in zip(build_dit(begun, 0).parameters(), trained(config, 2).parameters(), strict=True):
@@ -182,6 +193,57 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
         (tmp_path / "out" / "pytorch_lora_weights_low.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="must be a folder that holds pytorch_lora_weights_high"):
             build_dit(begun, 0)
+
+
+def test_a_worker_of_both_makes_the_clip_of_heddle_sample_beside_its_run(tmp_path: Path) -> None:
+    """By its own pair, whose weights are another step's and have the checkpoint's in their place: there is no room for
+    both. Of a run of one expert its workers lack the other, and its samples are a task of their own."""
+    base = publish(tmp_path / "base")
+    config = run_of(base, "both")
+    config = replace(config, sample=replace(SHOWN, every=4), checkpoint=replace(config.checkpoint, every=4))
+    folder = write_checkpoint(tmp_path / "run", config)
+    (clip,) = clips_of(saved_model(folder, device="cpu"), ["a disc"], ClipSettings.of(config))
+    model, geometry = resolve(config.model)
+    modules = Modules(
+        config=model,
+        geometry=geometry,
+        dit=trained(config, 7),
+        vae=build_vae(model.vae),
+        text=build_text(model.text),
+    )
+    before = weights(modules.dit)
+    live = LiveSamples(config, tmp_path / "run")
+    live.on_checkpoint(7)
+    (aside,) = live.wanted()
+    task = TurnTask(generation=1, step=9, aside=aside, gap_s=0.0, share=0.0, whole=True)
+    done = DeviceAsides(modules, torch.device("cpu"), Short()).turn(task)
+    assert not done.failed and done.made.mp4 == mp4_of(clip, config.sample.fps)  # type: ignore[attr-defined]
+    assert torch.equal(weights(modules.dit), before)
+
+
+def test_samples_of_a_run_of_one_expert_are_told_to_wait_where_its_workers_take_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base = publish(tmp_path / "base")
+    gpus = {"GPU": 8.0}
+    monkeypatch.setattr(ray_calls, "resources", lambda free: gpus)
+    for expert, most, told in (("both", 8, False), ("high", 7, False), ("high", 8, True)):
+        config = run_of(base, expert)
+        config = replace(
+            config,
+            sample=replace(SHOWN, every=4),
+            workers=replace(config.workers, device="cuda", max=most),
+        )
+        caplog.clear()
+        live = LiveSamples(config, tmp_path)
+        live.note_what_waits()
+        assert ("samples of this run are made when it has ended" in caplog.text) == told
+        assert live.expected == (expert == "both")
+        started: list[bool] = []
+        monkeypatch.setattr(live, "_start_task", lambda started=started: started.append(True))
+        monkeypatch.setattr(live_samples, "_held", lambda checkpoint, at: checkpoint)
+        live.on_checkpoint(3)
+        assert (len(live.wanted()), len(started)) == ((1, 0) if expert == "both" else (0, 1))
 
 
 def test_both_experts_need_a_pipeline_that_holds_two_alike(tmp_path: Path) -> None:
@@ -205,20 +267,21 @@ def test_two_runs_are_joined(tmp_path: Path) -> None:
     low = replace(high, model=replace(model, dit=replace(model.dit, expert="low")))
     write_checkpoint(tmp_path / "high", high)
     write_checkpoint(tmp_path / "low", low)
-    one = load_model(tmp_path / "high", other=tmp_path / "low")
-    two = load_model(tmp_path / "low", other=tmp_path / "high")
+    high_first = saved_model(tmp_path / "high", other=tmp_path / "low")
+    one, two = high_first.load(), saved_model(tmp_path / "low", other=tmp_path / "high").load()
     assert one.low is not None and two.low is not None and one.low.boundary == two.low.boundary == 0.875
     settings = ClipSettings.of(one.config)
-    assert np.array_equal(*(make_clips(model, ["a disc"], settings)[0] for model in (one, two)))
+    told = high_first.encode(["a disc"], "")
+    assert np.array_equal(*(make_clips(model, told, settings)[0] for model in (one, two)))
 
     with pytest.raises(ConfigError, match=r"trained the expert for noise levels 0\.875 to 1; give --other"):
-        load_model(tmp_path / "high")
+        saved_model(tmp_path / "high").load()
     with pytest.raises(ConfigError, match=r"--other .*high trained noise levels 0\.875 to 1, and this run 0\.875 to 1"):
-        load_model(tmp_path / "high", other=tmp_path / "high")
+        saved_model(tmp_path / "high", other=tmp_path / "high").load()
     plain = replace(high, model=replace(model, dit=DIT), sample=replace(SHOWN, guidance_scale_2=None))
     write_checkpoint(tmp_path / "plain", plain)
     with pytest.raises(ConfigError, match="this run trained one transformer for all noise levels"):
-        load_model(tmp_path / "plain", other=tmp_path / "low")
+        saved_model(tmp_path / "plain", other=tmp_path / "low").load()
 
     with pytest.raises(ConfigError, match=r"--guidance-scale-2 is 2, of the expert for low noise, and this is one tr"):
         run(tmp_path / "plain", ["a disc"], tmp_path / "x.mp4", changes=ClipChanges(guidance_scale_2=2.0))

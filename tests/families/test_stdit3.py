@@ -195,15 +195,14 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
     )
 
 
+SMALL = whole(  # one caption is the fixed rows that stand for none
+    STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6), empty="none"
+)
 CASES = FamilyCases(
     variants={"": small(STDiT3Config, base_size=96, caption_rows=5)},
-    models={  # one caption is the fixed rows that stand for none
-        "": whole(
-            STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
-            empty="none",
-        )
-    },
-    presets={"stdit-xl2": 1.21},
+    models={"": SMALL, "by ulysses": replace(SMALL, dit=replace(SMALL.dit, bag_mode="ulysses"))},  # type: ignore[call-arg]
+    whole_runs=("",),
+    presets={"stdit-xl2": 1.21, "stdit-3b2": 3.18},
     lora=("attn.qkv", "attn.proj", "cross_attn.kv_linear", "cross_attn.proj", "mlp.fc1"),
 )
 
@@ -310,6 +309,9 @@ def test_a_pack_on_a_bag_gives_what_each_clip_gives_alone(run_ranks: Callable) -
 
     for degree, slices in ((2, 3), (4, 2)):
         module.config = replace(DIT, temporal_slices=slices, spatial_slices=slices)
+        assert max(run_ranks(degree, work)) < 1e-10
+    module.config = replace(DIT, bag_mode="ulysses")
+    for degree in (2, 3, 7):  # heads are shared by ranks, of which some have no positions
         assert max(run_ranks(degree, work)) < 1e-10
 
 

@@ -81,12 +81,17 @@ def test_auto_does_not_slice_where_slices_cost_more_than_they_hide() -> None:
     assert best_schedule(16, 64, 1, COSTS) == DSP  # nothing travels
 
 
-def test_ulysses_exchanges_twice_as_much_as_dsp_and_stops_at_the_heads() -> None:
-    found = ulysses_forecast(256, 2, 16, COSTS, PAIRS)
+def test_ulysses_exchanges_three_times_as_much_as_dsp_and_stops_at_the_heads() -> None:
+    """q, k, v and their result, then the queries for the text and theirs. Rows of a frame are padded to the degree."""
+    found = ulysses_forecast(16, 2, 16, COSTS, PAIRS)
     assert found is not None
-    assert found.link_s == pytest.approx(2 * forecast(DSP).link_s)
+    assert found.link_s == pytest.approx(3 * forecast(DSP).link_s)
     assert found.compute_s == pytest.approx(forecast(DSP).compute_s)
     assert ulysses_forecast(256, 32, 16, COSTS) is None
+    padded = ulysses_forecast(15, 2, 16, COSTS, PAIRS)  # to 16
+    assert padded is not None
+    assert padded.link_s == pytest.approx(16 / 15 * found.link_s)
+    assert padded.compute_s == pytest.approx(16 / 15 * found.compute_s)
 
 
 def test_a_cost_below_zero_is_refused() -> None:

@@ -8,8 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLMochi,
+    AutoencoderKLWan,
+)
 
+from app.bench.timing import peak_bytes
 from ops.models.base.tiles import Tile, deal
 from ops.models.base.vae import DiffusersVAE
 from ops.models.config import VAEConfig
@@ -72,7 +80,43 @@ def cogvideox() -> torch.nn.Module:
     )
 
 
-FAMILIES = {"wan": wan, "wan_patched": wan_patched, "hunyuan": hunyuan, "cogvideox": cogvideox}
+def ltx() -> torch.nn.Module:
+    return AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 8, 8),
+        decoder_block_out_channels=(8, 8, 8, 8),
+        layers_per_block=(1, 1, 1, 1, 1),
+        decoder_layers_per_block=(1, 1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, False, False),
+        decoder_spatio_temporal_scaling=(True, True, False, False),
+    )
+
+
+def mochi() -> torch.nn.Module:
+    return AutoencoderKLMochi(
+        encoder_block_out_channels=(32, 32, 32, 32),
+        decoder_block_out_channels=(32, 32, 32, 32),
+        latent_channels=4,
+        layers_per_block=(1, 1, 1, 1, 1),
+        temporal_expansions=(1, 2, 2),
+        latents_mean=[0.1, -0.2, 0.3, 0.0],
+        latents_std=[1.5, 2.0, 0.5, 1.0],
+    )
+
+
+FAMILIES = {
+    "wan": wan,
+    "wan_patched": wan_patched,
+    "hunyuan": hunyuan,
+    "cogvideox": cogvideox,
+    "ltx": ltx,
+    "mochi": mochi,
+}
+SQUARES = ("wan_patched", "ltx")  # of 16 pixels, of which tiles and their strides are multiples
+
+
+def tiles_of(family: str) -> dict[str, object]:
+    return {**TILES, "tile_sample_stride": (16, 16)} if family in SQUARES else TILES
 
 
 def make(family: str, **settings: object) -> DiffusersVAE:
@@ -109,8 +153,7 @@ def test_encode_equals_diffusers(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_blend_to_diffusers_tiled_encode(family: str) -> None:
-    settings = TILES if family != "wan_patched" else {**TILES, "tile_sample_stride": (16, 16)}
-    vae = make(family, **settings)
+    vae = make(family, **tiles_of(family))
     video = clip(5, 96, 80)
     shape = (5, 96, 80)
     tiles = vae.plan_tiles(*shape)
@@ -127,7 +170,7 @@ def test_tiles_blend_to_diffusers_tiled_encode(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_a_bag_member_encodes_is_known_from_the_settings_alone(family: str, tmp_path: Path) -> None:
     """Plans price it by the config.json of the folder, without the autoencoder."""
-    settings = TILES if family != "wan_patched" else {**TILES, "tile_sample_stride": (16, 16)}
+    settings = tiles_of(family)
     vae = make(family, **settings)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": type(vae.model).__name__, **vae.model.config}))
     tiling = tiling_of(VAEConfig(kind="diffusers", path=str(tmp_path), **settings))  # type: ignore[arg-type]
@@ -180,16 +223,22 @@ def tiled_by_diffusers(vae: DiffusersVAE, latents: torch.Tensor) -> torch.Tensor
         return vae.model.decode(latents * vae._std + vae._mean).sample
 
 
-TILED = {"wan": (2, 7, 4), "wan_patched": (2, 3, 2), "hunyuan": (6, 5, 4), "cogvideox": (2, 7, 4)}
+TILED = {
+    "wan": (2, 7, 4),
+    "wan_patched": (2, 3, 2),
+    "hunyuan": (6, 5, 4),
+    "cogvideox": (2, 7, 4),
+    "ltx": (2, 4, 3),
+    "mochi": (2, 7, 4),
+}
 """By family: the grid of latents that its tiles cut. HunyuanVideo's is cut over time, too."""
 
 
 @pytest.fixture(scope="module", params=TILED)
 def tiled(request: pytest.FixtureRequest) -> tuple[DiffusersVAE, torch.Tensor]:
     """An autoencoder with tiles, and latents that need several."""
-    settings = TILES if request.param != "wan_patched" else {**TILES, "tile_sample_stride": (16, 16)}
     generator = torch.Generator().manual_seed(3)
-    return make(request.param, **settings), torch.randn(1, 4, *TILED[request.param], generator=generator)
+    return make(request.param, **tiles_of(request.param)), torch.randn(1, 4, *TILED[request.param], generator=generator)
 
 
 def test_decoded_tiles_blend_to_diffusers_tiled_decode(tiled: tuple[DiffusersVAE, torch.Tensor]) -> None:
@@ -205,7 +254,7 @@ def test_decoded_tiles_blend_to_diffusers_tiled_decode(tiled: tuple[DiffusersVAE
         vae.join([(tiles[0], joined)], grid)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3])
 def test_a_bag_decodes_the_clip_of_one_worker(
     tiled: tuple[DiffusersVAE, torch.Tensor], workers: int, run_ranks: RunRanks
 ) -> None:
@@ -231,6 +280,45 @@ def test_a_bag_decodes_the_clip_of_one_worker(
     frames, height, width = latents.shape[2:]
     total = 2 * len(vae.plan_decode((frames, height, width)))
     assert sum(map(len, mine)) == total and max(map(len, mine)) == -(-total // workers)
+
+
+@pytest.fixture(scope="module")
+def pictures() -> DiffusersVAE:
+    """A class that codes frames one by one."""
+    torch.manual_seed(0)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
+    model = AutoencoderKL(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=2, **blocks)
+    return vae_of(model, VAEConfig(kind="diffusers", path="-"), "cpu")
+
+
+def test_every_frame_of_a_picture_vae_is_a_tile(pictures: DiffusersVAE) -> None:
+    """What they decode to is what one batch of them decodes to."""
+    latents = torch.randn(2, 4, 5, 6, 4, generator=torch.Generator().manual_seed(5))
+    assert [tile.frames for tile in pictures.plan_decode((5, 6, 4))] == [(n, n + 1) for n in range(5)]
+    frames = (latents * pictures._std + pictures._mean).transpose(1, 2).flatten(0, 1)
+    with torch.no_grad():
+        together = pictures.model.decode(frames).sample.unflatten(0, (2, 5)).movedim(2, -1)
+    away = pictures.decode(latents).float() - (together + 1).mul(127.5).round().clamp(0, 255)
+    assert away.abs().max() <= 1  # rounding to 8 bits
+    with pytest.raises(ValueError, match="AutoencoderKL codes each frame by itself and has no tiles"):
+        vae_of(pictures.model, VAEConfig(kind="diffusers", path="-", **TILES), "cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_bag_shares_the_frames_of_a_picture_vae(pictures: DiffusersVAE, workers: int, run_ranks: RunRanks) -> None:
+    latents = torch.randn(4, 5, 6, 4, generator=torch.Generator().manual_seed(6))
+    one = pictures.decode(latents[None])[0]
+    made = run_ranks(workers, lambda group: decode_together(pictures, [latents], group, torch.device("cpu")))
+    assert torch.equal(made[0][0], one) and not any(made[1:])
+
+
+def test_more_frames_of_a_picture_vae_take_no_more_memory_than_their_bytes(pictures: DiffusersVAE) -> None:
+    def peak(frames: int) -> int:
+        latents = torch.randn(1, 4, frames, 16, 16, generator=torch.Generator().manual_seed(7))
+        return peak_bytes(lambda: pictures.decode(latents), torch.device("cpu"))
+
+    one_frame = 32 * 32 * 3
+    assert peak(12) - peak(2) <= 2 * 10 * one_frame  # beside the others, and joined with them
 
 
 def test_a_clip_of_one_tile_is_decoded_by_one(run_ranks: RunRanks) -> None:

@@ -32,8 +32,9 @@ def flop_coefficients(
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear, quadratic = passes * forward.video / rate, passes * forward.pair / rate
     form, moved = "arachne", 4.0 * passes
-    if forward.in_turn:
-        form, moved = "spatial_temporal" if forward.across < forward.pair else "spatial_temporal_text", 2.0
+    if forward.in_turn:  # by Ulysses every second block moves its activations
+        form = "spatial_temporal" if forward.across < forward.pair else "spatial_temporal_text"
+        moved = 2.0 * passes if dit.deals_heads else 2.0
     exchange = layers * 4.0 * dit.dim * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),

@@ -40,6 +40,7 @@ class Load:
     slices: float = 1.0  # of a spatial-temporal layer that a member of a bag runs, mean of the two kinds
     exposed: float = 1.0  # share of its exchanges that no computation hides
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
+    by_ulysses: bool = False  # of a spatial-temporal transformer: a member has positions of all frames in every block
     call_s: float = 0.0  # of an all-to-all of its bag that sends nothing, on one node; 0: not measured
     text: TextCost = JOINT  # of the DiT
     dealt: DealtTiles | None = None  # of a VAE: what the busiest member encodes
@@ -87,8 +88,8 @@ def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
     """The same for blocks that attend in turn within a frame, to the text there, and along a position. Every member has
-    all text; an exchange moves the activations of a block once, and counts as far as it is exposed. The member with
-    most frames and most positions decides; every slice has its own launches."""
+    all text; an exchange moves the activations of a block once, and counts as far as it is exposed: by Ulysses all of
+    it. The member with most frames and most positions decides; every slice has its own launches."""
     return _in_turn(load, 0)
 
 
@@ -100,12 +101,12 @@ def _spatial_temporal_text(load: Load, exponent: float) -> tuple[float, ...]:
 def _in_turn(load: Load, temporal_text: int) -> tuple[float, ...]:
     frames, degree = load.token_frames, load.degree
     positions = load.tokens / frames
-    spatial = load.batch * -(-frames // degree) * positions
     temporal = load.batch * frames * -(-positions // degree)
+    spatial = temporal if load.by_ulysses else load.batch * -(-frames // degree) * positions
     keys = spatial * (positions + load.text_tokens) + temporal * (frames + temporal_text)
     moved = load.batch * load.tokens * (degree - 1) / degree**2
     rows = (spatial + temporal) / 2 + load.batch * load.text.row * load.text_tokens
-    return load.slices, rows, keys / 2, moved * load.exposed
+    return load.slices, rows, keys / 2, moved * load.exposed * load.exchanged
 
 
 def _knapformer(load: Load, exponent: float) -> tuple[float, ...]:

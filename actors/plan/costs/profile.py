@@ -227,7 +227,7 @@ class Profile:
         text_flops_per_token *= text.encoded_tokens / text.most_tokens
         if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
             vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
-        heads = None if dit.spatial_temporal else dit.num_heads
+        heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
         fits = flop_coefficients(
             dit,
@@ -278,14 +278,15 @@ class Profile:
         if self._calls is None and self.exchanges:
             self._calls = CallLatency.of(self.exchanges)
         sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
-        return replace(load, exchanged=sent, call_s=self._calls.seconds(degree) if self._calls is not None else 0.0)
+        call_s = self._calls.seconds(degree) if self._calls is not None else 0.0
+        return replace(load, exchanged=sent, call_s=call_s, by_ulysses=True)
 
     def slice_rates(self) -> SliceRates:
-        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by all of them:
-        what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
+        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
+        on one node: what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
         assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
         if self._rates is None:
-            known = self._known("dit")
+            known = self._known("dit", spanning=False)  # what bags over nodes take is learned beside these rates
             alone = [one for one in known if one[0][5] == 1] or known
             loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
             seconds = [seconds for _, seconds, _ in alone]
@@ -705,9 +706,10 @@ class Profile:
         rows = self._known(module)
         return [self._load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
 
-    def _known(self, module: Module) -> list[tuple[PointKey, float, int]]:
-        """(point, seconds, text tokens) of what was measured and observed."""
-        rows = [(key, point.seconds, point.text_tokens) for key, point in self.ran().items() if key[0] == module]
+    def _known(self, module: Module, spanning: bool = True) -> list[tuple[PointKey, float, int]]:
+        """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes."""
+        ran = self.ran() if spanning else self.live
+        rows = [(key, point.seconds, point.text_tokens) for key, point in ran.items() if key[0] == module]
         known = {key for key, _, _ in rows}
         for key in self.measured:
             if key[0] == module and key not in known:

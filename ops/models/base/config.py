@@ -152,6 +152,11 @@ class DiTConfig:
         """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
         return None
 
+    def at_rate(self, frame_rate: float) -> Self:
+        """The same for clips of another frame rate (1/s), if it takes one."""
+        del frame_rate
+        return self
+
     @property
     def part(self) -> str:
         """The folder of its weights in a pipeline of Diffusers."""
@@ -208,18 +213,23 @@ class DiTConfig:
 
     @property
     def spatial_temporal(self) -> bool:
-        """Whether blocks attend in turn within a frame and along a position, so that a bag needs no Ulysses."""
-        return self.slicing is not None
+        """Whether blocks attend in turn within a frame and along a position."""
+        return False
 
     @property
     def slicing(self) -> Slicing | None:
         """How a bag slices blocks that attend in turn within a frame and along a position; None: it runs Ulysses."""
         return None
 
+    @property
+    def deals_heads(self) -> bool:
+        """Whether a bag deals out attention heads, by Ulysses; else frames and positions, in slices."""
+        return self.slicing is None
+
     def degrees(self, most: int, setting: SequenceSetting = "auto") -> tuple[int, ...]:
         """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well, and of
         slices of frames and positions, which may have any lengths, all."""
-        if self.spatial_temporal:
+        if not self.deals_heads:
             return tuple(range(1, most + 1))
         return default_degrees(self.num_heads, setting, most)
 

@@ -37,7 +37,8 @@ def config_normalisation(fields: Json, channels: int, module: object) -> tuple[l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VAEClass:
-    """A Diffusers autoencoder. `numbers` reads its config.json: (latent channels, strides over t, h, w).
+    """An autoencoder of Diffusers, or of code of our own. `numbers` reads its config.json: (latent channels, strides
+    over t, h, w).
 
     `normalisation` says what takes its latents to what the transformer was trained on: (mean, standard deviation) of
     each channel. It sees the fields of config.json, the number of channels, and the loaded module, whose buffers hold
@@ -48,9 +49,13 @@ class VAEClass:
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/base/vae.py
-    of_pictures: bool = False  # its class takes [B, C, H, W]
     runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
+    cuts_patches: bool = False  # tiles of its encoder are of patches, not of pixels
     segments: tuple[int, int] | None = None  # frames that it encodes at a time, and from one to the next; None: all
+    # The class of an autoencoder that Diffusers does not have, made from config.json (`ops.models.chunked.ChunkCodec`),
+    # and how many frames it codes at a time, each for themselves
+    own: Callable[[], Callable[[Json], nn.Module]] | None = None
+    chunk: Callable[[Json], int] = lambda fields: 0  # 0: all of a clip
 
 
 def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -58,7 +63,13 @@ def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("latent_channels", 4), (1, stride, stride)
 
 
-PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
+def _picture_vae() -> type[DiffusersVAE]:
+    from ops.models.base.picture_vae import PictureVAE
+
+    return PictureVAE
+
+
+PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, runs=_picture_vae)
 """Stable Diffusion's, of pictures: every frame by itself."""
 
 
@@ -186,7 +197,8 @@ class Family:
     diffusers_class: str  # of the transformer, whose parameter names are ours; with `own_code` the class there
     own_code: OwnCode | None = None  # None: it is a class of Diffusers
     pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
-    vae: VAEClass
+    vae: VAEClass  # that its own pipeline has in Diffusers
+    own_vaes: tuple[VAEClass, ...] = ()  # others, which Diffusers does not have
     texts: Mapping[str, TextRecipe] = field(default_factory=dict)  # by values of model.text.kind beside t5
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them

@@ -6,15 +6,22 @@ S sequences, B of one stack, T frames, P positions of a frame (h w), n rows of a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from ops.attention.lengths import Lengths
+from ops.attention.names import AttentionName
+from ops.attention.varlen import attention
+from ops.comm import Group
 from ops.kernels.base.segments import Segments
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Layout
+from ops.packing import Exchange, Layout
+from ops.sequence_parallel import sequence_parallel_attention
+from ops.spatial_temporal.layers import LayerFunction, run_layers
+from ops.spatial_temporal.packed import Stack
+from ops.spatial_temporal.ulysses import frames_exchange, run_in_place
 
 RowBlock = Callable[..., Tensor]
 """(rows [n, D], inputs of the stack, length of a sequence of its attention, their number, ...) -> [n, D]"""
@@ -22,12 +29,18 @@ RowBlock = Callable[..., Tensor]
 
 @dataclass(slots=True)
 class StackInputs:
-    """What all blocks share for the sequences of one stack; index tensors are kept by size of the slice."""
+    """What all blocks share for the sequences of one stack; index tensors are kept by size of the slice.
+
+    Where a bag runs by Ulysses, spatial blocks have inputs of their own (`frames`), by which they attend to all of a
+    frame (`spread`).
+    """
 
     modulation: Tensor  # [B, 6, D]
     text: Tensor  # [T, D]
     text_lengths: Lengths
     device: torch.device
+    frames: StackInputs | None = None
+    spread: tuple[Exchange, Group] | None = None
     _segments: dict[int, Segments] = field(default_factory=dict)
     _lengths: dict[tuple[int, int], Lengths] = field(default_factory=dict)
 
@@ -41,6 +54,14 @@ class StackInputs:
             text_lengths=Lengths.of([len(text) for text in chosen], layout.device),
             device=layout.device,
         )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int, backend: AttentionName) -> Tensor:
+        """Self-attention within `count` sequences of `length` rows [n, H, d], n = length count, or within the whole
+        frames of which these are rows -> [n, H, d]."""
+        if self.spread is not None:
+            return sequence_parallel_attention(q, k, v, *self.spread, backend)
+        lengths = self.lengths(length, count)
+        return attention(q, k, v, lengths, lengths, backend)
 
     def segments(self, rows: int) -> Segments:
         """The modulation row of each of `rows` rows of each sequence."""
@@ -58,10 +79,28 @@ class StackInputs:
 class SpatialTemporalTransformer(PackedTransformer):
     """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for who calls what."""
 
+    def inputs_of(
+        self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group
+    ) -> StackInputs:
+        """Those of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the layout."""
+        shared = StackInputs.of(stack.members, modulation, texts, layout)
+        if self.config.deals_heads and group.size > 1:
+            size = len(stack.members), stack.split.frames, stack.split.positions
+            exchange = frames_exchange(*size, group.size, group.rank, layout.device)
+            shared.frames = replace(shared, spread=(exchange, group))
+        return shared
+
+    def through(self, x: Tensor, layers: Sequence[LayerFunction], stack: Stack, group: Group) -> Tensor:
+        """x [B, T, s, D] of a stack at rest through spatial and temporal blocks in turn. Collective."""
+        if self.config.deals_heads:
+            return run_in_place(x, layers, stack.positions)
+        return run_layers(x, layers, stack.split, group)
+
     def on_frames(self, block: RowBlock, shared: StackInputs, x: Tensor, *rest: object) -> Tensor:
         """x [B, t, P, D]: rows by frame."""
         batch, frames, positions, _ = x.shape
-        return self.run(block, x.flatten(0, 2), shared, positions, batch * frames, *rest).view(x.shape)
+        rows = self.run(block, x.flatten(0, 2), shared.frames or shared, positions, batch * frames, *rest)
+        return rows.view(x.shape)
 
     def on_positions(self, block: RowBlock, shared: StackInputs, x: Tensor, *rest: object) -> Tensor:
         """x [B, T, s, D]: rows by position."""

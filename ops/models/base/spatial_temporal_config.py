@@ -14,9 +14,11 @@ class SpatialTemporalDiTConfig(DiTConfig):
     """`num_layers` spatial blocks and as many temporal ones, in turn (Latte, STDiT3).
 
     A base, as `DiTConfig` is. A bag runs them by spatial-temporal parallelism (ops/spatial_temporal/), sliced as the
-    settings say; results are the same for any slices. Sinusoids of times have 256 numbers whatever `freq_dim` says.
+    settings say, or by Ulysses, to compare the two; results are the same. Sinusoids of times have 256 numbers whatever
+    `freq_dim` says.
     """
 
+    bag_mode: Literal["sliced", "ulysses"] = "sliced"  # what a bag deals out: frames and positions, or attention heads
     # In numbers, or auto: by what computation and exchanges cost, for each grid and degree
     temporal_slices: int | Literal["auto"] = "auto"  # of the frames, in which a bag runs spatial blocks
     spatial_slices: int | Literal["auto"] = "auto"  # of the positions of a frame, in which it runs temporal blocks
@@ -33,12 +35,20 @@ class SpatialTemporalDiTConfig(DiTConfig):
         if self.ffn_dim != 4 * self.dim:
             raise ValueError(f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as in {name}.")
         try:
-            self.slicing  # noqa: B018  (checks the numbers)
+            self._slicing()
         except ValueError as error:
             raise ValueError(f"model.dit: {error}") from None
 
     @property
-    def slicing(self) -> Slicing:
+    def spatial_temporal(self) -> bool:
+        return True
+
+    @property
+    def slicing(self) -> Slicing | None:
+        return None if self.bag_mode == "ulysses" else self._slicing()
+
+    def _slicing(self) -> Slicing:
+        """Raises ValueError for numbers that are no schedule."""
         return Slicing(
             temporal_slices=self.temporal_slices,
             spatial_slices=self.spatial_slices,

@@ -21,6 +21,7 @@ from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
 from ops.spatial_temporal.choice import ScheduleOf, SliceRates
+from ops.spatial_temporal.slicing import WHOLE_LAYERS
 
 R = TypeVar("R")
 
@@ -86,8 +87,8 @@ class PackedTransformer(nn.Module):
 
     def how_sliced(self) -> ScheduleOf:
         """How its spatial-temporal blocks are sliced on a bag, in this forward."""
-        slicing = self.config.slicing
-        assert slicing is not None, "blocks that attend to all rows are not sliced"
+        assert self.config.spatial_temporal, "blocks that attend to all rows are not sliced"
+        slicing = self.config.slicing or WHOLE_LAYERS
         return ScheduleOf(slicing=slicing, rates=self.rates, training=torch.is_grad_enabled())
 
     def all_blocks(self) -> list[nn.Module]:

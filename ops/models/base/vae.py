@@ -70,7 +70,6 @@ class LatentFacts:
     stride: tuple[int, int, int]  # over t, h, w
     mean: Tensor
     std: Tensor
-    of_pictures: bool  # its class takes [B, C, H, W]
 
 
 class DiffusersVAE:
@@ -86,7 +85,7 @@ class DiffusersVAE:
         self.device = device
         # Any: classes of Diffusers, which is untyped, with different switches and tiles.
         self.model: Any = model
-        self.channels, self.vae_stride, self._of_pictures = facts.channels, facts.stride, facts.of_pictures
+        self.channels, self.vae_stride = facts.channels, facts.stride
         self._mean, self._std = (part.view(1, -1, 1, 1, 1) for part in (facts.mean, facts.std))
         self.tiles = tiles
         if tiles is not None:
@@ -108,7 +107,6 @@ class DiffusersVAE:
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
         rows, columns = [(0, height)], [(0, width)]
         if self.tiles and (height > self.model.tile_sample_min_height or width > self.model.tile_sample_min_width):
-            # With a patch Diffusers counts tiles in patched pixels.
             scale = self._encoder_patch
             rows = _cuts(height, self._stride_of("height"), self.model.tile_sample_min_height, scale)
             columns = _cuts(width, self._stride_of("width"), self.model.tile_sample_min_width, scale)
@@ -120,7 +118,7 @@ class DiffusersVAE:
         """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
         pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
         with self._without("use_tiling", "use_framewise_encoding"):
-            moments = self._on_frames(self.model._encode, pixels.to(self.model.dtype).contiguous())
+            moments = self._run(self.model._encode, pixels.to(self.model.dtype).contiguous())
         return moments[:, : self.channels]
 
     def plan_decode(self, grid: tuple[int, int, int]) -> list[Tile]:
@@ -142,8 +140,7 @@ class DiffusersVAE:
         return self._decoded(scaled.to(self.model.dtype).contiguous()).float()
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
-        pixels = self._joined(parts, grid).movedim(1, -1).add(1.0).mul(127.5)
-        return pixels.round_().clamp_(0, 255).to(torch.uint8)
+        return frame_bytes(self._joined(parts, grid))
 
     def _joined(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
         """[B, 3, T, H, W], from -1 to 1 and a little beyond."""
@@ -154,14 +151,6 @@ class DiffusersVAE:
             for _, group in groupby(ordered, key=lambda part: part[0].segment)
         ]
         return self._clip_of(segments, (grid[0] - 1) * self.vae_stride[0] + 1)
-
-    def _on_frames(self, run: Callable[[Tensor], Tensor], clips: Tensor) -> Tensor:
-        """`run` on [B, C, T, H, W], for a class of pictures on each frame by itself."""
-        if not self._of_pictures:
-            return run(clips)
-        frames = run(clips.transpose(1, 2).flatten(0, 1))
-        found: Tensor = frames.unflatten(0, (len(clips), -1)).transpose(1, 2)
-        return found
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
         frames, height, width = shape
@@ -199,11 +188,6 @@ class DiffusersVAE:
             lines.append(torch.cat(line, dim=-1))
         return torch.cat(lines, dim=-2)
 
-    @property
-    def _encoder_patch(self) -> int:
-        """Pixels of a side that the encoder takes as one; its tiles are counted in these."""
-        return getattr(self.model.config, "patch_size", None) or 1
-
     @contextmanager
     def _without(self, *switches: str) -> Iterator[None]:
         """Diffusers' own cutting off: a tile is encoded or decoded whole."""
@@ -217,6 +201,15 @@ class DiffusersVAE:
                 setattr(self.model, name, value)
 
     # -- what classes do in ways of their own -------------------------------------------------------------------------
+
+    @property
+    def _encoder_patch(self) -> int:
+        """Pixels of a side of which the encoder's tiles are counted: a patch of them, where it is cut after that."""
+        return 1
+
+    def _run(self, code: Callable[[Tensor], Tensor], clips: Tensor) -> Tensor:
+        """`code`, the module's encoder or decoder, on clips [B, C, T, H, W] -> the same axes."""
+        return code(clips)
 
     def _encoded_spans(self, frames: int) -> list[tuple[int, int]]:
         """Frames of each segment over time that is encoded by itself."""
@@ -237,7 +230,7 @@ class DiffusersVAE:
     def _decoded(self, latents: Tensor) -> Tensor:
         """Pixels of one tile's latents, which are not normalised."""
         with self._without("use_tiling", "use_framewise_decoding"):
-            return self._on_frames(lambda x: self.model.decode(x).sample, latents)
+            return self._run(lambda x: self.model.decode(x).sample, latents)
 
     def _set_tiles(self, tiles: Tiles) -> None:
         """Tell the module of its tiles."""
@@ -269,6 +262,11 @@ class DiffusersVAE:
     def _trimmed(self, plane: Tensor, height: int, width: int) -> Tensor:
         """Blended latents without what stands over the clip's edge."""
         return plane[..., :height, :width]
+
+
+def frame_bytes(pixels: Tensor) -> Tensor:
+    """[B, 3, T, H, W] from -1 to 1 -> uint8 [B, T, H, W, 3]"""
+    return pixels.movedim(1, -1).add(1.0).mul(127.5).round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _grid_of(times: list[tuple[int, int]], rows: list[tuple[int, int]], columns: list[tuple[int, int]]) -> list[Tile]:

@@ -28,7 +28,7 @@ from ops.models.base.spatial_temporal import (
 )
 from ops.models.base.transformer import ForwardInputs
 from ops.models.latte.config import LatteConfig
-from ops.spatial_temporal.layers import LayerFunction, run_layers
+from ops.spatial_temporal.layers import LayerFunction
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _OUT_EPS = 1e-6
@@ -60,10 +60,10 @@ class LatteDiT(SpatialTemporalTransformer):
         tables = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)  # shift and scale [S, D]
         finished = []
         for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
-            shared = StackInputs.of(stack.members, modulation, texts, layout)
+            shared = self.inputs_of(stack, modulation, texts, layout, group)
             x = self.pos_embed(tokens)
             x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
-            x = run_layers(x, self._layers(stack, shared), stack.split, group)
+            x = self.through(x, self._layers(stack, shared), stack, group)
             shift, scale = (table[torch.tensor(stack.members, device=layout.device)] for table in tables)
             segments = shared.segments(x.shape[1] * x.shape[2])
             rows = ln_modulate(x.flatten(0, 2), scale, shift, segments, eps=_OUT_EPS)
@@ -137,12 +137,12 @@ class LatteBlock(nn.Module):
 
     def forward(self, x: Tensor, shared: StackInputs, length: int, count: int) -> Tensor:
         """x [n, D] -> [n, D], n = length count."""
-        segments, lengths = shared.segments(len(x) // len(shared.modulation)), shared.lengths(length, count)
+        segments = shared.segments(len(x) // len(shared.modulation))
         table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
         h = ln_modulate(x, scale, shift, segments, eps=self.eps)
         q, k, v = self.attn1.project(h, h)
-        y = self.attn1.output(attention(q, k, v, lengths, lengths, self.backend))
+        y = self.attn1.output(shared.attend(q, k, v, length, count, self.backend))
         x, h = self._after(x, y, gate, mlp_scale, mlp_shift, shared, segments)
         return gate_residual(x, self.ff(h), mlp_gate, segments)
 

@@ -50,5 +50,8 @@ class LTXConfig(DiTConfig):
     def clip_rate(self) -> float:
         return self.frame_rate
 
+    def at_rate(self, frame_rate: float) -> Self:
+        return replace(self, frame_rate=frame_rate)
+
     def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
         return replace(DiTConfig.fitted(self, channels, stride, text_dim, image_dim), vae_stride=stride)

@@ -99,9 +99,7 @@ FAMILY = Family(
     model=_model,
     diffusers_class="LTXVideoTransformer3DModel",
     pipeline_class=lambda config: "LTXPipeline",
-    vae=VAEClass(
-        name="AutoencoderKLLTXVideo", numbers=_vae_numbers, normalisation=_vae_normalisation, can_be_tiled=False
-    ),
+    vae=VAEClass(name="AutoencoderKLLTXVideo", numbers=_vae_numbers, normalisation=_vae_normalisation),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",

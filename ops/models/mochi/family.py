@@ -129,7 +129,7 @@ FAMILY = Family(
     model=_model,
     diffusers_class="MochiTransformer3DModel",
     pipeline_class=lambda config: "MochiPipeline",
-    vae=VAEClass(name="AutoencoderKLMochi", numbers=_vae_numbers, normalisation=_vae_normalisation, can_be_tiled=False),
+    vae=VAEClass(name="AutoencoderKLMochi", numbers=_vae_numbers, normalisation=_vae_normalisation),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",

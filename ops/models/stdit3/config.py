@@ -40,6 +40,9 @@ class STDiT3Config(SpatialTemporalDiTConfig):
     def clip_rate(self) -> float:
         return self.frame_rate
 
+    def at_rate(self, frame_rate: float) -> Self:
+        return replace(self, frame_rate=frame_rate)
+
     @property
     def flops(self) -> ForwardFlops:
         """Blocks of both kinds attend to the text, too."""

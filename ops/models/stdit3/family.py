@@ -1,16 +1,20 @@
 """STDiT3 of Open-Sora 1.2, text to video: its own names and numbers, and how they differ from other families.
 
-Diffusers has no class of it, nor of the temporal half of its autoencoder: clips are coded frame by frame here, by an
-AutoencoderKL, whose latents are not those that the published weights were trained on.
+Diffusers has no class of it, nor of its autoencoder, which is in `autoencoder.py`. Clips may be coded by an
+AutoencoderKL alone, too, every frame by itself, whose latents are not those that the published weights were trained on.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ops.config import TokenShift
 from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts
+from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts, VAEClass
+from ops.models.stdit3.autoencoder_fields import NAME, chunk_of, numbers
 from ops.models.stdit3.config import STDiT3Config
 
 if TYPE_CHECKING:
@@ -54,20 +58,38 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     )
 
 
+def _autoencoder() -> Callable[[Json], nn.Module]:
+    from ops.models.stdit3.autoencoder import VideoAutoencoder
+
+    return VideoAutoencoder
+
+
 def _notes(path: str | None, pad_to: int) -> list[str]:
     if not path:
         return []
     found = [
-        f"{path}: weights of Open-Sora 1.2 speak the latents of its own video autoencoder, which Diffusers does not "
-        f"have; on those of an AutoencoderKL they are a start to train from, and show nothing before.",
         "its captions were in lower case, without links and markup; a caption that is dropped was as many of the fixed "
         "rows as the caption has, here it is all of them (model.dit.caption_rows).",
     ]
+    if not _has_own_autoencoder(path):
+        found.insert(
+            0,
+            f"{path}: weights of Open-Sora 1.2 speak the latents of its own video autoencoder ({NAME}); on those of an "
+            f"AutoencoderKL they are a start to train from, and show nothing before.",
+        )
     if pad_to:
         found.append(
             f"{path} with model.text.pad_to {pad_to}: its published weights see captions in their true length."
         )
     return found
+
+
+def _has_own_autoencoder(path: str) -> bool:
+    try:
+        fields = json.loads((Path(path).expanduser() / "vae" / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return NAME in (fields.get("architectures") or [])
 
 
 def _export_notes(config: STDiT3Config, pad_to: int) -> list[str]:
@@ -87,6 +109,7 @@ FAMILY = Family(
     diffusers_class="STDiT3",
     own_code=OwnCode(name="Open-Sora", constants=_constants),
     vae=PICTURE_VAE,
+    own_vaes=(VAEClass(name=NAME, numbers=numbers, can_be_tiled=False, own=_autoencoder, chunk=chunk_of),),
     surplus=("rope.freqs",),
     key_map={
         "num_layers": "depth",

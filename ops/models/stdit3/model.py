@@ -34,7 +34,7 @@ from ops.models.base.spatial_temporal import (
 from ops.models.base.transformer import ForwardInputs
 from ops.models.stdit3.config import STDiT3Config
 from ops.packing import Layout
-from ops.spatial_temporal.layers import LayerFunction, run_layers
+from ops.spatial_temporal.layers import LayerFunction
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _SINUSOIDS = 256  # of times and frame rates, not a setting in the published code
@@ -68,10 +68,10 @@ class STDiT3(SpatialTemporalTransformer):
         texts = self.y_embedder(given.text, layout)
         finished = []
         for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
-            shared = StackInputs.of(stack.members, modulation, texts, layout)
+            shared = self.inputs_of(stack, modulation, texts, layout, group)
             x = self.x_embedder(tokens)
             x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
-            x = run_layers(x, self._layers(stack, shared), stack.split, group)
+            x = self.through(x, self._layers(stack, shared), stack, group)
             members = torch.tensor(stack.members, device=layout.device)
             rows = self.final_layer(x.flatten(0, 2), time[members], shared)
             rows = first_channels(rows, self.patch_size, self.config.out_channels)
@@ -257,12 +257,12 @@ class STDiT3Block(nn.Module):
     ) -> Tensor:
         """x [n, D] -> [n, D], n = length count; cos and sin [length, d / 2] turn the rows of a sequence."""
         each = len(x) // len(shared.modulation)
-        segments, lengths = shared.segments(each), shared.lengths(length, count)
+        segments = shared.segments(each)
         table = self.scale_shift_table.to(shared.modulation.dtype) + shared.modulation
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = table.unbind(1)
         h = ln_modulate(x, scale, shift, segments, eps=self.eps)
         q, k, v = self.attn.project(h, cos, sin)
-        y = self.attn.proj(attention(q, k, v, lengths, lengths, self.backend).flatten(1))
+        y = self.attn.proj(shared.attend(q, k, v, length, count, self.backend).flatten(1))
         x = gate_residual(x, y, gate, segments)
         q, k, v = self.cross_attn.project(x, shared.text)
         clips = shared.lengths(each, len(shared.modulation))

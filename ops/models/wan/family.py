@@ -179,7 +179,7 @@ FAMILY = Family(
     pipeline_class=_pipeline_class,
     first_frame=_first_frame,
     surplus=("norm_added_q",),  # of older image-to-video folders; no code has ever read it
-    vae=VAEClass(name="AutoencoderKLWan", numbers=_vae_numbers, runs=_vae),
+    vae=VAEClass(name="AutoencoderKLWan", cuts_patches=True, numbers=_vae_numbers, runs=_vae),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",

@@ -12,6 +12,11 @@ class WanVAE(DiffusersVAE):
     """AutoencoderKLWan. Its own `_decode` clamps and unpatchifies; `tiled_decode` does both after tiles are blended, as
     here."""
 
+    @property
+    def _encoder_patch(self) -> int:
+        """Wan 2.2 cuts what it has made patches of."""
+        return self.model.config.patch_size or 1
+
     def _decoded(self, latents: Tensor) -> Tensor:
         model = self.model
         model.clear_cache()

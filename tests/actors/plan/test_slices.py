@@ -12,6 +12,7 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
+from actors.plan.costs.spanning import Spanned
 from actors.plan.types import Cluster, Item
 from actors.planning.actor import Planner
 from actors.planning.options import flop_profile, profile_of
@@ -43,6 +44,18 @@ def test_a_bag_costs_what_its_schedule_leaves_exposed() -> None:
     rows, exchanges = 8 * 64 / 2 / 2, 2 * 2 * 4  # rows that a member sends; blocks of two kinds, two directions
     assert seconds[DSP] - free == pytest.approx(exchanges * rows * 4 * DIT.dim / 0.5e9, rel=1e-3)
     assert free < seconds[DIT] < free + 0.4 * (seconds[DSP] - free)
+
+
+def test_a_bag_by_ulysses_exposes_all_that_its_spatial_blocks_exchange() -> None:
+    """Four activations in each of three passes, and it is planned at sizes that deal out the heads."""
+    by_heads = replace(DIT, bag_mode="ulysses")
+    paid, free = (latte(by_heads, gbps=gbps).seconds("dit", *CLIP, 2) for gbps in (0.5, 1e9))
+    rows, exchanges = 8 * 64 / 2 / 2, 4 * 3 * 4
+    assert paid - free == pytest.approx(exchanges * rows * 4 * DIT.dim / 0.5e9, rel=1e-3)
+    assert latte(by_heads).legal_degrees("dit", *CLIP) == (1, 2, 4)
+    planner = PlannerConfig(degrees=(3,), sequence="ulysses")
+    with pytest.raises(ConfigError, match=r"planner\.degrees has 3, which does not divide the 4 attention heads"):
+        check_degrees(ModelConfig(dit=by_heads), planner, WorkersConfig())
 
 
 def test_a_price_is_that_of_the_member_with_most_rows() -> None:
@@ -135,6 +148,20 @@ def test_a_run_that_learns_from_bags_goes_on_planning() -> None:
     model = profile.model_of("dit")
     assert model is not None and model.form == "spatial_temporal"
     assert profile.seconds("dit", 4, 29, 64, 64, 3, 20) == pytest.approx(4 * 0.3, rel=0.3)
+
+
+def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None:
+    """What they take is priced by rates, which are not those of bags over nodes: neither needs the other."""
+    profile = latte()
+    before = profile.slice_rates()
+    for batch in (1, 2, 3):
+        for _ in range(3):
+            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, spanned=Spanned.of(2, 1.0))
+    assert profile.slice_rates() == before
+    found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
+        0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0
+    )
+    assert found.rates == before
 
 
 def test_a_profile_file_prices_bags_of_any_size(tmp_path: Path) -> None:

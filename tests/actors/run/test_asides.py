@@ -40,13 +40,29 @@ def test_a_gap_is_from_a_workers_last_cascade_to_the_last_of_the_step() -> None:
     assert gaps_of(cascades, 7, 4) == [0.0, 1.0, 0.5, 3.0]
 
 
+def on(node: str, *names: str) -> dict[str, str]:
+    return dict.fromkeys(names, node)
+
+
+def test_no_more_workers_of_a_node_have_asides_than_its_memory_holds() -> None:
+    queue, world = AsideQueue(), on("n", "w0", "w1", "w2") | on("m", "w3", "w4")
+    queue.add(works("a", "b", "c", "d"))
+    queue.deal(world, most=1)
+    assert {worker: work.name for worker, work in queue.held.items()} == {"w0": "a", "w3": "b"}
+    assert queue.end("a")
+    queue.deal(world, most=1)
+    assert {worker: work.name for worker, work in queue.held.items()} == {"w3": "b", "w0": "c"}
+    queue.deal(world, most=2)
+    assert queue.held["w1"].name == "d" and not queue.waiting
+
+
 def test_who_is_free_takes_the_next_and_who_goes_gives_it_back_first() -> None:
     queue = AsideQueue()
     queue.add(works("a", "b", "c", "d"))
-    queue.deal(["w0", "w1"])
+    queue.deal(on("n", "w0", "w1"))
     assert {worker: work.name for worker, work in queue.held.items()} == {"w0": "a", "w1": "b"}
     assert queue.end("b") and not queue.end("b")
-    queue.deal(["w1", "w2"])  # w0 has gone
+    queue.deal(on("n", "w1", "w2"))  # w0 has gone
     assert {worker: work.name for worker, work in queue.held.items()} == {"w1": "a", "w2": "c"}
     assert [work.name for work in queue.waiting] == ["d"] and queue.left == 3
 
@@ -55,7 +71,7 @@ def test_an_aside_that_ends_its_workers_is_given_up() -> None:
     queue = AsideQueue()
     queue.add(works("a"))
     for number in range(MAX_LOSSES):
-        queue.deal([f"w{number}"])
+        queue.deal(on("n", f"w{number}"))
         queue.give_back(f"w{number}")
     assert [work.name for work in queue.hopeless] == ["a"] and not queue.left
 
@@ -66,6 +82,7 @@ class Wanting:
 
     first: list[Any]
     share: float = 0.05
+    expected: bool = True
     reports: list[TurnReport] = field(default_factory=list)
     unwanted: tuple[str, ...] = ()
 

@@ -28,9 +28,11 @@ from actors.records.events import (
     WorkerDied,
     WorkerDrained,
 )
+from actors.run.asides import AsideTurns
 from actors.run.controller import Controller, LookPace
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
+from actors.state.hosts import needs_of_hosts
 from actors.state.recovery import CommitLog, Recovery
 from actors.step import StepAssignment, StepData
 from ops.geometry import Geometry
@@ -323,6 +325,21 @@ def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_for
     with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
         Run(workers, shortage=shortage)
     assert workers.formed == []
+
+
+def test_every_generation_makes_as_many_samples_at_a_time_as_its_nodes_have_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers, limits = Workers(dies=lambda name, step: (name, step) == ("w1", 3)), []
+    monkeypatch.setattr(AsideTurns, "limit", lambda turns, most: limits.append(most))
+    told = workers.info
+    workers.info = lambda name: replace(told(name), host_room_gib=100.0)  # type: ignore[method-assign]
+    weights = 2 * 2**30 // 16
+    room = GenerationRoom(sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16))
+    shortage = Shortage(snapshot=SnapshotConfig(), room=room, samples=True)
+    assert Run(workers, shortage=shortage).outcome.code == 0
+    (need,) = [need for _, need, _ in needs_of_hosts([workers.info("w0")], 2.0, 16, SnapshotConfig(), 0.5)]
+    assert limits == [1 + int((100.0 - need.total) / 0.5)] * 2
 
 
 @pytest.mark.parametrize(

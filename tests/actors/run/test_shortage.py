@@ -14,7 +14,7 @@ from actors.plan.types import PlanError
 from actors.planning.memory import Demand
 from actors.planning.room import GenerationRoom
 from actors.run.shortage import Shortage
-from actors.state.hosts import needs_of_hosts
+from actors.state.hosts import aside_gib, needs_of_hosts
 from ops.geometry import Geometry
 from tests.actors.run.test_forming import SIZES, ready
 
@@ -113,3 +113,26 @@ def test_a_fresh_run_is_refused_with_a_sentence_for_each_node() -> None:
     with pytest.raises(PlanError) as refused:
         shortage_of(places).begin(infos, fresh=True)
     assert [line.split(" has ")[0] for line in str(refused.value).splitlines()] == ["node h-n0", "node h-n1"]
+
+
+def test_every_node_must_have_memory_for_a_sample_and_may_make_as_many_at_a_time_as_it_has_memory_for() -> None:
+    """What it could spare before it had the run's state counts, also in later generations."""
+    places = Places("node", "host")
+    sample = aside_gib(SIZES.state_gib, SIZES.state_bytes, SIZES.parameter_bytes, gpu=True)
+    plain, found = shortage_of(places), replace(shortage_of(places), samples=True)
+    infos = gpus((8, 8), places, room_gib=50.0, host_gib=of_two(places) + 3.5 * sample)
+    for shortage in (plain, found):
+        shortage.begin(infos, fresh=True)
+    full = [replace(info, host_room_gib=3.0) for info in infos]
+    assert plain.asides_at_once(full) is None and found.asides_at_once(full) == 3
+    short = gpus((8, 8), places, room_gib=50.0, host_gib=of_two(places) + 0.5 * sample)
+    shortage_of(places).begin(short, fresh=True)
+    with pytest.raises(PlanError, match=r"sample\.every: 0"):
+        replace(shortage_of(places), samples=True).begin(short, fresh=True)
+
+
+def test_nodes_of_which_nothing_is_known_may_make_any_number_of_samples() -> None:
+    places = Places("node", "host")
+    infos, found = gpus((8,), places, room_gib=50.0), replace(shortage_of(places), samples=True)
+    found.begin(infos, fresh=True)
+    assert found.asides_at_once(infos) is None

@@ -9,7 +9,15 @@ import pytest
 from actors.config import SnapshotConfig
 from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
-from actors.state.hosts import host_need, needs_of_hosts, offered_gib, refuse_short_hosts, refuse_short_stores
+from actors.state.hosts import (
+    aside_gib,
+    asides_at_once,
+    host_need,
+    needs_of_hosts,
+    offered_gib,
+    refuse_short_hosts,
+    refuse_short_stores,
+)
 from actors.state.keeper import forecast_bytes
 
 STATE_GIB = 212.0  # of 14.2 thousand million weights at 16 bytes
@@ -51,6 +59,23 @@ def test_without_snapshots_and_with_state_on_the_gpu_little_is_left() -> None:
     need = host_need(STATE_GIB, 16, off, here=8, workers=8, nodes=1, state_on_host=False, node_gradient=False)
     assert (need.state, need.gradient, need.keepers) == (0, 0, 0)
     assert "keepers" not in need.describe() and "object store" in need.describe()
+
+
+def test_one_sample_is_counted_on_every_node_and_more_are_made_where_there_is_room() -> None:
+    """In bf16 beside a GPU: the weights of the sample, and the trained ones in whose place they are."""
+    gib = aside_gib(STATE_GIB, 16, 2, gpu=True)
+    assert gib == STATE_GIB / 4 and aside_gib(STATE_GIB, 16, 4, gpu=False) == STATE_GIB / 4
+    infos = [info("w0", "a", 2000.0), info("w1", "b", 1000.0), info("w2", "c", None)]
+    plain = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())
+    found = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig(), gib)
+    for (_, without, _), (_, need, _) in zip(plain, found, strict=True):
+        assert need.total == pytest.approx(without.total + gib) and f"weights of a sample {gib:.2f}" in need.describe()
+    spare = 1000.0 - found[1][1].total
+    assert asides_at_once(found) == 1 + int(spare / gib) > 1
+    assert asides_at_once(plain) is None and asides_at_once(found[2:]) is None
+    short = [(node, need, need.total - 1) for node, need, _ in found]
+    with pytest.raises(PlanError, match=r"set snapshot\.enabled: false or sample\.every: 0, or train fewer"):
+        refuse_short_hosts(short)
 
 
 def test_every_short_node_is_named_with_what_it_needs_and_what_helps() -> None:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from actors.messages import TurnReport, TurnTask
+from actors.worker import aside
 from actors.worker.aside import Allowance, Asides
+from tests.actors.chaos import DeviceAsides
 
 CPU = torch.device("cpu")
 
@@ -87,7 +90,7 @@ class Clock:
 def asides(clock: Callable[[], float] = time.monotonic, meter: Any = None) -> tuple[Asides, nn.Linear]:
     dit = nn.Linear(2, 2, bias=False)
     nn.init.constant_(dit.weight, 0.5)
-    return Asides(SimpleNamespace(dit=dit), CPU, meter, clock=clock), dit  # type: ignore[arg-type]
+    return DeviceAsides(SimpleNamespace(dit=dit), CPU, meter, clock=clock), dit
 
 
 def task(work: Any, **told: Any) -> TurnTask:
@@ -175,23 +178,110 @@ def test_an_aside_that_is_dropped_ends_where_it_stands() -> None:
     assert not thread.is_alive()
 
 
-class Unread(Steps):
-    def weights(self, modules: Any) -> Mapping[str, Tensor]:
-        raise AssertionError("a checkpoint was read for nothing")
-
-
 class Short:
-    """A meter of a device with too little room."""
+    """A meter of a device that has no room beside training."""
+
+    room = 0.0
 
     def room_gib(self) -> float:
-        return 0.0
+        return self.room
 
 
-def test_without_room_for_the_weights_nothing_is_tried() -> None:
-    of, dit = asides(meter=Short())
-    report = of.turn(task(Unread(), whole=True))
-    assert report.no_room and report.ended and "the worker has 0.00 GiB left beside training" in report.failed
-    assert float(dit.weight.detach().sum()) == 2.0
+@dataclass(frozen=True, kw_only=True)
+class Storage(Steps):
+    """Notes where the weights lie that a piece sees."""
+
+    seen: list[int] = field(default_factory=list)
+
+    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> list[float]:
+        def noting(kind: str) -> None:
+            before(kind)
+            self.seen.append(modules.dit.weight.data_ptr())
+
+        return super().make(modules, device, noting)
+
+
+def trained() -> Tensor:
+    return torch.tensor([[0.1, -0.2], [float("nan"), 1e-30]])
+
+
+def test_without_room_the_weights_of_a_clip_are_written_in_place_of_the_trained_ones() -> None:
+    """The bits of these are the same again after every turn, also when there is room in between."""
+    clock = Clock()
+    of, dit = asides(clock, Short())
+    with torch.no_grad():
+        dit.weight.copy_(trained())
+    home, work = dit.weight.data_ptr(), Storage(tick=clock.second)
+    begun(of, work)
+    for room in (0.0, 1.0, 0.0):
+        of._meter.room = room  # type: ignore[attr-defined]
+        of._allowance.saved_s = 0.0
+        of._expected.clear()
+        report = of.turn(task(work, gap_s=0.5))
+        assert dit.weight.data_ptr() == home
+        assert torch.equal(dit.weight.view(torch.int32), trained().view(torch.int32))
+    assert report.made == [8.0] * 3 and work.seen[0] == work.seen[2] == home != work.seen[1]
+    assert not of._kept, "its host memory is free"
+
+
+def test_weights_that_break_off_in_the_middle_of_a_swap_leave_the_trained_ones() -> None:
+    """The first parameter has been written over when the second one fails; a turn before has left its own copies."""
+
+    class Half(dict[str, Tensor]):
+        def __getitem__(self, name: str) -> Tensor:
+            if name == "1.weight":
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().__getitem__(name)
+
+    dit = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    of = DeviceAsides(SimpleNamespace(dit=dit), CPU, Short())
+    of._kept = {f"{n}.weight": torch.full((2, 2), -7.0) for n in (0, 1)}
+    before = [p.detach().clone() for p in dit.parameters()]
+    with pytest.raises(torch.OutOfMemoryError), of._lent(Half({f"{n}.weight": torch.ones(2, 2) for n in (0, 1)})):
+        raise AssertionError("there are no weights to work with")
+    assert all(torch.equal(one, p) for one, p in zip(before, dit.parameters(), strict=True))
+
+
+def test_a_swap_waits_for_who_reads_the_trained_weights_and_both_its_copies_count() -> None:
+    clock, settled = Clock(), []
+
+    class SlowCopies(DeviceAsides):
+        def _wait_for_device(self) -> None:
+            clock.second()  # for the weights, then for the trained ones
+
+    dit = nn.Linear(2, 2, bias=False)
+    nn.init.constant_(dit.weight, 0.5)
+    modules: Any = SimpleNamespace(dit=dit)
+    of = SlowCopies(modules, CPU, Short(), clock=clock, settle=lambda: settled.append(float(dit.weight.detach()[0, 0])))
+    work = Steps(pieces=4, tick=clock.second)
+    begun(of, work)
+    of._allowance.saved_s = 0.0
+    assert of.turn(task(work, gap_s=1e-9)).took_s == 3.0, "of unknown length, so one piece begins"
+    assert settled == [0.5], "before anything was written"
+    of._allowance.saved_s = 0.0
+    assert of.turn(task(work, gap_s=2.9)).took_s == 0.0 and len(settled) == 1
+    assert of.turn(task(work, gap_s=3.0)).took_s == 3.0
+    last = of.turn(task(work, gap_s=4.0))
+    assert (last.took_s, last.made) == (4.0, [8.0] * 4) and settled == [0.5] * 3
+
+
+def test_a_worker_that_cannot_have_its_own_weights_back_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train on with those of a clip, and hand them over as its state."""
+    dit, ended = nn.Linear(2, 2, bias=False), list[int]()
+    of = DeviceAsides(SimpleNamespace(dit=dit), CPU, Short())
+    monkeypatch.setattr(aside.os, "_exit", ended.append)
+    with of._lent({"weight": torch.ones(2, 2)}):
+        of._kept["weight"].resize_(3, 3)  # what the copy back reads is torn
+        assert not ended
+    assert ended == [1]
+
+
+def test_a_cpu_never_writes_over_weights_which_others_of_its_node_may_read() -> None:
+    dit = nn.Linear(2, 2, bias=False)
+    home = dit.weight.data_ptr()
+    with Asides(SimpleNamespace(dit=dit), CPU, Short())._lent({"weight": torch.ones(2, 2)}):  # type: ignore[arg-type]
+        assert dit.weight.data_ptr() != home
+    assert dit.weight.data_ptr() == home
 
 
 class Fails(dict[str, Tensor]):

@@ -1,0 +1,69 @@
+"""What a transformer gets of prompts, from the encoders of its model, which nothing needs afterwards.
+
+    told = encode_prompts(text, image, model.config, ["a red disc"], negative="", first=())
+
+Rows lie on the CPU: they wait for their clip there, and may be sent to the process that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.models.config import ModelConfig
+from ops.models.first_frame import FirstFrame
+from ops.models.image import ImageEncoder
+from ops.models.text import TextEncoder
+from ops.models.text_pair import split
+
+_AT_ONCE = 64  # texts whose rows wait on the device: half a GiB of the largest encoders
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptRows:
+    """One prompt: its text [L, text_dim], the vector [pooled_dim] of a second encoder, and the rows [image tokens,
+    image_dim] of the picture that its clip starts from; what the transformer does not take is None."""
+
+    text: Tensor
+    vector: Tensor | None = None
+    image: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedPrompts:
+    """Prompts in their order, and what guidance moves away from."""
+
+    prompts: tuple[PromptRows, ...]
+    negative: PromptRows
+
+
+@torch.no_grad()
+def encode_prompts(
+    text: TextEncoder,
+    image: ImageEncoder | None,
+    model: ModelConfig,
+    prompts: Sequence[str],
+    negative: str,
+    first: Sequence[np.ndarray] = (),
+) -> EncodedPrompts:
+    """By encoders of a resolved model. `first` are the pictures uint8 [H, W, 3] that clips start from, one for each
+    prompt, or none. An encoder that sees pictures is shown a black one beside the negative prompt, as
+    HunyuanVideoImageToVideoPipeline does."""
+    texts = [*prompts, negative]
+    seen = [*first, np.zeros_like(first[0])] if first and model.text.sees_picture else []
+    told: list[PromptRows] = []
+    for start in range(0, len(texts), _AT_ONCE):
+        some = slice(start, start + _AT_ONCE)
+        states, vectors = split(text.encode(texts[some], seen[some]), model.text)
+        told += [
+            PromptRows(text=rows.cpu(), vector=None if vectors is None else vectors[index].cpu())
+            for index, rows in enumerate(states)
+        ]
+    if image is not None and FirstFrame.of(model).channels:
+        for index, picture in enumerate(first):
+            told[index] = replace(told[index], image=image.encode(torch.from_numpy(picture)[None])[0].cpu())
+    return EncodedPrompts(prompts=tuple(told[:-1]), negative=told[-1])
