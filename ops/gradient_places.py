@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from ops.cuda_memory import CudaHostCopy, CudaPeers
-from ops.gradients import Gradients, OwnGradients
+from ops.gradients import Gradients
 from ops.host_sum import HostSum
 from ops.node_gradients import NodeGradients
 from ops.node_sum import NodeSum, SharedSum
+from ops.own_gradients import OwnGradients
 from ops.peer_sum import PeerSum
 from ops.shards import Slot
 

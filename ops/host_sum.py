@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.node_memory import RangeLock
 from ops.node_sum import SharedSum, share
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 
 _AHEAD_BYTES = 1 << 30  # that copies take in host memory until they are added; more are waited for
 _LOOK_S = 0.05  # between looks whether the generation still lives

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.node_sum import NodeSum, Unreachable, meet
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 
 log = logging.getLogger(__name__)
 

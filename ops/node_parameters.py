@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.node_gradients import routes
 from ops.node_sum import fellows_of, meet, share
 from ops.parameters import Received, RunsBlocks, blocks_in
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 
 log = logging.getLogger(__name__)
 

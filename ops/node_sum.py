@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.lending import Lender, borrow
 from ops.node_memory import NodeMemory, RangeLock
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 
 _WAITING_BYTES = 64 << 20  # of gradients that wait for the lock of their range; more are waited for
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args, runtime_checkable
 from torch import Tensor, nn
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
+from ops.shards import Bounds
 
 # replicated: all of them on each worker's device. node: once in host memory of each node.
 ParameterMemory = Literal["replicated", "node"]

@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.gradient_sum import Bounds
 from ops.kernels.push.function import ALIGN, ALIGN_BYTES
 from ops.lending import BorrowedMemory, Lender, borrow
 from ops.node_memory import NodeMemory
 from ops.node_sum import Unreachable, exchange, fellows_of
-from ops.shards import STAGE, Slot
+from ops.shards import STAGE, Bounds, Slot
 
 log = logging.getLogger(__name__)
 

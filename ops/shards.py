@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
 _ALIGN = 16  # elements: shards begin on a cache line

@@ -28,14 +28,13 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
-from ops.gradient_sum import Bounds
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.parameter_places import ParametersOf, node_parameters
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_export import ShardExport, copies_of
-from ops.shards import ShardState, Slot, cut, padding, shard_bounds
+from ops.shards import Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
 
 log = logging.getLogger(__name__)

@@ -135,7 +135,7 @@ def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
-    ops.gradient_sum). Workers without a call start at the end of the step, which is at once. An encode that outlasts
+    ops.own_gradients). Workers without a call start at the end of the step, which is at once. An encode that outlasts
     the step has its collectives after it.
     """
     starts: dict[int, tuple[int, SumStart]] = {}

@@ -26,7 +26,6 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
-from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.image import clip_skeleton, image_size, vision_rows
@@ -41,7 +40,7 @@ from ops.objective import FlowObjective
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
 from ops.peer_sum import PeerSum
-from ops.shards import Slot
+from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync

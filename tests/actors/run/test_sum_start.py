@@ -100,9 +100,9 @@ def test_executors_start_as_they_are_told_and_finish_with_one_result() -> None:
         executor = hosts[rank].executor
         for call in [c for c in calls if c.rank == rank]:
             execute(executor, call, {}, frozenset())
-        started[rank] = executor.sync.gradients.sum.started
+        started[rank] = executor.sync.gradients.started
         executor.finish(finish_of(rank, calls, 1, 0, export=False))
-        assert executor.sync.gradients.sum.started == 0
+        assert executor.sync.gradients.started == 0
 
     on_all(hosts, run)
     assert started[0] == started[1] > 2 and started[2] == 0

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ops.comm import Group
-from ops.gradient_sum import cut_buckets
 from ops.groups import Groups
+from ops.own_gradients import cut_buckets
 from ops.shards import Slot
 from ops.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken
@@ -67,7 +67,7 @@ def trained(dtype: torch.dtype, how: str, size: int = 3) -> list[np.ndarray]:
                 sample_loss(model, i, step).backward()
             if how != "at the end":
                 sync.start_sum()
-                assert sync.gradients.sum.started > 2
+                assert sync.gradients.started > 2
             bad = len(given) - len(mine)
             sync.finish_step(step, 1.0, len(mine), SAMPLES, lambda phase: None, bad_weight=bad)
         return flat_weights(model)
@@ -121,7 +121,7 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
         sync.watch_backward()
         if rank == 1:
             model(torch.ones(1, 8)).sum().backward()
-            early = sync.gradients.sum._pending[:1]  # of the second layer; the slow one waits at the gate of the first
+            early = sync.gradients._pending[:1]  # of the second layer; the slow one waits at the gate of the first
             deadline = time.monotonic() + LIMIT_S / 2
             while not all(p.done for p in early) and time.monotonic() < deadline:
                 time.sleep(0.01)
