@@ -83,7 +83,6 @@ class DeepSpeedSync:
         self.state_on_host = False
         self.total = self.layout[-1].hi
         self.updates = 0
-        self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._module = module
         self._parameters = [p for _, p in named]
@@ -148,6 +147,7 @@ class DeepSpeedSync:
         phase: Phase,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
+        export: bool = False,
     ) -> StepResult:
         """See FlatSync.finish_step. DeepSpeed does sum, update and gather in one call, of one part alone."""
         assert part_weights is None, "build_sync refuses models of several parts"
@@ -156,12 +156,24 @@ class DeepSpeedSync:
         self._group.all_reduce(sums)
         loss, total_weight, bad = sums.tolist()
         check_weight(step, total_weight, bad, planned_weight)
-        lr = lr_at(self.config, step, self.total_steps)
-        if total_weight <= 0:
-            return StepResult(
-                grad_norm=math.nan, lr=lr, applied=False, weight=total_weight, bad_weight=bad, loss=math.nan
-            )
-        share = planned_weight / total_weight
+        lr, norm, applied, share = lr_at(self.config, step, self.total_steps), math.nan, False, math.nan
+        if total_weight > 0:
+            share = planned_weight / total_weight
+            norm, applied = self._updated(lr, share, phase)
+        if export:
+            phase("snapshot")
+        return StepResult(
+            grad_norm=norm,
+            lr=lr,
+            applied=applied,
+            weight=total_weight,
+            bad_weight=bad,
+            loss=loss * share,
+            export=self.begin_export() if export else None,
+        )
+
+    def _updated(self, lr: float, share: float, phase: Phase) -> tuple[float, bool]:
+        """(norm of the gradient times `share`, whether it was applied)."""
         for parameter in self._parameters:
             assert parameter.grad is not None, "begin_step was not called"
             if share != 1.0:
@@ -174,9 +186,7 @@ class DeepSpeedSync:
                 own = self._master()[: self.hi - self.lo]
                 self._ema.lerp_(own, 1.0 - ema_decay_at(self.config, self.updates))
         phase("gather")
-        return StepResult(
-            grad_norm=norm, lr=lr, applied=applied, weight=total_weight, bad_weight=bad, loss=loss * share
-        )
+        return norm, applied
 
     def export_shard(self) -> ShardState:
         """A copy of this worker's state, without DeepSpeed's padding."""

@@ -8,8 +8,9 @@ passes may differ. One step:
     sync.begin_step()
     for cascade in mine: cascade.loss().backward()
         # optional: sync.watch_backward() before the last one, sync.start_sum() after it
-    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase)
-    keeper.put(step, sync.export_shard())
+    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase, export=True)
+    result.export.wait()
+    keeper.put(step, result.export.shard)
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class StepIncomplete(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What a step did, equal on all workers. `grad_norm` is the global norm before clipping."""
+    """What a step did, equal on all workers but for `export` and `held_up_s`. `grad_norm` is the global norm before
+    clipping."""
 
     grad_norm: float
     lr: float
@@ -62,6 +64,8 @@ class StepResult:
     weight: float  # good samples of the step, over all workers
     bad_weight: float  # its bad samples; with `weight` this is the planned weight
     loss: float  # over all workers, per planned weight
+    export: ShardExport | None = None  # this worker's state after the step, where it was asked for
+    held_up_s: float = 0.0  # that this worker's update waited for the copy of an earlier state to end
 
 
 class Sync(Protocol):
@@ -107,15 +111,11 @@ class Sync(Protocol):
         phase: Phase,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
+        export: bool = False,
     ) -> StepResult: ...
     def export_shard(self) -> ShardState: ...
     def begin_export(self) -> ShardExport:
         """As `export_shard`, but the copy may still be made while the next step's cascades run."""
-        ...
-
-    @property
-    def held_up_s(self) -> float:
-        """Seconds that the last `finish_step` waited for a copy to end."""
         ...
 
 
@@ -221,7 +221,6 @@ class FlatSync:
         self.updates = 0  # steps applied so far
         self._parts = part_ranges(self.layout, parts)
         self._part_updates = [0] * len(self._parts)  # steps applied to each part
-        self.held_up_s = 0.0
         self.lo = self.hi = 0
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
@@ -289,8 +288,10 @@ class FlatSync:
         phase: Phase,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
+        export: bool = False,
     ) -> StepResult:
-        """Sum, clip, update, gather. Collective; `phase` is told "reduce", "update" and "gather" as they begin.
+        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is told "reduce", "update",
+        "gather" and "snapshot" as they begin.
 
         `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
         `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
@@ -312,7 +313,7 @@ class FlatSync:
         norm = math.hypot(*trained) if trained else math.nan
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
-        self.held_up_s = self._settle()
+        held_up_s = self._settle()
         if applied:
             phase("update")
             most = self.config.max_grad_norm
@@ -322,6 +323,8 @@ class FlatSync:
             self.parameters.gather()
         else:
             self.gradients.drop()
+        if export:
+            phase("snapshot")
         return StepResult(
             grad_norm=norm,
             lr=lr,
@@ -329,6 +332,8 @@ class FlatSync:
             weight=total_weight,
             bad_weight=bad,
             loss=loss * share if total_weight else math.nan,
+            export=self.begin_export() if export else None,
+            held_up_s=held_up_s,
         )
 
     def export_shard(self) -> ShardState:

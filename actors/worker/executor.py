@@ -286,7 +286,8 @@ class Executor:
             self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
 
     def finish(self, task: FinishTask) -> FinishedStep:
-        """One sum over all workers, update, new parameters everywhere. Every worker of the generation calls it.
+        """One sum over all workers, update, new parameters everywhere, and a copy of the state where the task asks for
+        it. Every worker of the generation calls it.
 
         Raises StepIncomplete, before the sum, when a cascade that the task names has not run here.
         """
@@ -299,7 +300,16 @@ class Executor:
             self.work.check_complete(task)
             loss, weight, bad = self.work.take_losses(task.step)
             weights = self.work.take_expert_weights(task.step, len(self.modules.config.dit.experts))
-            result = self.sync.finish_step(task.step, loss, weight, 1.0, phase_of, bad_weight=bad, part_weights=weights)
+            result = self.sync.finish_step(
+                task.step,
+                loss,
+                weight,
+                1.0,
+                phase_of,
+                bad_weight=bad,
+                part_weights=weights,
+                export=task.export,
+            )
             if self.groups is not None:
                 self.groups.check(f"finish of step {task.step}")
         except Exception as error:
@@ -309,6 +319,7 @@ class Executor:
         exposed_s = self.groups.clock.take() if self.groups is not None else 0.0
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
+        copy_s = marks.pop("snapshot", 0.0)  # of a snapshot, not of the end of a step, which plans learn
         self.work.spans.append(
             Span(
                 name=f"finish s{task.step}",
@@ -316,13 +327,13 @@ class Executor:
                 cascade="",
                 step=task.step,
                 start=started,
-                end=time.time(),
+                end=time.time() - copy_s,
                 degree=len(self.world),
                 phases=marks,
                 exposed_s=exposed_s,
             )
         )
-        return self.work.finished(result)
+        return self.work.finished(result, copy_s)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 

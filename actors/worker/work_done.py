@@ -22,6 +22,7 @@ class FinishedStep:
     """Result of a step on this worker: the sum over all workers, and what this one did."""
 
     result: StepResult
+    copy_s: float  # for making, or beginning, the copy of the state that was asked for
     spans: tuple[Span, ...]
     bad_samples: tuple[str, ...]
     item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
@@ -102,10 +103,11 @@ class WorkDone:
         found = self._expert_weights.pop(step, {})
         return tuple(found.get(expert, 0.0) for expert in range(experts)) if experts > 1 else None
 
-    def finished(self, result: StepResult) -> FinishedStep:
+    def finished(self, result: StepResult, copy_s: float) -> FinishedStep:
         """The step has ended with this result. What comes now belongs to the next one."""
         done = FinishedStep(
             result=result,
+            copy_s=copy_s,
             spans=tuple(self.spans),
             bad_samples=tuple(self._bad),
             item_losses=tuple((item, *values) for item, values in self._item_losses.items()),

@@ -273,8 +273,9 @@ class Worker:
                 done = self.executor.finish(task)
             self._holds = task.step
             started = time.perf_counter()
-            snapshot = self._send_snapshot(task.step) if task.export else None
-        spent_s = time.perf_counter() - started + self.executor.sync.held_up_s
+            export = done.result.export
+            snapshot = self._send_snapshot(task.step, export) if export is not None else None
+        spent_s = time.perf_counter() - started + done.copy_s + done.result.held_up_s
         report = self._report(task, done, snapshot_s=spent_s)
         self.heartbeat.idle()
         return report, snapshot
@@ -367,10 +368,11 @@ class Worker:
         modules = self.executor.modules
         return self._first.shard(modules.dit, modules.config.dit, lo, hi)
 
-    def _send_snapshot(self, step: int) -> Snapshot:
-        """Put my shard in the object store and have the keepers copy it; the last two stay offered by this worker."""
+    def _send_snapshot(self, step: int, export: ShardExport | None = None) -> Snapshot:
+        """Put my shard (`export`, or as it is now) in the object store and have the keepers copy it; the last two stay
+        offered by this worker."""
         self._phase("snapshot")
-        export, generation = self.executor.sync.begin_export(), self.executor.generation
+        export, generation = export or self.executor.sync.begin_export(), self.executor.generation
         shard, reference = export.shard, self._offer(export, generation, step)
         snapshot = Snapshot(
             step=step,

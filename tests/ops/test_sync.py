@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -137,9 +138,11 @@ def run_generation(
         if start != "at the end":
             sync.start_sum()
         phases: list[str] = []
-        result = sync.finish_step(step, total, weight, SAMPLES, phases.append, bad_weight=len(mine) - weight)
+        bad, last = len(mine) - weight, step == first + case.steps - 1
+        result = sync.finish_step(step, total, weight, SAMPLES, phases.append, bad_weight=bad, export=last)
         skipped = ["reduce"] if isinstance(sync, FlatSync) else ["reduce", "gather"]  # DeepSpeed does all in one call
-        assert phases == (["reduce", "update", "gather"] if result.applied else skipped)
+        expected = ["reduce", "update", "gather"] if result.applied else skipped
+        assert phases == [*expected, "snapshot"] if last else phases == expected
         assert result.applied == (step != case.infinite)
         records.append(
             {
@@ -150,7 +153,9 @@ def run_generation(
                 "w": result.weight,
             }
         )
-    return records, sync.export_shard()
+    assert result.export is not None
+    result.export.wait()
+    return records, result.export.shard
 
 
 @dataclass
@@ -492,25 +497,25 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     for step in range(2):
         sync.begin_step()
         sample_loss(model, 0, step).backward()
-        sync.finish_step(step, 1.0, SAMPLES, SAMPLES, lambda phase: None)
+        result = sync.finish_step(step, 1.0, SAMPLES, SAMPLES, lambda phase: None, export=step == 0)
         if step == 0:
-            before = flat_weights(model)
-            export = sync.begin_export()
-            assert late.waited == 0 and np.isnan(export.shard.arrays["master"]).all()
+            before, export = flat_weights(model), result.export
+            assert export is not None and late.waited == 0 and np.isnan(export.shard.arrays["master"]).all()
+    assert result.export is None and result.held_up_s >= late.takes_s
     assert late.waited == 1 and sync.updates == 2 and export.shard.updates == 1
     assert not np.array_equal(before, flat_weights(model))
     np.testing.assert_array_equal(export.shard.arrays["master"], before)
-    held_up = sync.held_up_s
     sync.begin_export()
     sync.begin_export()
     assert late.waited == 2, "two copies at once: the update would wait for the later one alone"
     sync.form(Group.solo(), [export.shard])
     assert late.waited == 3, "a state that is replaced has been read, too"
-    assert sync.held_up_s == held_up, "what a step waited for, nothing else"
 
 
 class LateCopy:
     """Copies when somebody waits for them."""
+
+    takes_s = 0.02
 
     def __init__(self) -> None:
         self.waited = 0
@@ -519,6 +524,7 @@ class LateCopy:
         copies = {name: np.full(array.shape, np.nan, array.numpy().dtype) for name, array in arrays.items()}
 
         def wait() -> None:
+            time.sleep(self.takes_s)
             self.waited += 1
             for name, array in arrays.items():
                 copies[name][:] = array.numpy()

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from actors.messages import CascadeTask, Span
+from actors.messages import CascadeTask, FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
 from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
@@ -62,6 +62,22 @@ def test_the_gradient_sum_is_not_work_of_the_cascade_that_starts_it(
         monkeypatch.setattr(host.executor.sync, "start_sum", lambda: time.sleep(LATE_S))
     for span in spans_after(hosts, monkeypatch, None):
         assert span.work_s is not None and span.work_s <= span.end - span.start - 0.9 * LATE_S
+
+
+def test_the_copy_of_the_state_is_no_part_of_the_end_of_a_step_which_plans_learn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (host,) = make_hosts(1, torch.float32, train_config())
+    sync, copied = host.executor.sync, host.executor.sync.copy_arrays
+    monkeypatch.setattr(sync, "copy_arrays", lambda arrays: time.sleep(LATE_S) or copied(arrays))
+    run_step([host], [ITEM], one_worker([ITEM]), finish=False)
+    began = time.time()
+    done = host.executor.finish(FinishTask(generation=1, step=0, export=True, cascades=(), weight=1.0))
+    took_s = time.time() - began
+    (end,) = [span for span in done.spans if span.module == "finish"]
+    assert done.copy_s >= 0.9 * LATE_S and end.end - end.start <= took_s - 0.9 * LATE_S
+    assert list(end.phases) == ["reduce", "update", "gather"]
+    assert done.result.export is not None and done.result.export.shard.updates == 1
 
 
 def test_a_worker_alone_waits_for_nobody(hosts: list[Host]) -> None:
