@@ -372,7 +372,7 @@ class Worker:
         """Put my shard (`export`, or as it is now) in the object store and have the keepers copy it; the last two stay
         offered by this worker."""
         self._phase("snapshot")
-        export, generation = export or self.executor.sync.begin_export(), self.executor.generation
+        export, generation = export or self.executor.sync.begin_export(step), self.executor.generation
         shard, reference = export.shard, self._offer(export, generation, step)
         snapshot = Snapshot(
             step=step,

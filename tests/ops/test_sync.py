@@ -33,7 +33,7 @@ from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.optimizer import lr_at
-from ops.shard_export import HostArrays
+from ops.shard_export import Wait
 from ops.shards import ShardState, cut
 from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
@@ -492,7 +492,7 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     model = copy.deepcopy(START).float()
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     late = LateCopy()
-    sync.copy_arrays = late
+    sync.state.copy_arrays = late
     sync.form(Group.solo(), None)
     for step in range(2):
         sync.begin_step()
@@ -505,8 +505,8 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     assert late.waited == 1 and sync.updates == 2 and export.shard.updates == 1
     assert not np.array_equal(before, flat_weights(model))
     np.testing.assert_array_equal(export.shard.arrays["master"], before)
-    sync.begin_export()
-    sync.begin_export()
+    sync.begin_export(1)
+    sync.begin_export(1)
     assert late.waited == 2, "two copies at once: the update would wait for the later one alone"
     sync.form(Group.solo(), [export.shard])
     assert late.waited == 3, "a state that is replaced has been read, too"
@@ -520,16 +520,19 @@ class LateCopy:
     def __init__(self) -> None:
         self.waited = 0
 
-    def __call__(self, arrays: Mapping[str, Tensor]) -> HostArrays:
-        copies = {name: np.full(array.shape, np.nan, array.numpy().dtype) for name, array in arrays.items()}
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
+        for target in into.values():
+            target.fill_(math.nan)
 
         def wait() -> None:
             time.sleep(self.takes_s)
             self.waited += 1
             for name, array in arrays.items():
-                copies[name][:] = array.numpy()
+                into[name].copy_(array)
 
-        return HostArrays(arrays=copies, wait=wait)
+        return wait
+
+    def release(self) -> None: ...
 
 
 @pytest.mark.parametrize("gradients", ["own", "node"])
