@@ -44,7 +44,6 @@ from actors.run.skips import Skips, skipped_before
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
 from actors.state.assemble import assemble_state
-from actors.state.commit_log import CommitLog
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
@@ -107,9 +106,8 @@ def start_controller(
     planner = PlannerClient(profile, config.planner, setting, run_dir)
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
-    commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
-    state = assemble_state(run, config, model, commits, source, survivors, events)
+    state = assemble_state(run, config, model, source, survivors, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
     generation = max(reported.generation, state.standing.generation)
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
@@ -123,7 +121,6 @@ def start_controller(
         membership=Membership(Limits.of(config.workers), generation=generation),
         source=source,
         planner=planner,
-        commits=commits,
         survivors=survivors,
         state=state,
         new_store=_new_store,
@@ -147,7 +144,6 @@ def put_together(
     membership: Membership,
     source: StepSource,
     planner: PlannerClient,
-    commits: CommitLog,
     survivors: Survivors,
     state: RunState,
     new_store: Callable[[], Rendezvous],
@@ -160,7 +156,14 @@ def put_together(
     pace: LookPace | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
-    committer = Committer(log=commits, state=state, account=account, listener=listener, events=events, source=source)
+    committer = Committer(
+        state=state,
+        account=account,
+        listener=listener,
+        events=events,
+        source=source,
+        patience_s=config.snapshot.patience_s,
+    )
     turns = AsideTurns(asides or NoAsides(), events.tell)
     forming = Forming(
         config=config,

@@ -1,28 +1,48 @@
-"""How far the run is: finished steps on their way to being committed, and what happens when one is.
+"""Which steps count: a finished step is committed once every shard of the state after it is held outside its worker.
 
-A step is committed once every shard of the state after it is held outside its worker: its metrics are written, the
-keepers let older states go, the feeder lets its pixels go. Once per step and in order.
+Then its metrics are written, the keepers let older states go, the feeder lets its pixels go. Once per step and in
+order; what fails before that is computed again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import ray
 
 from actors.feed.step_source import StepSource
+from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
-from actors.records.events import FeederLost
+from actors.ray_calls import get, get_all, wait
+from actors.records.events import CommitSlow, FeederLost
+from actors.refs import Ref
 from actors.run.step_metrics import StepAccount
-from actors.state.commit_log import CommitLog
-from actors.state.recovery import Recovery
-from actors.state.run_state import RunState
+from actors.state.recovery import CommitLog, Recovery
+from actors.state.run_state import RunState, Stuck
 from actors.step import CollectedStep, GenerationLost, Seat
 
 log = logging.getLogger(__name__)
 
 _SETTLE_S = 0.2  # at a time; in between keepers that are gone or silent are replaced
+_SLOW_S = 30.0  # a keeper that takes longer is reported
+_ANSWER_S = 30.0  # of an acknowledgement that has come
+
+
+@dataclass(kw_only=True, slots=True)
+class UncommittedStep:
+    """A finished step and the acknowledgements it still waits for."""
+
+    collected: CollectedStep
+    waiting: list[Ref[bool]]
+    since: float  # monotonic seconds; when these acknowledgements were asked for
+
+    @property
+    def step(self) -> int:
+        return self.collected.running.step
 
 
 @dataclass(kw_only=True)
@@ -31,41 +51,49 @@ class Committer:
 
     committer.add(done)                         # all workers have finished it
     committer.settle(world, quiet=False)        # commits what is held by now
-    committer.go_on_from(recovery)              # a generation is about to start from this state
+    committer.go_on_from(recovery, generation)  # a generation is about to start from this state
     """
 
-    log: CommitLog
     state: RunState
     account: StepAccount
     listener: Listener
     events: Events
     source: StepSource
+    patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
+    committed: int = -1  # the newest committed step, -1 before the first
+    _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
+    _slow: int = -1  # the newest step of which it was told that its keepers are slow
 
     @property
-    def committed(self) -> int:
-        """The newest committed step, -1 before the first."""
-        return self.log.committed
+    def log(self) -> CommitLog:
+        """How far the run is by now."""
+        return CommitLog(committed=self.committed, finished=tuple(one.collected for one in self._open))
 
     @property
     def num_open(self) -> int:
         """Steps that are finished and not committed yet."""
-        return len(self.log)
+        return len(self._open)
 
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
-        self.log.add(done)
-        self.state.finished(done)
+        acknowledgements = [a for snapshot in done.snapshots for a in snapshot.acknowledgements]
+        self._open.append(UncommittedStep(collected=done, waiting=acknowledgements, since=time.monotonic()))
 
     def settle(self, world: Sequence[Seat], quiet: bool, timeout_s: float = 0.0) -> None:
         """Commit what is held by now; where keepers are gone or silent, have others hold it. Waits at most `timeout_s`
         for each step. `world` are the workers, `quiet` while no step runs on them. Raises GenerationLost and StopRun.
         """
-        for done in self.log.settle(timeout_s):
-            self.commit(done)
-        if self.log.stuck is not None and world:
-            held = self.state.repair_keepers(self.log.stuck, world, quiet)
+        stuck: Stuck | None = None
+        while self._open:
+            oldest = self._open[0]
+            stuck = self._look(oldest, timeout_s)
+            if oldest.waiting:
+                break
+            self._commit(oldest.collected)
+        if stuck is not None and world:
+            held = self.state.repair_keepers(stuck, world, quiet, self.log)
             if held is not None:
-                self.log.replace_acknowledgements(held)
+                self._await_instead(held)
 
     def settle_all(self, world: Sequence[Seat], timeout_s: float) -> None:
         """Wait for the commits of a clean boundary, so that the next generation starts from the last finished step."""
@@ -76,40 +104,103 @@ class Committer:
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
-    def commit(self, done: CollectedStep) -> None:
-        """The oldest finished step is safe: it counts once its metrics are written."""
-        step = done.running.step
-        metrics, timeline = self.account.records(done)
-        try:
-            self.listener.on_step(metrics, timeline, done.running.assignment)
-        except Exception:
-            self.log.restart(step - 1)  # without its line it is computed again; keepers hold that one
-            raise
-        self.log.commit(step)
-        self.state.committed(done, self.source.release(step))
-
-    def go_on_from(self, recovery: Recovery) -> None:
+    def go_on_from(self, recovery: Recovery, generation: int) -> None:
         """A generation starts from this state: what it makes safe is committed, later steps are computed again."""
         before = self.committed
         for done in recovery.newly_safe:
-            self.commit(done)
-        self.log.restart(recovery.step)
-        self.state.begin(recovery)
+            self._commit(done)
+        self.restart(recovery.step)
+        self.state.begin(recovery, generation)
         if self.committed < before:
-            self.source.open(self.committed + 1, self.state.data_token())
+            self._open_data()
 
     def commit_until(self, saved: int) -> None:
         """The state after step `saved` is on disk, where no keeper is needed: all steps up to it count."""
-        for done in self.log.finished_until(saved):
-            self.commit(done)
+        for done in self.log.until(saved):
+            self._commit(done)
         if saved > self.committed:
-            self.log.restart(saved)
+            self.restart(saved)
+
+    def restart(self, step: int) -> None:
+        """Training goes on after `step`, up to which everything is committed; later finished steps are computed again.
+
+        A finished step up to `step` must have been committed: training from another state would go unnoticed.
+        """
+        left = [done.running.step for done in self.log.until(step)]
+        assert not left, f"training cannot go on after step {step}: steps {left} are finished but not committed"
+        self._open.clear()
+        self.committed = step
 
     def reopen_data(self, why: str) -> None:
         """What is not committed is decoded again, by a new feeder."""
         self.events.tell(FeederLost(why=why))
-        self.source.open(self.committed + 1, self.state.data_token())
+        self._open_data()
 
     def outcome(self, code: int, reason: str) -> Outcome:
         """The run ends here."""
         return Outcome(code=code, reason=reason, last_step=self.committed)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _look(self, step: UncommittedStep, timeout_s: float) -> Stuck | None:
+        """Take in what keepers have said of its shards by now, after `timeout_s` at most. Returns why others must hold
+        them, where that is so."""
+        if not step.waiting:
+            return None
+        done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)
+        asked = [] if _all_held(done) else done
+        failures = {reference: why for reference in asked if (why := _failure(reference))}
+        step.waiting = [*failures, *late]
+        waited_s = time.monotonic() - step.since
+        overdue = bool(late) and waited_s > self.patience_s
+        if failures or overdue:
+            return Stuck(why=next(iter(failures.values()), f"no answer in {waited_s:.0f} s"), overdue=overdue)
+        if late and waited_s > _SLOW_S and step.step > self._slow:
+            self._slow = step.step
+            log.warning("step %d has waited for %.0f s to be held by keepers, which live", step.step, waited_s)
+            self.events.tell(CommitSlow(step=step.step, seconds=round(waited_s, 1)))
+        return None
+
+    def _commit(self, done: CollectedStep) -> None:
+        """The oldest finished step is safe: it counts once its metrics are written."""
+        step, oldest = done.running.step, self._open[0].step
+        assert step == oldest, f"step {step} is committed before step {oldest}"
+        metrics, timeline = self.account.records(done)
+        try:
+            self.listener.on_step(metrics, timeline, done.running.assignment)
+        except Exception:
+            self.restart(step - 1)  # without its line it is computed again; keepers hold that one
+            raise
+        self._open.popleft()
+        self.committed = step
+        self.state.committed(done, self.source.release(step))
+
+    def _await_instead(self, snapshots: Sequence[Snapshot]) -> None:
+        """Keepers were given the newest shards: every open step is safe as soon as those are held."""
+        fresh = [a for snapshot in snapshots for a in snapshot.acknowledgements]
+        for one in self._open:
+            one.waiting, one.since = list(fresh), time.monotonic()
+
+    def _open_data(self) -> None:
+        self.source.open(self.committed + 1, self.state.data_token(self.committed))
+
+
+def _all_held(references: Sequence[Ref[bool]]) -> bool:
+    """Whether keepers have said so of all these, which have resolved."""
+    try:
+        return not references or all(get_all(references, timeout=_ANSWER_S))
+    except ray.exceptions.RayError:
+        return False
+
+
+def _failure(reference: Ref[bool]) -> str:
+    """Why a shard is not held; empty when it is. The reference has resolved, so this does not wait."""
+    try:
+        held = get(reference, timeout=_ANSWER_S)
+    except ray.exceptions.RayTaskError as error:
+        log.warning("a snapshot was not taken: %s", error.cause)
+        return f"{type(error.cause).__name__}: {error.cause}"
+    except ray.exceptions.RayError as error:
+        log.warning("a snapshot was not acknowledged: %s", error)
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return "" if held else "a keeper has left this generation behind"

@@ -125,10 +125,10 @@ class Controller:
 
     def _begin(self) -> None:
         origin = self.state.first()
-        self.committer.log.restart(origin.step if origin is not None else -1)
+        self.committer.restart(origin.step if origin is not None else -1)
         self._look()  # workers start while the data is opened
         first = self.committer.committed + 1
-        accounting = self.source.open(first, self.state.data_token())
+        accounting = self.source.open(first, self.state.data_token(self.committer.committed))
         where = "new" if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
         self.committer.account.begin(time.time())

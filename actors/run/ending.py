@@ -47,7 +47,7 @@ class Ending:
         state, last = self.committer.state, self.config.train.steps - 1
         state.writer.wait()
         if state.step_on_disk() < last:
-            state.keep_last(world)
+            state.keep_last(world, self.committer.log)
             state.seal_last()
         if state.step_on_disk() < last:
             reason = (
@@ -62,7 +62,7 @@ class Ending:
         workers that wait between two steps. Never raises."""
         self.events.end()
         try:
-            self.committer.commit_until(self.committer.state.keep_last(world))
+            self.committer.commit_until(self.committer.state.keep_last(world, self.committer.log))
             self.committer.state.seal_last()
         except Exception:  # whatever it is, the rest of the end must come
             log.exception("the last committed step was not written")
@@ -82,7 +82,7 @@ class Ending:
 
     def free_memory(self) -> None:
         """End keepers and monitor, unless a step is held nowhere else."""
-        if self.committer.state.free_memory():
+        if self.committer.state.free_memory(self.committer.committed):
             kill(self.monitor)
             return
         self.monitor.stopped.remote()

@@ -65,10 +65,10 @@ class Forming:
         infos = [self.pool.info(worker_name(number)) for number in decision.workers]
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.state.recover(decision.generation, holders)
+        recovery = self.committer.state.recover(holders, self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery)
+        self.committer.go_on_from(recovery, decision.generation)
         if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
             refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))

@@ -11,7 +11,7 @@ from actors.outcome import Events, only_in_memory
 from actors.ray_calls import kill
 from actors.records.events import RunEvent
 from actors.state.assemble import assemble_state
-from actors.state.commit_log import CommitLog
+from actors.state.recovery import CommitLog
 from actors.state.survivors import Survivors
 from actors.step import DataLost, Position
 from ops.models.folders import resolve
@@ -41,17 +41,16 @@ class _Logged:
 
 def rescue(config: RuntimeConfig) -> str:
     """Called when no controller of the run is alive. Returns what is not on disk and how to go on; "": all is."""
-    run_dir, commits = Path(config.run_dir), CommitLog(committed=-1)
-    model = resolve(config.model)[0]
-    state = assemble_state(run_id(run_dir), config, model, commits, _NoFeeder(), Survivors(), Events(_Logged()))
-    commits.restart(state.standing.committed)
+    run_dir, model = Path(config.run_dir), resolve(config.model)[0]
+    state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Survivors(), Events(_Logged()))
+    committed = state.standing.committed
     try:
-        commits.restart(max(commits.committed, state.keep_last(())))
+        committed = max(committed, state.keep_last((), CommitLog(committed=committed)))
         state.seal_last()
     except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one that is told
-        log.exception("step %d was not written", commits.committed)
-    if not state.free_memory():
-        return only_in_memory(commits.committed, state.step_on_disk(), run_dir)
+        log.exception("step %d was not written", committed)
+    if not state.free_memory(committed):
+        return only_in_memory(committed, state.step_on_disk(), run_dir)
     try:
         kill(find_monitor(run_dir))
     except LookupError:

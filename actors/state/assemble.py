@@ -7,7 +7,6 @@ from pathlib import Path
 from actors.config import RuntimeConfig
 from actors.outcome import Events
 from actors.state.checkpoint_writer import Writer
-from actors.state.commit_log import CommitLog
 from actors.state.keeper_fleet import Keepers
 from actors.state.run_state import PositionSource, RunState
 from actors.state.survivors import Survivors
@@ -18,7 +17,6 @@ def assemble_state(
     run: str,
     config: RuntimeConfig,
     model: ModelConfig,
-    commits: CommitLog,
     positions: PositionSource,
     survivors: Survivors,
     events: Events,
@@ -33,7 +31,6 @@ def assemble_state(
         keepers=keepers,
         standing=standing,
         writer=Writer(Path(config.run_dir), config.checkpoint, config.train.steps - 1, events),
-        commits=commits,
         positions=positions,
         survivors=survivors,
         tell=events.tell,

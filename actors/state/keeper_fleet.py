@@ -18,6 +18,7 @@ from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
 from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
 from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
+from actors.state.recovery import KeeperInventory
 from actors.step import Position
 
 log = logging.getLogger(__name__)
@@ -100,10 +101,16 @@ class Keepers:
         return dict(self._handles)
 
     def inventories(
-        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
-    ) -> dict[str, Sequence[HeldShard]]:
-        """What each keeper holds. `enough` says whether the answers so far suffice."""
-        return self._ask(lambda keeper: keeper.inventory.remote(), patience_s, enough)
+        self, patience_s: float, is_enough: Callable[[Sequence[KeeperInventory]], bool] = lambda found: False
+    ) -> list[KeeperInventory]:
+        """What each keeper that lives holds. `is_enough` says whether the answers so far suffice."""
+
+        def named(found: Mapping[str, Sequence[HeldShard]]) -> list[KeeperInventory]:
+            return [KeeperInventory(keeper=self._handles[name], shards=shards) for name, shards in found.items()]
+
+        return named(
+            self._ask(lambda keeper: keeper.inventory.remote(), patience_s, lambda found: is_enough(named(found)))
+        )
 
     def standing(self, patience_s: float) -> Standing:
         """How far the run is by what its keepers were told."""
@@ -175,9 +182,6 @@ class Keepers:
         self._nodes.pop(name, None)
         self._silent_since.pop(name, None)
         return self._handles.pop(name)
-
-    def handles(self, names: Sequence[str]) -> tuple[KeeperHandle, ...]:
-        return tuple(self._handles[name] for name in names if name in self._handles)
 
     def commit(self, step: int, position: Position | None = None) -> None:
         """The step is held whole, older ones may go; `position` is that of the data after it."""

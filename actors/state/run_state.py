@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -36,10 +37,9 @@ from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
 from actors.state.checkpoint_files import Meta, ParameterMeta, load, trained_parameters
 from actors.state.checkpoint_writer import Writer
-from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Keepers
-from actors.state.recovery import Recovery, origin_of, recovery_from
+from actors.state.recovery import CommitLog, KeeperInventory, Recovery, recovery_of
 from actors.state.snapshot_interval import SnapshotInterval
 from actors.state.survivors import Survivors, exports_of
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
@@ -57,6 +57,14 @@ _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written eithe
 _MAX_REPAIRS = 8  # without a commit; over a minute, in which Ray has noticed a lost node
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stuck:
+    """Why the oldest finished step cannot be committed until its shards are given to others."""
+
+    why: str
+    overdue: bool = False  # nobody has answered
+
+
 class PositionSource(Protocol):
     """Who knows where the data stands (`actors.feed.step_source`)."""
 
@@ -68,8 +76,8 @@ class PositionSource(Protocol):
 class RunState:
     """Where a run's training state is held, and which of it is newest. Starts nothing, calls nobody but its parts.
 
-    It reads the commit log and never changes it: what follows for finished steps is returned, as a `Recovery` or as the
-    step that went to disk.
+    It is told how far the run is: what follows for finished steps is returned, as a `Recovery` or as the step that
+    went to disk.
     """
 
     def __init__(
@@ -80,7 +88,6 @@ class RunState:
         keepers: Keepers,
         standing: Standing,
         writer: Writer,
-        commits: CommitLog,
         positions: PositionSource,
         survivors: Survivors,
         tell: Tell,
@@ -89,7 +96,7 @@ class RunState:
         self._config, self._model, self._tell = config, model, tell
         self._run_dir = Path(config.run_dir)
         self.keepers, self.standing, self.writer = keepers, standing, writer
-        self._commits, self._positions, self._survivors = commits, positions, survivors
+        self._positions, self._survivors = positions, survivors
         # They live, have not answered, and may hold a newer state than was found.
         self._silent: tuple[str, ...] = keepers.silent
         self._first: Origin | None = None  # found by `first`, used by no generation yet
@@ -103,22 +110,32 @@ class RunState:
 
     def first(self) -> Origin | None:
         """What this controller continues from; None: a new run."""
-        newest = self.standing.committed
         if not self._silent:
-            self._first = self._find([], newest)
+            self._first = self._find([], CommitLog(committed=self.standing.committed)).origin
             self._tell_torn()
-        self._refuse_to_guess(self._first.step if self._first is not None else -1)
+        self._refuse_to_guess(self._first.step if self._first is not None else -1, last_step=-1)
         return self._first
 
-    def _find(self, exports: Sequence[Snapshot], newest: int) -> Origin | None:
-        patience = self._config.snapshot.patience_s
-        found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
-        while found is not None and found.checkpoint is not None and self._is_damaged(Path(found.checkpoint)):
-            found = origin_of(self.keepers, exports, self.on_disk(), patience, newest)
-        self._silent = self.keepers.silent if (found.step if found is not None else -1) < newest else ()
-        return found
+    def _find(self, exports: Sequence[Snapshot], commits: CommitLog) -> Recovery:
+        """What is held by anybody; a checkpoint that is chosen and turns out to be damaged is left out."""
+        while True:
+            recovery = self._decide(exports, self.on_disk(), commits)
+            folder = recovery.origin.checkpoint if recovery.origin is not None else None
+            if folder is None or not self._is_damaged(Path(folder)):
+                self._silent = self.keepers.silent if recovery.step < commits.newest else ()
+                return recovery
 
-    def _refuse_to_guess(self, step: int) -> None:
+    def _decide(self, exports: Sequence[Snapshot], checkpoint: tuple[int, Path] | None, commits: CommitLog) -> Recovery:
+        """Asks the keepers. Those that live are waited for as long as `snapshot.patience_s`, unless what others hold
+        gives the newest step."""
+
+        def decide(inventories: Sequence[KeeperInventory]) -> Recovery:
+            return recovery_of(inventories, exports, checkpoint, commits)
+
+        patience_s = self._config.snapshot.patience_s
+        return decide(self.keepers.inventories(patience_s, lambda found: decide(found).step >= commits.newest))
+
+    def _refuse_to_guess(self, step: int, last_step: int) -> None:
         """Going on from `step` would drop what a keeper holds that lives and has not answered: a person decides."""
         if not self._silent:
             return
@@ -129,37 +146,34 @@ class RunState:
             f"was dropped. Continue with --resume when it answers; if it is ended first, the run continues from {where}"
         )
         self._tell(KeepersSilent(silent=self._silent, seconds=patience))
-        raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=self._commits.committed))
+        raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
-    def recover(self, generation: int, world: Sequence[Seat]) -> Recovery:
+    def recover(self, world: Sequence[Seat], commits: CommitLog) -> Recovery:
         """The newest whole state for a generation; `world` are workers of a cleanly ended one, which still hold it."""
         if self._first is not None:
-            return Recovery(generation=generation, origin=self._first, resumed=True)
-        newest = self._commits.newest
-        origin = self._find([*self._survivors.exports, *exports_of(world, newest)], newest)
-        recovery = recovery_from(origin, generation, self._commits.committed, self._commits.finished)
+            return Recovery(origin=self._first)
+        recovery = self._find([*self._survivors.exports, *exports_of(world, commits.newest)], commits)
         if recovery.lost_steps:
-            self._refuse_to_guess(recovery.step)
-            where = origin.checkpoint if origin is not None else "the start"
+            self._refuse_to_guess(recovery.step, commits.committed)
+            where = recovery.origin.checkpoint if recovery.origin is not None else "the start"
             self._tell(StepsLost(to_step=recovery.step, lost_steps=recovery.lost_steps))
             log.warning("no snapshot is whole; %d steps are computed again from %s", recovery.lost_steps, where)
         self._silent = ()
         return recovery
 
-    def begin(self, recovery: Recovery) -> None:
+    def begin(self, recovery: Recovery, generation: int) -> None:
         """A generation goes on from here: what keepers hold of later steps is dropped, late messages are refused."""
         self._first = None
-        if not recovery.resumed:
-            self.keepers.rollback(recovery.step, recovery.generation)
+        self.keepers.rollback(recovery.step, generation)
 
     def place_keepers(self, nodes: Sequence[str]) -> None:
         """Have keepers for workers on these nodes, in order of their ranks."""
         if self._config.snapshot.enabled:
             self.keepers.prepare(nodes, self._least_bytes())
 
-    def data_token(self) -> Position | None:
+    def data_token(self, committed: int) -> Position | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
-        position, committed = self.keepers.standing(_POSITION_S).position, self._commits.committed
+        position = self.keepers.standing(_POSITION_S).position
         held = position if position is not None and position[0] <= committed else None
         while (found := self.on_disk()) is not None and (held is None or held[0] < found[0] <= committed):
             if not self._is_damaged(found[1]):
@@ -203,14 +217,6 @@ class RunState:
         """Whether a checkpoint is taken of this step."""
         return self.writer.due(step)
 
-    def finished(self, done: CollectedStep) -> None:
-        """All workers have finished a step."""
-        if not self._forecast_told:
-            self._forecast_told = True
-            self._forecast(done.snapshots)
-        copied_s = max((r.snapshot_s for r in done.reports), default=0.0)
-        self.interval.finished(done.running.step, done.collected_at, copied_s, bool(done.snapshots))
-
     def committed(self, done: CollectedStep, position: Position | None) -> None:
         """The step is safe: older ones may go. `position` is that of the data after it, with its counts: kept with
         the state, so that whoever goes on from that state has them exactly.
@@ -225,13 +231,25 @@ class RunState:
             self.keepers.commit(step, position)  # at once: whoever takes the run over knows of no line of metrics
             if self.writer.due(step) and not self.writer.puts_off(step):
                 self.writer.save(done.snapshots, self._meta(step))
-            self.interval.held(time.time() - done.collected_at)
-            if self._config.snapshot.enabled and self.interval.choose():
-                log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
-                self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
+        self._pace(done)
+        self._tell_forecast()
         self.writer.poll()
 
-    def repair_keepers(self, stuck: Stuck, world: Sequence[Seat], quiet: bool) -> list[Snapshot] | None:
+    def _pace(self, done: CollectedStep) -> None:
+        """Snapshots are as frequent as what they cost in this step and the last ones allows."""
+        changed = self.interval.committed(
+            (done.running.generation, done.running.step),
+            ended_at=done.collected_at,
+            copy_s=max((r.snapshot_s for r in done.reports), default=0.0),
+            held_s=time.time() - done.collected_at if done.snapshots else None,
+        )
+        if changed and self._config.snapshot.enabled:
+            log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
+            self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
+
+    def repair_keepers(
+        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog
+    ) -> list[Snapshot] | None:
         """A keeper is gone or does not take its shard: start another where one is gone, and give them the newest shards
         of the workers they serve. Returns these, or None when nothing could be repaired now.
 
@@ -243,9 +261,10 @@ class RunState:
             return None
         if self._repairs >= _MAX_REPAIRS:
             if quiet:
-                self._give_up_snapshots(stuck)
+                self._give_up_snapshots(stuck, commits)
             time.sleep(_REPAIR_PAUSE_S)
             return None
+        self._tell_forecast()  # it may say why
         self._repairs += 1
         self._repaired_at = time.monotonic()
         if self._repairs > 1:  # a single repair is usual
@@ -285,18 +304,18 @@ class RunState:
                 held.append(snapshot)
         return held
 
-    def _give_up_snapshots(self, stuck: Stuck) -> None:
+    def _give_up_snapshots(self, stuck: Stuck, commits: CommitLog) -> None:
         self._tell(SnapshotsFailed(repairs=self._repairs, why=stuck.why))
         reason = (
-            f"the keepers did not take the state of step {self._commits.committed + 1} in {self._repairs} attempts: "
+            f"the keepers did not take the state of step {commits.committed + 1} in {self._repairs} attempts: "
             f"{stuck.why}. What the workers hold is written as a checkpoint. Add memory or nodes, lower "
             f"snapshot.copies, or set snapshot.enabled: false, and continue with --resume"
         )
-        raise StopRun(Outcome(code=Exit.FAILURE, reason=reason, last_step=self._commits.newest))
+        raise StopRun(Outcome(code=Exit.FAILURE, reason=reason, last_step=commits.newest))
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def keep_last(self, world: Sequence[Seat]) -> int:
+    def keep_last(self, world: Sequence[Seat], commits: CommitLog) -> int:
         """The run ends before its last step: the last one whose state is whole goes from memory to disk. `world` are
         workers that wait between two steps. Returns the step whose state is on disk now, -1: none.
 
@@ -305,28 +324,28 @@ class RunState:
         """
         if self._silent:
             return -1
-        newest, exports = self._commits.newest, self._survivors.exports
-        found = self._find(exports, newest)
-        if world and (found.step if found is not None else -1) < newest:  # they may be slow to answer
-            found = self._find([*exports, *exports_of(world, newest)], newest)
-        if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(found.step)):
-            return found.step
+        exports = self._survivors.exports
+        recovery = self._find(exports, commits)
+        if world and recovery.step < commits.newest:  # they may be slow to answer
+            recovery = self._find([*exports, *exports_of(world, commits.newest)], commits)
+        step, found = recovery.step, recovery.origin
+        if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
+            return step
         self.writer.wait()
-        return found.step if found is not None and found.step <= self.step_on_disk() else -1
+        return step if step <= self.step_on_disk() else -1
 
     def seal_last(self) -> None:
         """What `keep_last` has put on disk becomes a checkpoint."""
         self.writer.seal_last()
 
-    def free_memory(self) -> bool:
-        """End the keepers. False when a step is held nowhere else: then they stay."""
+    def free_memory(self, committed: int) -> bool:
+        """End the keepers. False when a committed step is held nowhere else: then they stay."""
         if self._silent:
             log.error("the keepers stay: %s may hold the newest state", ", ".join(self._silent))
             return False
-        if self.step_on_disk() < self._commits.committed:
+        if self.step_on_disk() < committed:
             log.error(
-                "step %d is not on disk; the keepers stay, and --resume on this cluster continues from them",
-                self._commits.committed,
+                "step %d is not on disk; the keepers stay, and --resume on this cluster continues from them", committed
             )
             return False
         self.keepers.close()
@@ -355,23 +374,25 @@ class RunState:
             return self._positions.token(step + 1)
         except (DataLost, DataError, DataIOError, ray.exceptions.RayError) as error:  # it may be what ends the run
             log.info("step %d is written with an earlier position of the data: %s", step, error)
-            return self.data_token()
+            return self.data_token(step)
 
     def _least_bytes(self) -> int:
         """Memory that a node without workers must offer to get a keeper."""
-        return self._bytes_kept(sum(math.prod(p["shape"]) for p in self._parameters), keepers=1)
+        return self._bytes_kept(keepers=1)
 
-    def _bytes_kept(self, total: int, keepers: int) -> int:
-        """What each of so many keepers holds of a state of `total` elements."""
+    def _bytes_kept(self, keepers: int) -> int:
+        """What each of so many keepers holds of the state."""
+        total = sum(math.prod(p["shape"]) for p in self._parameters)
         ema, copies = self._config.train.optimizer.ema_decay > 0, self._config.snapshot.copies
         return keeper.forecast_bytes(total, ema=ema, copies=copies, num_keepers=keepers)
 
-    def _forecast(self, snapshots: Sequence[Snapshot]) -> None:
-        """Say what snapshots take of the nodes' memory, and where there is too little of it."""
-        total, keepers = max((s.total for s in snapshots), default=0), len(self.keepers.in_use())
-        if not (total and keepers):
+    def _tell_forecast(self) -> None:
+        """Say, once, what snapshots take of the nodes' memory, and where there is too little of it."""
+        keepers = len(self.keepers.in_use())
+        if self._forecast_told or not keepers:
             return
-        held = self._bytes_kept(total, keepers)
+        self._forecast_told = True
+        held = self._bytes_kept(keepers)
         self._tell(SnapshotsForecast(keepers=keepers, mib_per_keeper=round(held / 2**20, 1)))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:

@@ -25,10 +25,9 @@ _NEWS = 1.25  # an interval that is off by less stays
 class SnapshotInterval:
     """`setting` is `snapshot.every`; with auto it is `every` that counts, which begins with 1.
 
-    interval.is_due(step)                                  # as steps are dispatched
-    interval.finished(step, at, copy_s, taken)             # in their order
-    interval.held(seconds)                                 # keepers have taken a snapshot
-    if interval.choose(): tell(interval.every, interval.why)
+    interval.is_due(step)                                                   # as steps are dispatched
+    if interval.committed((generation, step), ended_at, copy_s, held_s):    # in their order
+        tell(interval.every, interval.why)
     """
 
     setting: int | Literal["auto"]
@@ -38,7 +37,7 @@ class SnapshotInterval:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _held_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _last: tuple[int, float] | None = None  # step and unix seconds of its end
+    _last: tuple[tuple[int, int], float] | None = None  # generation and step, and unix seconds of its end
 
     def __post_init__(self) -> None:
         if self.setting != "auto":
@@ -48,22 +47,26 @@ class SnapshotInterval:
         """Whether keepers get the state after this step."""
         return step % self.every == 0
 
-    def finished(self, step: int, at: float, copy_s: float, taken: bool) -> None:
-        """A step has ended at `at` (unix seconds), after `copy_s` for copies: of its own snapshot where it was `taken`,
-        else of the last one, for which its update had to wait."""
-        if self._last is not None and self._last[0] == step - 1:
-            self._steps_s.append(max(at - self._last[1] - copy_s, 1e-6))
-        self._last = step, at
-        if taken:
-            self._copies_s.append(copy_s)
-        elif self._copies_s:
-            self._copies_s[-1] += copy_s
+    def committed(self, step: tuple[int, int], ended_at: float, copy_s: float, held_s: float | None) -> bool:
+        """Learn from a committed step (its generation and number), and say whether `every` is another now.
 
-    def held(self, seconds: float) -> None:
-        """A step with a snapshot was committed so long after its end."""
-        self._held_s.append(seconds)
+        It ended at `ended_at` (unix seconds) on its workers, `copy_s` of which went into copies: of its own snapshot
+        or, where it has none, of the last one, for which its update had to wait. A snapshot of it was held `held_s`
+        later; None: it has none. A step that a generation began with has not taken what lies between two ends.
+        """
+        generation, number = step
+        if self._last is not None and self._last[0] == (generation, number - 1):
+            self._steps_s.append(max(ended_at - self._last[1] - copy_s, 1e-6))
+        self._last = step, ended_at
+        if held_s is None:
+            if self._copies_s:
+                self._copies_s[-1] += copy_s
+            return False
+        self._copies_s.append(copy_s)
+        self._held_s.append(held_s)
+        return self._choose()
 
-    def choose(self) -> bool:
+    def _choose(self) -> bool:
         """Follow what was measured; whether `every` has changed."""
         if self.setting != "auto" or min(len(self._steps_s), len(self._copies_s), len(self._held_s)) < _ENOUGH:
             return False

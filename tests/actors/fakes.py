@@ -27,8 +27,8 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller, LookPace
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
-from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard, Standing
+from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.step import DataLost
@@ -86,22 +86,24 @@ class Listening:
         return [type(event) for event in self.told]
 
 
+def inventories_of(**held: list[HeldShard]) -> list[KeeperInventory]:
+    """What keepers say that they hold, each of which is its name."""
+    return [KeeperInventory(keeper=name, shards=shards) for name, shards in held.items()]  # type: ignore[arg-type]
+
+
 class KeepersHere:
-    """Stands for the keepers of a run: what each holds, by name, and how far they were told the run is."""
+    """Stands for the keepers of a run, by their names: what each holds, and how far they were told the run is."""
 
     def __init__(self, standing: Standing | None = None, **inventories: list[HeldShard]) -> None:
-        self.inventory, self._standing = inventories, standing or Standing()
+        self._inventories, self._standing = inventories_of(**inventories), standing or Standing()
         self.silent: tuple[str, ...] = ()
         self.told: list[tuple[Any, ...]] = []
 
-    def inventories(self, patience_s: float, enough: Any) -> dict[str, list[HeldShard]]:
-        return self.inventory
+    def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
+        return self._inventories
 
     def standing(self, patience_s: float) -> Standing:
         return self._standing
-
-    def handles(self, names: Sequence[str]) -> tuple[Any, ...]:
-        return tuple(names)
 
     def of(self, rank: int) -> tuple[Any, ...]:
         return ()
@@ -167,7 +169,6 @@ def state_of(
     *,
     keepers: Any = None,
     writer: Any = None,
-    commits: CommitLog | None = None,
     positions: Any = None,
     survivors: Survivors | None = None,
     listener: Listening | None = None,
@@ -182,7 +183,6 @@ def state_of(
         keepers=keepers,
         standing=keepers.standing(config.snapshot.patience_s),
         writer=writer or Writing(),
-        commits=commits if commits is not None else CommitLog(committed=-1),
         positions=positions or NoPositions(),
         survivors=survivors or Survivors(),
         tell=(listener or Listening()).on_event,
@@ -201,12 +201,12 @@ class StateHere:
     def first(self) -> Origin | None:
         return Origin(step=self._first) if self._first >= 0 else None
 
-    def data_token(self) -> None: ...
+    def data_token(self, committed: int) -> None: ...
 
     def step_on_disk(self) -> int:
         return self._on_disk.pop(0) if len(self._on_disk) > 1 else self._on_disk[0]
 
-    def keep_last(self, world: Sequence[Any]) -> int:
+    def keep_last(self, world: Sequence[Any], commits: CommitLog) -> int:
         self.asked.append("keep_last")
         if self._full is not None:
             raise self._full
@@ -215,7 +215,7 @@ class StateHere:
     def seal_last(self) -> None:
         self.asked.append("seal_last")
 
-    def free_memory(self) -> bool:
+    def free_memory(self, committed: int) -> bool:
         self.asked.append("free_memory")
         return self._frees
 
@@ -267,7 +267,6 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "membership": Membership(Limits(min=1, max=4), generation=1),
         "source": SourceHere(),
         "planner": SourceHere(),
-        "commits": CommitLog(committed=-1),
         "survivors": Survivors(),
         "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
@@ -281,7 +280,10 @@ def collected(step: int, generation: int, *acknowledgements: str) -> Any:
     """A step that all workers have finished."""
     held = SimpleNamespace(step=step, acknowledgements=acknowledgements)
     return SimpleNamespace(
-        running=SimpleNamespace(step=step, generation=generation), snapshots=(held,) if acknowledgements else ()
+        running=SimpleNamespace(step=step, generation=generation, assignment=None),
+        snapshots=(held,) if acknowledgements else (),
+        reports=(),
+        collected_at=0.0,
     )
 
 

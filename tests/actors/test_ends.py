@@ -162,11 +162,13 @@ def test_steps_are_counted_before_the_last_checkpoint_is_whole(monkeypatch: pyte
     monkeypatch.setattr(ray, "kill", lambda monitor, no_restart: None)
     heard: list[object] = []
     state: Any = SimpleNamespace(
-        keep_last=lambda world: heard.append("written") or 7,
+        keep_last=lambda world, commits: heard.append("written") or 7,
         seal_last=lambda: heard.append("whole"),
-        free_memory=lambda: True,
+        free_memory=lambda committed: True,
     )
-    committer: Any = SimpleNamespace(state=state, commit_until=lambda step: heard.append(("counted", step)))
+    committer: Any = SimpleNamespace(
+        state=state, log=None, committed=7, commit_until=lambda step: heard.append(("counted", step))
+    )
     ends = Ending(config=config_of(), events=Events(Listening()), committer=committer, monitor=Handle(), parts=())  # type: ignore[arg-type]
     ends.keep_last(())
     assert heard == ["written", ("counted", 7), "whole"]

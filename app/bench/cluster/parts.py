@@ -1,8 +1,8 @@
 """Parts of a run on a virtual cluster. They stand for the ones that start processes or move tensors; the rest is real.
 
-Real: controller, generations, membership, lookout, monitor, dispatch, waits, commit log and committer, recovery, the
-planner and its client, step source, metrics. With `--ray` every call to a worker, and every answer, goes through Ray,
-as in a run, to an actor that hosts many of them; else to threads of this process, without copies.
+Real: controller, generations, membership, lookout, monitor, dispatch, waits, committer, recovery, the planner and its
+client, step source, metrics. With `--ray` every call to a worker, and every answer, goes through Ray, as in a run, to
+an actor that hosts many of them; else to threads of this process, without copies.
 
 Not real: what the workers compute; training state, of which only ranges are kept and sent; keepers, which take a shard
 at once; checkpoints; the feeder's files and decoding.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +26,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
 from actors.state.keeper import HeldShard, Standing, place
+from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import Position, StepBatches, StepItems
 
@@ -156,8 +157,8 @@ class VirtualKeepers:
         self._placed: dict[int, tuple[str, ...]] = {}
 
     def inventories(
-        self, patience_s: float, enough: Callable[[Mapping[str, Sequence[HeldShard]]], bool] = lambda found: False
-    ) -> dict[str, list[HeldShard]]:
+        self, patience_s: float, is_enough: Callable[[Sequence[KeeperInventory]], bool] = lambda found: False
+    ) -> list[KeeperInventory]:
         """What the keepers on living nodes hold."""
         found: dict[str, list[HeldShard]] = {node: [] for node in self._machines.nodes}
         for asked in [host.inventory.remote() for host in self._hosts]:
@@ -165,13 +166,10 @@ class VirtualKeepers:
             for node, held in books.items():
                 if node in found:
                     found[node] += held
-        return found
+        return [KeeperInventory(keeper=cast(Any, VirtualKeeper(node)), shards=held) for node, held in found.items()]
 
     def standing(self, patience_s: float) -> Standing:
         return Standing()
-
-    def handles(self, names: Collection[str]) -> tuple[Any, ...]:
-        return tuple(VirtualKeeper(name) for name in names)
 
     def of(self, rank: int) -> tuple[Any, ...]:
         return tuple(VirtualKeeper(node) for node in self._placed.get(rank, ()))

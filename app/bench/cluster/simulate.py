@@ -39,7 +39,6 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
-from actors.state.commit_log import CommitLog
 from actors.state.survivors import Survivors
 from actors.step import StepAssignment
 from app.bench.cluster.parts import (
@@ -259,7 +258,6 @@ def controller_of_virtual(
     machines.add(setup.nodes)
     pool = VirtualPool(machines, hosts)
     events = Events(watching)
-    commits = CommitLog(committed=-1, patience_s=config.snapshot.patience_s, tell=events.tell)
     survivors = Survivors()
     source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S)
     keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)
@@ -270,7 +268,6 @@ def controller_of_virtual(
         keepers=keepers,
         standing=keepers.standing(0.0),
         writer=writer,
-        commits=commits,
         positions=source,
         survivors=survivors,
         tell=events.tell,
@@ -285,7 +282,6 @@ def controller_of_virtual(
         membership=Membership(replace(Limits.of(config.workers), gather_s=120.0), generation=0),
         source=source,
         planner=planner,
-        commits=commits,
         survivors=survivors,
         state=state,
         new_store=_NoStore,

@@ -1,20 +1,24 @@
-"""A step counts once its metrics are written, in order, and never when another state than its own goes on."""
+"""A step counts when all its shards are held and its metrics are written, in order, and never before."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from actors.messages import Origin
 from actors.outcome import Events
-from actors.records.events import FeederLost
+from actors.records.events import CommitSlow, FeederLost
 from actors.run.committer import Committer
-from actors.state.commit_log import CommitLog, Stuck
-from actors.state.recovery import Recovery
+from actors.state.recovery import CommitLog, Recovery
+from actors.state.run_state import Stuck
 from tests.actors.fakes import Listening, collected, snapshot
+
+LOST = ray.exceptions.ActorDiedError()
 
 
 class Told:
@@ -30,20 +34,20 @@ class Told:
     def committed(self, done: Any, position: object) -> None:
         self.heard.append(("committed", done.running.step, position))
 
-    def begin(self, recovery: Recovery) -> None:
-        self.heard.append(("begin", recovery.step))
+    def begin(self, recovery: Recovery, generation: int) -> None:
+        self.heard.append(("begin", recovery.step, generation))
 
     def release(self, step: int) -> str:
         return f"after {step}"
 
-    def data_token(self) -> str:
-        return "token"
+    def data_token(self, committed: int) -> str:
+        return f"token of {committed}"
 
     def open(self, first_step: int, token: object) -> None:
         self.heard.append(("open", first_step, token))
 
-    def repair_keepers(self, stuck: Stuck, world: object, quiet: bool) -> Sequence[Any] | None:
-        self.heard.append(("repair", stuck.why, quiet))
+    def repair_keepers(self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog) -> Sequence[Any] | None:
+        self.heard.append(("repair", stuck, quiet, commits.newest))
         return self.repaired
 
 
@@ -54,18 +58,59 @@ class Full(Listening):
         raise OSError("No space left on device")
 
 
+class Acknowledgements:
+    """Stands for Ray: references are names, answers are given by the test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers: dict[str, Any] = {}
+        monkeypatch.setattr(ray, "wait", self._wait)
+        monkeypatch.setattr(ray, "get", self._get)
+
+    def _wait(self, references: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        return [r for r in references if r in self.answers], [r for r in references if r not in self.answers]
+
+    def _get(self, reference: str | list[str], timeout: float) -> Any:
+        if isinstance(reference, list):
+            return [self._get(one, timeout) for one in reference]
+        answer = self.answers[reference]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def ray_answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return Acknowledgements(monkeypatch).answers
+
+
 def committer_of(*finished: int, committed: int, listener: Listening | None = None) -> tuple[Committer, Any]:
-    """One with these finished steps, and what its parts are told."""
+    """One with these finished steps, which nobody has to hold, and what its parts are told."""
     told: Any = Told()
     listener = listener or Listening()
-    log = CommitLog(committed=committed)
+    made = Committer(
+        state=told, account=told, listener=listener, events=Events(listener), source=told, committed=committed
+    )
     for step in finished:
-        done = collected(step, 1)
-        done.running.assignment = None
-        log.add(done)
-    events = Events(listener)
-    made = Committer(log=log, state=told, account=told, listener=listener, events=events, source=told)
+        made.add(collected(step, 1))
     return made, told
+
+
+def waiting(*acknowledgements: str, patience_s: float = 60.0, listener: Listening | None = None) -> tuple[Any, Any]:
+    """A committer whose step 7 waits for these, and what its parts are told."""
+    committer, told = committer_of(committed=6, listener=listener)
+    committer.patience_s = patience_s
+    committer.add(collected(7, 1, *acknowledgements))
+    return committer, told
+
+
+def settle(committer: Committer) -> None:
+    """With workers that could give their shards to other keepers."""
+    world: Any = ("a seat",)
+    committer.settle(world, quiet=False)
+
+
+def repairs(told: Told) -> list[Stuck]:
+    return [heard[1] for heard in told.heard if heard[0] == "repair"]
 
 
 def test_steps_are_committed_in_order_each_with_the_position_of_the_data_after_it() -> None:
@@ -76,6 +121,66 @@ def test_steps_are_committed_in_order_each_with_the_position_of_the_data_after_i
     assert told.heard == [("committed", 5, "after 5"), ("committed", 6, "after 6")]
 
 
+def test_a_step_waits_for_all_its_shards_and_those_after_it_wait_for_it(ray_answers: dict[str, Any]) -> None:
+    committer, told = waiting("a", "b")
+    committer.add(collected(8, 1, "c"))
+    ray_answers |= {"a": True, "c": True}
+    settle(committer)
+    assert committer.committed == 6
+    ray_answers["b"] = True
+    settle(committer)
+    assert committer.committed == 8 and committer.num_open == 0 and repairs(told) == []
+
+
+@pytest.mark.parametrize("answer", [LOST, False])
+def test_a_shard_that_is_not_held_is_not_forgotten_until_others_hold_it(
+    ray_answers: dict[str, Any], answer: object
+) -> None:
+    committer, told = waiting("a", "b")
+    ray_answers |= {"a": answer, "b": True}
+    committer.settle((), quiet=False)
+    assert told.heard == [], "without workers nobody can give it"
+    for _ in range(3):  # such as while workers are too busy to be given new keepers
+        settle(committer)
+    assert committer.committed == 6 and len(repairs(told)) == 3
+    told.repaired = [snapshot(7, acknowledgements=("c",))]
+    settle(committer)
+    settle(committer)
+    assert committer.committed == 6 and len(repairs(told)) == 4
+    ray_answers["c"] = True
+    settle(committer)
+    assert committer.committed == 7 and len(repairs(told)) == 4
+
+
+def test_a_refused_shard_says_why(ray_answers: dict[str, Any]) -> None:
+    committer, told = waiting("a")
+    ray_answers["a"] = ray.exceptions.RayTaskError("put", "traceback", MemoryError("the node can spare 1 MiB"))
+    settle(committer)
+    assert told.heard == [("repair", Stuck(why="MemoryError: the node can spare 1 MiB"), False, 7)]
+
+
+def test_a_keeper_that_is_silent_for_too_long_counts_as_gone(ray_answers: dict[str, Any]) -> None:
+    for patience_s, counts in ((60.0, False), (-1.0, True)):
+        committer, told = waiting("a", patience_s=patience_s)
+        settle(committer)
+        assert bool(repairs(told)) == counts
+
+
+def test_a_step_that_waits_for_slow_keepers_is_told_once(
+    ray_answers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener, now = Listening(), time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    committer, told = waiting("a", patience_s=600.0, listener=listener)
+    for later in (10, 40, 50):
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        settle(committer)
+    assert [(type(e), e.step) for e in listener.told] == [(CommitSlow, 7)] and told.heard == [], "slow is not lost"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 700)
+    settle(committer)
+    assert repairs(told) == [Stuck(why="no answer in 700 s", overdue=True)]
+
+
 def test_a_step_whose_line_cannot_be_written_does_not_count() -> None:
     committer, told = committer_of(5, 6, committed=4, listener=Full())
     with pytest.raises(OSError, match="No space left"):
@@ -83,18 +188,42 @@ def test_a_step_whose_line_cannot_be_written_does_not_count() -> None:
     assert committer.committed == 4 and committer.num_open == 0 and told.heard == []
 
 
+def test_a_step_counts_when_it_is_committed_and_what_fails_after_it_is_computed_again() -> None:
+    """Two steps are held; the line of the second cannot be written."""
+
+    class FullAtEight(Listening):
+        def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
+            if metrics.step == 8:
+                raise OSError("No space left on device")
+            super().on_step(metrics, timeline, plan)
+
+    committer, told = committer_of(7, 8, committed=6, listener=FullAtEight())
+    with pytest.raises(OSError, match="No space left"):
+        committer.settle((), quiet=False)
+    assert committer.committed == 7 and committer.num_open == 0 and told.heard == [("committed", 7, "after 7")]
+
+
 def test_what_a_recovery_makes_safe_is_committed_before_training_goes_on_from_it() -> None:
     committer, told = committer_of(5, 6, committed=4)
     finished = committer.log.finished
-    committer.go_on_from(Recovery(generation=2, origin=Origin(step=5), newly_safe=(finished[0],)))
-    assert told.heard == [("committed", 5, "after 5"), ("begin", 5)], "the data stands where it should"
+    committer.go_on_from(Recovery(origin=Origin(step=5), newly_safe=(finished[0],)), 2)
+    assert told.heard == [("committed", 5, "after 5"), ("begin", 5, 2)], "the data stands where it should"
     assert committer.committed == 5 and committer.num_open == 0, "step 6 is computed again"
 
 
 def test_the_data_is_opened_again_where_committed_steps_are_lost() -> None:
     committer, told = committer_of(committed=4)
-    committer.go_on_from(Recovery(generation=2, origin=Origin(step=2), lost_steps=2))
-    assert told.heard == [("begin", 2), ("open", 3, "token")] and committer.committed == 2
+    committer.go_on_from(Recovery(origin=Origin(step=2), lost_steps=2), 2)
+    assert told.heard == [("begin", 2, 2), ("open", 3, "token of 2")] and committer.committed == 2
+
+
+def test_training_never_goes_on_past_a_finished_step_that_is_not_committed() -> None:
+    committer, told = committer_of(7, 8, committed=6)
+    with pytest.raises(AssertionError, match=r"\[7\] are finished but not committed"):
+        committer.restart(7)
+    with pytest.raises(AssertionError, match="step 8 is committed before step 7"):
+        committer.go_on_from(Recovery(origin=Origin(step=8), newly_safe=(committer.log.finished[1],)), 2)
+    assert told.heard == []
 
 
 def test_a_state_on_disk_makes_the_steps_up_to_it_count_also_those_nobody_reported() -> None:
@@ -108,26 +237,8 @@ def test_a_state_on_disk_makes_the_steps_up_to_it_count_also_those_nobody_report
     assert committer.committed == 7
 
 
-def test_shards_that_a_keeper_has_lost_are_awaited_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    committer, told = committer_of(committed=4)
-    committer.log.add(collected(5, 1, "lost"))
-    answers: dict[str, Any] = {"lost": RuntimeError("gone"), "given": True}
-    monkeypatch.setattr("actors.state.commit_log._all_held", lambda asked: "lost" not in asked)
-    monkeypatch.setattr("actors.state.commit_log._failure", lambda asked: "gone" if asked == "lost" else "")
-    monkeypatch.setattr("ray.wait", lambda asked, num_returns, timeout: ([a for a in asked if a in answers], []))
-    committer.settle((), quiet=False)
-    assert told.heard == [], "without workers nobody can give it"
-    told.repaired = [snapshot(5, acknowledgements=("given",))]
-    world: Any = ("a seat",)
-    committer.settle(world, quiet=True)
-    assert told.heard == [("repair", "gone", True)] and committer.committed == 4
-    committer.log._queue[0].collected.running.assignment = None  # type: ignore[assignment]
-    committer.settle(world, quiet=True)
-    assert committer.committed == 5
-
-
 def test_a_new_feeder_starts_at_the_first_step_that_is_not_committed() -> None:
     listener = Listening()
     committer, told = committer_of(5, committed=4, listener=listener)
     committer.reopen_data("the feeder died")
-    assert told.heard == [("open", 5, "token")] and listener.kinds == [FeederLost]
+    assert told.heard == [("open", 5, "token of 4")] and listener.kinds == [FeederLost]

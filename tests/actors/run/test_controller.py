@@ -26,8 +26,7 @@ from actors.records.events import (
 )
 from actors.run.controller import Controller, LookPace
 from actors.run.steps import StepRunner
-from actors.state.commit_log import CommitLog
-from actors.state.recovery import Recovery, recovery_from
+from actors.state.recovery import CommitLog, Recovery
 from actors.step import StepAssignment, StepData, StepItems, StepSamples
 from ops.geometry import Geometry
 from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
@@ -115,18 +114,17 @@ class Planning:
 class Held(StateHere):
     """Every step is held as soon as it is finished; nothing is on disk before the end."""
 
-    def __init__(self, commits: CommitLog) -> None:
+    def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self._commits, self.keepers = commits, SimpleNamespace(of=lambda rank: ())
+        self.keepers = SimpleNamespace(of=lambda rank: ())
         self.recovered: list[int] = []
 
-    def recover(self, generation: int, holders: Sequence[Any]) -> Recovery:
-        newest = self._commits.newest
+    def recover(self, holders: Sequence[Any], commits: CommitLog) -> Recovery:
+        newest = commits.newest
         self.recovered.append(newest)
-        origin = Origin(step=newest) if newest >= 0 else None
-        return recovery_from(origin, generation, self._commits.committed, self._commits.finished)
+        return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)
 
-    def begin(self, recovery: Recovery) -> None: ...
+    def begin(self, recovery: Recovery, generation: int) -> None: ...
     def place_keepers(self, nodes: Sequence[str]) -> None: ...
     def is_exported(self, step: int) -> bool:
         return False
@@ -134,7 +132,6 @@ class Held(StateHere):
     def saves(self, step: int) -> bool:
         return False
 
-    def finished(self, done: Any) -> None: ...
     def committed(self, done: Any, position: object) -> None: ...
 
 
@@ -194,8 +191,7 @@ class Run:
         state_gib: float = 0.0,
         wait_s: float = 120.0,
     ) -> None:
-        self.listener, self.commits = Listening(), CommitLog(committed=-1)
-        self.source, self.state = Source(), Held(self.commits)
+        self.listener, self.source, self.state = Listening(), Source(), Held()
         coming: dict[int, list[Event]] = later or {}
         up = [*(Joined(worker=n, node="n") for n in (0, 1)), *(Loaded(worker=n) for n in (0, 1))]
 
@@ -210,7 +206,6 @@ class Run:
             config=config_of(),
             listener=self.listener,
             events=Events(self.listener),
-            commits=self.commits,
             source=self.source,
             planner=Planning(),
             state_gib=state_gib,

@@ -74,7 +74,7 @@ class Recovering(StateHere):
         super().__init__(-1, first=-1)
         self._origin = origin
 
-    def recover(self, generation: int, holders: object) -> SimpleNamespace:
+    def recover(self, holders: object, commits: object) -> SimpleNamespace:
         return SimpleNamespace(origin=self._origin, newly_safe=self._went_on())
 
     def _went_on(self) -> Iterator[None]:

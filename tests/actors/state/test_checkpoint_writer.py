@@ -17,8 +17,8 @@ from actors.outcome import Events
 from actors.records.events import CheckpointDamaged, CheckpointFailed, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
-from actors.state.commit_log import CommitLog
 from actors.state.keeper import HeldShard, Keeper
+from actors.state.recovery import CommitLog
 from actors.step import Seat
 from ops.shards import ARRAYS, ShardState, shard_bounds
 from tests.actors.exactness import MODEL
@@ -187,9 +187,7 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     begun_after: list[Any] = []
     state = state_of(tmp_path, keepers=keepers, writer=writer_of(tmp_path), model=MODEL)
     done = collected(9, 1)
-    done.reports, done.collected_at = (), 0.0
     done.snapshots = (snapshot(9, "shard 9", total=TOTAL),)
-    state.finished(done)
     assert state.saves(9) and tasks.begun == []
     state.committed(done, None)
     assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (["shard 9"], [], True)
@@ -218,20 +216,17 @@ def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> No
     for step in (9, 19):
         folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), step)
         checkpoints._write(str(folder), {"step": step, "data_token": {"at": step}, **META}, shards(step), [])
-    commits = CommitLog(committed=19)
-    assert state_of(tmp_path, commits=commits).data_token() == {"at": 19}
+    assert state_of(tmp_path).data_token(19) == {"at": 19}
     meta = folder / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"data_token": {"at": 91}}, indent=1))
-    assert state_of(tmp_path, commits=commits).data_token() == {"at": 9}
+    assert state_of(tmp_path).data_token(19) == {"at": 9}
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_workers_state(
     tmp_path: Path, kept: bool
 ) -> None:
-    commits, asked = CommitLog(committed=6), []
-    for step in (7, 8):
-        commits.add(collected(step, 1, "never"))
+    commits, asked = CommitLog(committed=6, finished=tuple(collected(step, 1, "never") for step in (7, 8))), []
     held = HeldShard(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
 
     def hand_over(step: int) -> Handover:
@@ -241,7 +236,6 @@ def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_worker
     seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
     keepers = KeepersHere(a=[held]) if kept else KeepersHere()
     writer = Writing(lambda step: write(tmp_path, step))
-    state = state_of(tmp_path, keepers=keepers, commits=commits, writer=writer, model=MODEL)
-    saved = state.keep_last([seat])
-    assert saved == 8 and [done.running.step for done in commits.finished_until(saved)] == [7, 8]
+    state = state_of(tmp_path, keepers=keepers, writer=writer, model=MODEL)
+    assert state.keep_last([seat], commits) == 8
     assert asked == ([] if kept else [8]), "workers may be slow to answer: only where they are needed"

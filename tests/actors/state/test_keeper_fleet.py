@@ -17,11 +17,10 @@ from actors.outcome import StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
-from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import HeldShard, Standing
 from actors.state.keeper_fleet import Keepers, keeper_nodes
-from actors.state.recovery import origin_of
-from actors.state.run_state import RunState
+from actors.state.recovery import CommitLog
+from actors.state.run_state import RunState, Stuck
 from ops.shards import ShardState
 from tests.actors.exactness import MODEL
 from tests.actors.fakes import Listening, Remote, collected, state_of
@@ -117,50 +116,57 @@ def held(step: int) -> list[HeldShard]:
     return [HeldShard(step=step, generation=1, lo=0, hi=10, total=10, num_bytes=0)]
 
 
+def said(keepers: Keepers) -> dict[str, Sequence[HeldShard]]:
+    """What those that answer within ten minutes hold, by name."""
+    names = {id(actor): name for name, actor in keepers._handles.items()}
+    return {names[id(one.keeper)]: one.shards for one in keepers.inventories(600.0)}
+
+
 def test_a_busy_keeper_is_waited_for_and_only_a_lost_one_is_empty(clock: Clock) -> None:
     keepers, lost, slow = keepers_of(
         {"busy": Actor(clock, (45.0, held(450))), "gone": Actor(clock, (0.0, GONE)), "idle": Actor(clock, (0.1, []))}
     )
-    assert keepers.inventories(600.0) == {"busy": held(450), "idle": []}
+    assert said(keepers) == {"busy": held(450), "idle": []}
     assert (lost, slow, keepers.silent) == (["gone"], ["busy"], ())
     assert clock.now < 1060, "no longer than it takes"
 
 
 def test_a_keeper_out_of_reach_is_asked_again(clock: Clock) -> None:
     keepers, lost, _ = keepers_of({"a": Actor(clock, (0.0, AWAY), (0.0, AWAY), (1.0, held(7)))})
-    assert keepers.inventories(600.0) == {"a": held(7)} and lost == []
+    assert said(keepers) == {"a": held(7)} and lost == []
 
 
 def test_waiting_ends_with_the_patience_and_says_who_was_silent(clock: Clock) -> None:
     keepers, lost, _ = keepers_of({"a": Actor(clock, (0.0, held(7))), "frozen": Actor(clock, (1e9, []))})
-    assert keepers.inventories(600.0) == {"a": held(7)}
+    assert said(keepers) == {"a": held(7)}
     assert keepers.silent == ("frozen",) and lost == [] and 1600 <= clock.now < 1620
 
 
 def test_a_frozen_keeper_holds_nobody_up_when_others_hold_the_newest_step(clock: Clock) -> None:
-    keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, held(7))), "frozen": Actor(clock, (1e9, []))})
-    found = origin_of(keepers, [], None, 600.0, newest=7)
-    assert found is not None and found.step == 7 and clock.now < 1020
+    at_once = (0.0, Standing(committed=7))
+    answers, frozen = Actor(clock, at_once, (0.0, held(7))), Actor(clock, at_once, (1e9, []))
+    keepers, _, _ = keepers_of({"a": answers, "frozen": frozen})
+    recovery = state_of(keepers=keepers).recover((), CommitLog(committed=7))
+    assert recovery.step == 7 and clock.now < 1020
 
 
-def behind_disk(tmp_path: Path, keepers: Keepers, committed: int) -> tuple[RunState, Listening]:
+def behind_disk(tmp_path: Path, keepers: Keepers) -> tuple[RunState, Listening]:
     """The state of a run whose checkpoint after step 399 is on disk, and what it tells."""
     folder = checkpoint.step_folder(root_of(tmp_path), 399)
     checkpoint.begin(folder)
     shard = ShardState(updates=400, lo=0, hi=10, total=10, arrays={"master": np.zeros(10, np.float32)})
     checkpoint.seal(folder, {"step": 399, "parameters": []}, [(0, 10)], [checkpoint.write_shard(folder, shard)])
     listener = Listening()
-    commits = CommitLog(committed=committed)
-    return state_of(tmp_path, keepers=keepers, commits=commits, listener=listener, model=MODEL), listener
+    return state_of(tmp_path, keepers=keepers, listener=listener, model=MODEL), listener
 
 
 def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Clock, tmp_path: Path) -> None:
     """The keeper copied a large shard for 14 s: it counted as empty after 10, and its newer state was deleted."""
     busy = Actor(clock, (0.0, Standing(committed=450)), (14.0, held(450)))
     keepers, _, _ = keepers_of({"busy": busy})
-    state, listener = behind_disk(tmp_path, keepers, committed=450)
-    recovery = state.recover(2, ())
-    state.begin(recovery)
+    state, listener = behind_disk(tmp_path, keepers)
+    recovery = state.recover((), CommitLog(committed=450))
+    state.begin(recovery, 2)
     assert recovery.step == 450 and listener.told == []
     assert busy.told == [("rollback", 450, 2)]
 
@@ -168,20 +174,20 @@ def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Cloc
 def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock: Clock, tmp_path: Path) -> None:
     frozen = Actor(clock, (0.0, Standing(committed=450)), (1e9, held(450)))
     keepers, _, _ = keepers_of({"frozen": frozen})
-    state, listener = behind_disk(tmp_path, keepers, committed=450)
+    state, listener = behind_disk(tmp_path, keepers)
     with pytest.raises(StopRun, match=r"frozen may hold the newest state.*snapshot\.patience_s") as stop:
-        state.recover(2, ())
+        state.recover((), CommitLog(committed=450))
     assert stop.value.outcome.code == 75 and listener.kinds == [KeepersSilent]
-    assert state.keep_last(()) == -1 and state.writer.saved == []  # type: ignore[attr-defined]
-    assert not state.free_memory() and frozen.told == []
+    assert state.keep_last((), CommitLog(committed=450)) == -1 and state.writer.saved == []  # type: ignore[attr-defined]
+    assert not state.free_memory(450) and frozen.told == []
 
 
 def test_a_controller_does_not_begin_without_the_word_of_a_keeper_that_lives(clock: Clock, tmp_path: Path) -> None:
     keepers, _, _ = keepers_of({"frozen": Actor(clock, (1e9, Standing(committed=450)))})
-    state, _ = behind_disk(tmp_path, keepers, committed=-1)
+    state, _ = behind_disk(tmp_path, keepers)
     with pytest.raises(StopRun):
         state.first()
-    assert not state.free_memory(), "nothing is committed by this controller, and yet they stay"
+    assert not state.free_memory(-1), "nothing is committed by this controller, and yet they stay"
 
 
 def test_repair_replaces_the_lost_and_the_long_silent_and_leaves_the_busy(clock: Clock) -> None:
@@ -238,11 +244,11 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
     """It stood still for ever: repaired twice a second, without a word in the events."""
     keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
     listener, stuck = Listening(), Stuck(why="MemoryError: the node can spare 1 MiB")
-    state = state_of(keepers=keepers, commits=CommitLog(committed=3), listener=listener, model=MODEL)
+    state = state_of(keepers=keepers, listener=listener, model=MODEL)
     began, rounds = clock.now, 0
     with pytest.raises(StopRun, match="can spare 1 MiB") as stop:
         while rounds < 10_000:
-            state.repair_keepers(stuck, (), quiet=rounds > 500)
+            state.repair_keepers(stuck, (), rounds > 500, CommitLog(committed=3))
             rounds += 1
     assert stop.value.outcome.code == 1 and clock.now - began < 400
     assert listener.kinds.count(KeepersRepaired) == 7 and listener.kinds[-1] is SnapshotsFailed
@@ -251,14 +257,14 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
 def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
     keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
     listener, stuck = Listening(), Stuck(why="a keeper is gone")
-    state = state_of(keepers=keepers, commits=CommitLog(committed=3), listener=listener, model=MODEL)
+    state = state_of(keepers=keepers, listener=listener, model=MODEL)
 
     def repair(times: int) -> list[int]:
         """The numbers of the repairs that are worth a word."""
         told = len(listener.told)
         for _ in range(times):
             clock.now += 60
-            state.repair_keepers(stuck, (), quiet=True)
+            state.repair_keepers(stuck, (), True, CommitLog(committed=3))
         return [event.repairs for event in listener.told[told:]]
 
     assert repair(5) == [2, 3, 4, 5]

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 import ray
 
-from actors.messages import Origin
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
-from actors.state.commit_log import CommitLog, Stuck
 from actors.state.keeper import HeldShard, Standing
-from actors.state.recovery import recovery_from
+from actors.state.recovery import CommitLog
+from actors.state.run_state import Stuck
 from actors.state.survivors import Survivors
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
@@ -41,10 +40,10 @@ def write_checkpoint(run_dir: Path, step: int, token: dict[str, Any]) -> None:
 def test_a_checkpoint_of_a_run_whose_data_is_not_open_has_the_position_that_is_known(open_: bool) -> None:
     keepers = KeepersHere(Standing(committed=7, position=(7, ANOTHER_POSITION)), a=[held(7)])
     positions = SimpleNamespace(token=lambda step: {"step": step}) if open_ else source_of(None)
-    commits, written = CommitLog(committed=7), []
+    written: list[Any] = []
     writer = Writing()
     writer.save_origin = lambda origin, meta: written.append(meta["data_token"])  # type: ignore[method-assign]
-    state_of(keepers=keepers, positions=positions, commits=commits, writer=writer, model=MODEL).keep_last(())
+    state_of(keepers=keepers, positions=positions, writer=writer, model=MODEL).keep_last((), CommitLog(committed=7))
     assert written == [{"step": 8} if open_ else ANOTHER_POSITION]
 
 
@@ -69,39 +68,26 @@ def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
     position = (keepers, {"from": "keepers"}) if keepers is not None else None
     if disk is not None:
         write_checkpoint(tmp_path, disk, {"from": "disk"})
-    commits, kept = CommitLog(committed=7), KeepersHere(Standing(position=position))
-    state = state_of(tmp_path, keepers=kept, commits=commits)
-    assert state.data_token() == ({"from": expected} if expected else None)
+    state = state_of(tmp_path, keepers=KeepersHere(Standing(position=position)))
+    assert state.data_token(7) == ({"from": expected} if expected else None)
 
 
 @pytest.mark.parametrize("generation", [3, 4])
 def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(generation: int) -> None:
     """A loss finds finished steps that nobody has committed yet: they are, when their state is found to be whole."""
-    commits, survivors, keepers = CommitLog(committed=6), Survivors(), KeepersHere(a=[held(7)])
-    state = state_of(keepers=keepers, commits=commits, survivors=survivors)
-    commits.add(collected(7, 3))
+    survivors, keepers = Survivors(), KeepersHere(a=[held(7)])
+    state = state_of(keepers=keepers, survivors=survivors)
     survivors.ended(3)
     survivors.part(0, Handle(hand_over=lambda step: "w0"))  # type: ignore[arg-type]
     survivors.exports = (snapshot(7),)
-    recovery = state.recover(4, ())
+    recovery = state.recover((), CommitLog(committed=6, finished=(collected(7, 3),)))
     assert recovery.step == 7 and [done.running.step for done in recovery.newly_safe] == [7]
     for done in recovery.newly_safe:
-        commits.commit(done.running.step)
         state.committed(done, {})
-    commits.restart(recovery.step)
-    state.begin(recovery)
-    assert commits.committed == 7 and survivors.exports == (snapshot(7),) and keepers.told == [("rollback", 7, 4)]
+    state.begin(recovery, 4)
+    assert survivors.exports == (snapshot(7),) and keepers.told == [("rollback", 7, 4)]
     state.committed(collected(8, generation), {})
     assert bool(survivors.exports) == (generation < 4), "the new generation's first commit lets them go"
-
-
-def test_a_generation_goes_on_from_what_is_held_and_says_what_is_lost() -> None:
-    finished = [collected(step, 3) for step in (7, 8)]
-    safe = recovery_from(Origin(step=7), 4, 6, finished)
-    assert (safe.step, safe.newly_safe, safe.lost_steps) == (7, (finished[0],), 0)
-    lost = recovery_from(Origin(step=4), 4, 6, finished)
-    assert (lost.step, lost.newly_safe, lost.lost_steps) == (4, (), 2)
-    assert recovery_from(None, 4, 6, finished).lost_steps == 7
 
 
 def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_repair(
@@ -120,7 +106,7 @@ def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_
     monkeypatch.setattr(ray, "get", get)
     stuck = Stuck(why="w1 is gone")
     with pytest.raises(GenerationLost) as lost:
-        state_of(model=MODEL).repair_keepers(stuck, world, quiet=True)
+        state_of(model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6))
     assert lost.value.dead == ("w1",)
     answers["w1"] = newest
-    assert state_of(model=MODEL).repair_keepers(stuck, world, quiet=True) == [newest]
+    assert state_of(model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6)) == [newest]

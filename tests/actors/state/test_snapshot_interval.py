@@ -14,11 +14,8 @@ def run(interval: SnapshotInterval, steps: int, step_s: float, copy_s: float, he
     for step in range(steps):
         due = interval.is_due(step)
         now += step_s + due * copy_s + 600.0 * (step == 0)
-        interval.finished(step, now, due * copy_s, due)
-        if due:
-            taken.append(step)
-            interval.held(held_s)
-            interval.choose()
+        interval.committed((1, step), now, due * copy_s, held_s if due else None)
+        taken += [step] * due
     return taken
 
 
@@ -50,12 +47,18 @@ def test_waiting_for_a_copy_that_outlasts_a_step_is_a_cost_of_the_snapshot() -> 
         due = interval.is_due(step)
         waited_s = 2.0 * before
         now += 3.0 + waited_s
-        interval.finished(step, now, waited_s, due)
-        if due:
-            interval.held(0.0)
-            interval.choose()
+        interval.committed((1, step), now, waited_s, 0.0 if due else None)
         before = due
     assert interval.every == 34  # 2 s in 34 steps of 3 s
+
+
+def test_what_a_recovery_takes_is_no_step_s_time() -> None:
+    """Every third step is the last of its generation, and the next one begins ten minutes later."""
+    interval, now = SnapshotInterval(setting="auto", most=1000), 0.0
+    for step in range(300):
+        now += 1.0 + 1.0 + 600.0 * (step % 3 == 0)
+        interval.committed((step // 3, step), now, 1.0, 0.0)
+    assert interval.every == 50, "1 s in 50 steps of 1 s"
 
 
 def test_no_more_steps_may_be_lost_than_between_two_checkpoints() -> None:
