@@ -2,10 +2,10 @@
 
 The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
-    view, decisions = membership.observe(Loaded(worker=3), now=time.monotonic())
+    view, decisions = membership.observe(Loaded(worker=3, info=info), now=time.monotonic())
     for decision in decisions:
         match decision:
-            case Form(): self.form(decision.generation, decision.workers)
+            case Form(): self.form(decision.generation, decision.infos)
             ...
 
 Life of a worker:    Request -> Joined -> starting -> Loaded -> ready -> Form -> active -> (loss of a peer) recovering
@@ -121,7 +121,7 @@ class Membership:
             case Joined():
                 self._join(event, now)
             case Loaded():
-                self._ready(event.worker, "starting", now)
+                self._ready(event.worker, "starting", now, info=event.info)
             case HandedOver():
                 self._ready(event.worker, "recovering", now)
             case Alive():
@@ -160,10 +160,11 @@ class Membership:
         self._requested = max(0, self._requested - 1)
         self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
 
-    def _ready(self, worker: int, after: Phase, now: float) -> None:
+    def _ready(self, worker: int, after: Phase, now: float, **said: object) -> None:
+        """It can join a generation; `said` is what it has told of itself."""
         member = self._members.get(worker)
         if member is not None and member.phase == after:
-            self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="")
+            self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
 
     def _broken(self, event: Broken, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
@@ -335,7 +336,11 @@ class Membership:
             self._update(worker, phase="active", since=now)
         self._formed, self._clean, self._proven = True, True, False
         self._waiting_since = self._announced = self._enough_since = None
-        self._out.append(Form(generation=self._generation, workers=self._workers, reason=reason, clean=clean))
+        infos = tuple(m.info for m in members if m.info is not None)
+        assert len(infos) == len(members), "only workers that have loaded are formed"
+        self._out.append(
+            Form(generation=self._generation, workers=self._workers, infos=infos, reason=reason, clean=clean)
+        )
 
     def _wait(self, have: int, now: float) -> None:
         if self._waiting_since is None or have + self._loading >= self._limits.min:

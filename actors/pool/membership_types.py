@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from actors.config import WorkersConfig
+from actors.messages import WorkerInfo
 
 Phase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
@@ -65,6 +66,7 @@ class Loaded:
     """A starting worker has loaded its modules: it can join a generation."""
 
     worker: int
+    info: WorkerInfo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +213,7 @@ class Form:
 
     generation: int
     workers: tuple[int, ...]
+    infos: tuple[WorkerInfo, ...]  # theirs, in the same order
     reason: str
     clean: bool
 
@@ -278,6 +281,7 @@ class Member:
     node: str
     phase: Phase
     since: float  # when the phase began
+    info: WorkerInfo | None = None  # None while it is starting
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""

@@ -13,7 +13,6 @@ from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerI
 from actors.outcome import Exit, StopRun
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
-from actors.pool.lookout import worker_name
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
@@ -62,7 +61,7 @@ class Forming:
         """
         if decision.clean and holders:
             self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
-        infos = [self.pool.info(worker_name(number)) for number in decision.workers]
+        infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
         recovery = self.committer.state.recover(holders, self.committer.log)

@@ -210,7 +210,7 @@ class GenerationManager:
         started = time.time()
         runner = self.runner = self.forming.form(decision, self.world)
         self.committer.account.begin(started)
-        infos = [self.pool.info(seat.name) for seat in runner.world]
+        infos = decision.infos
         fetched = [info for info in infos if info.parameters == "node"]  # one is enough: all do as it does
         self.events.tell(
             GenerationFormed(

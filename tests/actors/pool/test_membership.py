@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
+from actors.messages import WorkerInfo
 from actors.pool.membership import Membership
 from actors.pool.membership_types import (
     Alive,
@@ -62,9 +63,22 @@ class Pool:
     def run(self, *workers: int) -> Pool:
         """Bring up these workers, node = number // 2, and form the first generation."""
         self.see(*(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers))
-        self.see(*(Loaded(worker=worker) for worker in workers))
+        self.see(*(loaded(worker) for worker in workers))
         assert self.view.workers == workers
         return self
+
+
+def info_of(worker: int) -> WorkerInfo:
+    return WorkerInfo(worker=f"w{worker}", node="n", host="h", pid=worker, device="cpu", gpu_memory_gib=0.0)
+
+
+def loaded(worker: int) -> Loaded:
+    return Loaded(worker=worker, info=info_of(worker))
+
+
+def form(generation: int, workers: tuple[int, ...], reason: str, clean: bool) -> Form:
+    infos = tuple(info_of(worker) for worker in workers)
+    return Form(generation=generation, workers=workers, infos=infos, reason=reason, clean=clean)
 
 
 def of(kind: type, decisions: list[Decision]) -> list:
@@ -90,29 +104,29 @@ def test_request_without_answer_is_made_again() -> None:
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
     pool = Pool()
     pool.see(Resources(available=4), *(Joined(worker=w, node="n") for w in range(4)))
-    assert of(Form, pool.see(Loaded(worker=0), Loaded(worker=1), Loaded(worker=2))) == []
-    assert [f.workers for f in of(Form, pool.see(Loaded(worker=3)))] == [(0, 1, 2, 3)]
+    assert of(Form, pool.see(loaded(0), loaded(1), loaded(2))) == []
+    assert [f.workers for f in of(Form, pool.see(loaded(3)))] == [(0, 1, 2, 3)]
 
 
 def test_first_generation_does_not_wait_for_a_slow_starter_for_ever() -> None:
     pool = Pool()
     pool.see(Resources(available=3), *(Joined(worker=w, node="n") for w in range(3)))
-    assert of(Form, pool.see(Loaded(worker=0), Loaded(worker=2))) == []
+    assert of(Form, pool.see(loaded(0), loaded(2))) == []
     assert [f.workers for f in of(Form, pool.see(Tick(), after=5))] == [(0, 2)]
 
 
 def test_workers_are_numbered_node_by_node() -> None:
     pool = Pool()
     pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
-    pool.see(*(Loaded(worker=worker) for worker in range(4)))
+    pool.see(*(loaded(worker) for worker in range(4)))
     assert pool.view.workers == (1, 3, 0, 2)
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
     pool = Pool().run(0, 1)
-    assert of(Form, pool.see(Joined(worker=2, node="n1"), Loaded(worker=2), Tick())) == []
+    assert of(Form, pool.see(Joined(worker=2, node="n1"), loaded(2), Tick())) == []
     forms = of(Form, pool.see(Boundary(step=7)))
-    assert forms == [Form(generation=2, workers=(0, 1, 2), reason="join [2]", clean=True)]
+    assert forms == [form(2, (0, 1, 2), "join [2]", clean=True)]
 
 
 def test_boundary_without_change_keeps_the_generation() -> None:
@@ -135,7 +149,7 @@ def test_leaving_below_min_ends_the_generation_cleanly_and_waits() -> None:
     decisions = pool.see(Boundary(step=3))
     assert of(End, decisions)[0].clean and of(Drain, decisions)[0].worker == 0
     assert of(Wait, decisions)[0].have == 1 and pool.view.state == "waiting"
-    forms = of(Form, pool.see(Joined(worker=5, node="n"), Loaded(worker=5)))
+    forms = of(Form, pool.see(Joined(worker=5, node="n"), loaded(5)))
     assert forms[0].workers == (5, 1) and forms[0].clean
 
 
@@ -146,12 +160,12 @@ def test_death_ends_the_generation_at_once_and_survivors_form_when_all_answered(
     assert pool.view.state == "recovering" and pool.view.workers == ()
     assert of(Form, pool.see(HandedOver(worker=0))) == []
     forms = of(Form, pool.see(HandedOver(worker=2)))
-    assert forms == [Form(generation=2, workers=(0, 2), reason="worker 1 died", clean=False)]
+    assert forms == [form(2, (0, 2), "worker 1 died", clean=False)]
 
 
 def test_spare_worker_replaces_a_dead_one_at_once() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Joined(worker=2, node="n1"), Loaded(worker=2), Dead(worker=0))
+    pool.see(Joined(worker=2, node="n1"), loaded(2), Dead(worker=0))
     assert of(Form, pool.see(HandedOver(worker=1)))[0].workers == (1, 2)
 
 
@@ -203,13 +217,13 @@ def test_too_few_for_too_long_ends_resumable_and_stays_ended() -> None:
     pool.see(Dead(worker=0), HandedOver(worker=1))
     assert of(Fail, pool.see(Tick(), after=99)) == []
     assert of(Fail, pool.see(Tick(), after=1))[0].code == 75
-    assert pool.see(Joined(worker=9, node="n"), Loaded(worker=9), Tick()) == []
+    assert pool.see(Joined(worker=9, node="n"), loaded(9), Tick()) == []
 
 
 def test_wait_is_said_once_per_change() -> None:
     pool = Pool()
     assert len(of(Wait, pool.see(Tick(), Tick(), Tick()))) == 1
-    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), Loaded(worker=0)))[0]) == (
+    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), loaded(0)))[0]) == (
         "waiting for workers: 1 of at least 2 are ready"
     )
 
@@ -246,7 +260,7 @@ def test_a_finished_step_forgives_earlier_breaks() -> None:
 def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
     pool, broken = Pool().run(0, 1), []
     for worker in range(2, 12):  # at every try somebody joins
-        pool.see(Joined(worker=worker, node="n"), Loaded(worker=worker), Boundary(step=0))
+        pool.see(Joined(worker=worker, node="n"), loaded(worker), Boundary(step=0))
         broken += of(Fail, pool.see(Broken(generation=pool.view.generation, reason="x")))
         pool.see(Leaving(worker=worker), *(HandedOver(worker=m.worker) for m in pool.view.members))
     assert [fail.code for fail in broken] == [1]
@@ -260,7 +274,7 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
         if fails := of(Fail, decisions):
             break
         pool.see(*(HandedOver(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
-        pool.see(Loaded(worker=worker))
+        pool.see(loaded(worker))
         assert pool.view.state == "running"
     assert worker == 7, "after six losses"
     assert fails[0].code == 1
@@ -276,7 +290,7 @@ def test_a_worker_that_this_run_ended_explains_no_break() -> None:
             break
         pool.see(HandedOver(worker=0))
         assert of(Replace, pool.see(Tick(), after=10)) != []
-        pool.see(Joined(worker=worker, node="n"), Loaded(worker=worker))
+        pool.see(Joined(worker=worker, node="n"), loaded(worker))
     assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
 
 
@@ -330,15 +344,15 @@ def test_resize_shrinks_at_the_boundary_from_the_newest() -> None:
 
 def test_a_gone_worker_never_returns_under_its_number() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Dead(worker=2), Joined(worker=2, node="n"), Loaded(worker=2), HandedOver(worker=0), HandedOver(worker=1))
+    pool.see(Dead(worker=2), Joined(worker=2, node="n"), loaded(2), HandedOver(worker=0), HandedOver(worker=1))
     assert pool.view.workers == (0, 1)
 
 
 def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
     membership.observe(Joined(worker=7, node="n"), 0.0)
-    _, decisions = membership.observe(Loaded(worker=7), 0.0)
-    assert decisions == (Form(generation=42, workers=(7,), reason="start", clean=True),)
+    _, decisions = membership.observe(loaded(7), 0.0)
+    assert decisions == (form(42, (7,), "start", clean=True),)
 
 
 # Storms -------------------------------------------------------------------------------------------------------------
@@ -405,6 +419,7 @@ class Model:
                 assert len(set(decision.workers)) == len(decision.workers)
                 assert set(decision.workers) <= self.alive
                 assert set(decision.workers) <= self.idle
+                assert decision.infos == tuple(info_of(worker) for worker in decision.workers), "what each has told"
 
 
 @settings(max_examples=400, deadline=None)
@@ -458,7 +473,7 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
         pool.see(event, after=after)
     pool.see(*(Dead(worker=m.worker) for m in pool.view.members))
     for worker in (100, 101):
-        pool.see(Joined(worker=worker, node="z"), Loaded(worker=worker))
+        pool.see(Joined(worker=worker, node="z"), loaded(worker))
     pool.see(Tick(), after=limits.gather_s)
     assert pool.view.state == "running" and pool.view.workers == (100, 101)
 
@@ -482,7 +497,7 @@ def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event
         decisions = end_generation(pool, ends[round_ % len(ends)])
         answers: list[Event] = [HandedOver(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
         for worker in range(fresh, fresh + 3):
-            answers += [Joined(worker=worker, node="abc"[worker % 3]), Loaded(worker=worker)]
+            answers += [Joined(worker=worker, node="abc"[worker % 3]), loaded(worker)]
         fresh += 3
         decisions += pool.see(*answers, Tick(), after=1)
         forms += len(of(Form, decisions))

@@ -193,7 +193,8 @@ class Run:
     ) -> None:
         self.listener, self.source, self.state = Listening(), Source(), Held()
         coming: dict[int, list[Event]] = later or {}
-        up = [*(Joined(worker=n, node="n") for n in (0, 1)), *(Loaded(worker=n) for n in (0, 1))]
+        up: list[Event] = [Joined(worker=n, node="n") for n in (0, 1)]
+        up += [Loaded(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
 
         def look() -> list[Event]:
             runner = self.controller.generations.runner
@@ -210,9 +211,7 @@ class Run:
             planner=Planning(),
             state_gib=state_gib,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
-            pool=pool_here(
-                info=workers.info, handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names
-            ),
+            pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
             lookout=SimpleNamespace(
                 look=look, stop="", hopeless="", doing=lambda name: "", late=lambda: "", try_again=lambda: None
             ),

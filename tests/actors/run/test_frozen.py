@@ -42,12 +42,12 @@ def test_who_holds_other_weights_is_named() -> None:
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
     infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
-    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
     looks = [[], up]  # the first one while the data is opened
     outcome = controller_of(
         StateHere(-1, first=-1),
         membership=Membership(Limits(min=2, max=2), generation=1),
-        pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+        pool=pool_here(names=["w0", "w1"]),
         lookout=SimpleNamespace(look=lambda: looks.pop(0) if looks else [], stop="", hopeless=""),
     ).train()
     assert outcome.code == 1 and outcome.last_step == -1
@@ -86,12 +86,12 @@ class Recovering(StateHere):
 def test_a_new_run_begins_only_with_equal_weights() -> None:
     infos = {"w0": begins_with("w0", head=1), "w1": begins_with("w1", head=2)}
     for origin, refused in ((None, True), (Origin(step=3), False)):
-        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n))]
+        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
         looks, state = [[], up], Recovering(origin)
         controller = controller_of(
             state,
             membership=Membership(Limits(min=2, max=2), generation=1),
-            pool=pool_here(info=lambda name: infos[name], names=["w0", "w1"]),
+            pool=pool_here(names=["w0", "w1"]),
             lookout=SimpleNamespace(look=lambda left=looks: left.pop(0) if left else [], stop="", hopeless=""),
         )
         if refused:

@@ -27,19 +27,20 @@ def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> N
 def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     """One worker without room is enough: all do as it does."""
     told: list[RunEvent] = []
-    infos = {"w0": SimpleNamespace(gradients="node", parameters="replicated", host_weights_gib=0.0)}
-    infos["w1"] = SimpleNamespace(gradients="node", parameters="node", host_weights_gib=56.8)
-    world = [SimpleNamespace(name=name) for name in infos]
+    infos: Any = (
+        SimpleNamespace(gradients="node", parameters="replicated", host_weights_gib=0.0),
+        SimpleNamespace(gradients="node", parameters="node", host_weights_gib=56.8),
+    )
+    world = [SimpleNamespace(name=name) for name in ("w0", "w1")]
     runner = SimpleNamespace(world=world, cluster=SimpleNamespace(nodes=(2,)), next_step=0)
     manager: Any = GenerationManager.__new__(GenerationManager)
     manager.runner, manager._told_of_fetching = None, False
     manager.forming = SimpleNamespace(form=lambda decision, world: runner)
     manager.committer = SimpleNamespace(account=SimpleNamespace(begin=lambda started: None))
-    manager.pool = SimpleNamespace(info=infos.__getitem__)
     manager.events = SimpleNamespace(tell=told.append)
     manager.config = SimpleNamespace(train=TrainConfig())
     for generation in (1, 2):
-        manager._form(Form(generation=generation, workers=(0, 1), reason="", clean=False))
+        manager._form(Form(generation=generation, workers=(0, 1), infos=infos, reason="", clean=False))
     assert [type(event) for event in told] == [GenerationFormed, WeightsFetched, GenerationFormed]
     assert [event.parameters for event in told if isinstance(event, GenerationFormed)] == ["node", "node"]
     assert "56.80 GiB" in told[1].describe() and "no GPU has run this" in told[1].describe()
