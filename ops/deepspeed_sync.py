@@ -31,7 +31,7 @@ from ops.own_state import copied
 from ops.shard_banks import ShardBanks
 from ops.shard_export import CopyAtOnce, ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
-from ops.sync import Phase, StepResult, check_weight, slots, trainable
+from ops.sync import Phase, StepResult, check_weight, slots, state_names, trainable
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,11 @@ class DeepSpeedSync:
             self._import(shards)
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """As `Sync.state_names`."""
+        return state_names(self.config)
+
+    @property
     def gradient_memory(self) -> str:
         """Each worker's own."""
         return "own"
@@ -129,9 +134,7 @@ class DeepSpeedSync:
 
     def leave(self) -> None:
         """Write into no bank any more. The engine goes when the next generation forms."""
-        if self._banks is not None:
-            self._banks.leave()
-            self._banks = None
+        self._banks = None
 
     def begin_step(self) -> None:
         """Zero the gradients, also those that no cascade will touch."""

@@ -83,7 +83,6 @@ class OwnState:
         """The generation has ended: nothing is written into banks any more. Any number of times."""
         self.settle()
         if self._banks is not None:
-            self._banks.leave()
             self._banks, self.arrays, self._coming = None, {}, {}
 
     def settle(self) -> None:

@@ -3,12 +3,11 @@
 A worker writes the next version into another bank than the one that holds what others count on, and waits for that bank
 to be free: until the version before it is committed. A version that nobody counts on yet is updated where it is.
 
-    banks = ShardBanks(memory, generation, seat)    # the bank that is held has the worker's range of the version
-    target = banks.target(check)                    # where the next version goes: another bank, or the current one
-    ...                                             # all of the range is written there
+    banks = ShardBanks(memory, generation)      # the bank that is held has the worker's range of the version
+    target = banks.target(check)                # where the next version goes: another bank, or the current one
+    ...                                         # all of the range is written there
     banks.written(target)
-    banks.seal(step)                                # others count on it from now on
-    banks.leave()                                   # nothing is written any more
+    banks.seal(step)                            # others count on it from now on
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ _PAUSES_S = (2e-4, 1e-2)  # between two looks whether the version is committed: 
 class ShardBanks:
     """Which bank has the newest version of a worker in a generation, and which one the next. Not thread-safe."""
 
-    def __init__(self, memory: StateMemory, generation: int, seat: int = 0) -> None:
-        """The generation has begun: `memory.order` is its. `seat` is the worker's on its node."""
+    def __init__(self, memory: StateMemory, generation: int) -> None:
+        """The generation has begun: `memory.order` is its."""
         order = memory.order
         assert order.generation == generation, f"the memory is in generation {order.generation}, not {generation}"
         self.memory = memory
         self.current = order.held
-        self._generation, self._seat = generation, seat
+        self._generation = generation
         self._sealed: int | None = order.step  # step of the current version; None: nobody else counts on it
 
     @property
@@ -73,7 +72,3 @@ class ShardBanks:
     def tensors(self, bank: int, lo: int, hi: int, names: Sequence[str]) -> dict[str, Tensor]:
         """[hi - lo] of these arrays of a bank, in place."""
         return {name: torch.from_numpy(a) for name, a in self.memory.arrays(bank, lo, hi, tuple(names)).items()}
-
-    def leave(self) -> None:
-        """The worker writes nothing more. Who has not said so is ended before others may write in its place."""
-        self.memory.present[self._seat] = 0

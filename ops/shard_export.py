@@ -34,6 +34,11 @@ class ShardExport:
     bank: int | None = None
     wait: Wait = _nothing
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.wait is _nothing
+
 
 class CopyArrays(Protocol):
     """How state on a device comes into host memory."""

@@ -69,7 +69,9 @@ class StateMemory:
         """Of memory that `reserve` has made, here or in another process."""
         self.memory = memory
         self._order = np.frombuffer(memory.buffer, np.uint64, 1)
-        self.present = np.frombuffer(memory.buffer, np.uint8, SEATS, _SEATS_AT)  # by seat: 1 while it may be writing
+        self.present = np.frombuffer(
+            memory.buffer, np.uint8, SEATS, _SEATS_AT
+        )  # by seat: 1 while that worker may write
         (self.total,) = (int(n) for n in np.frombuffer(memory.buffer, np.uint64, 1, _TOTAL_AT))
 
     @classmethod

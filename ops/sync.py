@@ -80,6 +80,11 @@ class Sync(Protocol):
         ...
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """Arrays of the optimizer state."""
+        ...
+
+    @property
     def gradient_memory(self) -> str:
         """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
         ...
@@ -153,6 +158,11 @@ def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
         found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
         at += parameter.numel()
     return tuple(found)
+
+
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Arrays of the optimizer state."""
+    return ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
 
 
 def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:
@@ -232,8 +242,7 @@ class FlatSync:
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._host = state == "host"
         self._state_device = torch.device("cpu") if self._host else self._device
-        names = ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
-        self.state = OwnState(self._state_device, self._state_dtype, names)
+        self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
@@ -353,6 +362,11 @@ class FlatSync:
     def state_on_host(self) -> bool:
         """Master, moments and EMA lie in host memory."""
         return self._state_device.type == "cpu"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """As `Sync.state_names`."""
+        return self.state.names
 
     @property
     def gradient_memory(self) -> str:

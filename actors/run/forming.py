@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
-from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerInfo
+from actors.messages import FormTask, NodeKeeper, Origin, WorkerHandle, WorkerInfo
 from actors.outcome import Exit, StopRun
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
@@ -67,13 +67,13 @@ class Forming:
         recovery = self.committer.state.recover(holders, self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery, decision.generation)
+        self.committer.go_on_from(recovery)
         if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
             weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
             refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
-            refuse_short_stores(infos, self.state_gib)
+            refuse_short_stores(infos, self.state_gib, weight, self.config.snapshot)
         world = seats_of(infos, self.pool.handle, self.state_gib)
-        self.committer.state.place_keepers([seat.node for seat in world])
+        self.committer.state.open(recovery.origin, decision.generation, infos)
         return self._runner(decision.generation, world, recovery.origin)
 
     def _runner(self, generation: int, world: tuple[Seat, ...], origin: Origin | None) -> StepRunner:
@@ -81,7 +81,7 @@ class Forming:
         address = (self._stores[-1].host, self._stores[-1].port)
         state, planning = self.committer.state, self.config.planner
         self.waits.begin()
-        tasks = form_tasks(generation, world, address, origin, state.keepers.of)
+        tasks = form_tasks(generation, world, address, origin, state.keepers.home)
         return StepRunner(
             generation=generation,
             world=world,
@@ -140,9 +140,10 @@ def form_tasks(
     world: Sequence[Seat],
     store: tuple[str, int],
     origin: Origin | None,
-    keepers_of: Callable[[int], tuple[ShardKeeper, ...]],
+    home_of: Callable[[int], NodeKeeper],
 ) -> list[FormTask]:
-    """What each worker is told, in order of ranks. `store` is where they meet, `keepers_of` a rank holds its shards."""
+    """What each worker is told, in order of ranks. `store` is where they meet, `home_of` gives the keeper of a rank's
+    node."""
     number = {home: n for n, home in enumerate(dict.fromkeys(seat.node for seat in world))}
     nodes = tuple(number[seat.node] for seat in world)
     return [
@@ -152,7 +153,7 @@ def form_tasks(
             world=len(world),
             store=store,
             origin=origin,
-            snapshot_to=keepers_of(rank),
+            home=home_of(rank),
             nodes=nodes,
         )
         for rank in range(len(world))

@@ -190,12 +190,11 @@ class GenerationManager:
     def _end(self, decision: End) -> None:
         """The generation is over. After a failure its survivors must leave the groups; then they can join again."""
         self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
-        self.survivors.ended(decision.generation)
         self.lookout.try_again()
-        if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
+        if decision.clean:  # too few are left: until there are more, keepers hold the state
             self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
             if self.runner is not None:
-                self.survivors.take(self.world, self.committer.log.newest)
+                self.committer.state.take_over(self.world, self.committer.log.newest)
             self.runner = None
             return
         self.runner = None

@@ -6,15 +6,14 @@ commit they change places. While a checkpoint is written of a version, its bank 
 where the node has room for it. Where it has not, the base is given up: its bank is written over, and what is left until
 the checkpoint is written is the version of that.
 
-    book.begin(generation=3, step=7, made_in=2, has_room=lambda: True)
+    book.begin(generation=3, step=7, made_in=2, has_room=has_room)
     book.add(shard)                 # of step 8, by a worker of this node, or copied from another one
-    book.commit(8, position, has_room=...)
+    book.commit(8, position, has_room)
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from actors.step import Position
 from ops.shards import missing
 from ops.state_memory import BANKS, TURNS, BankOrder
 
-HasRoom = Callable[[], bool]
 Range = tuple[int, int]
 
 
@@ -41,6 +39,14 @@ class Version:
 
     def is_of(self, step: int, generation: int) -> bool:
         return (self.step, self.generation) == (step, generation)
+
+    def covers(self, lo: int, hi: int) -> bool:
+        """Whether all of [lo, hi) is here."""
+        return not missing(self.ranges, lo, hi)
+
+
+HasRoom = Callable[[Version], bool]
+"""Whether the node has room for as many banks as there are, full of what it has of this version."""
 
 
 @dataclass(kw_only=True)
@@ -74,19 +80,16 @@ class VersionBook:
         if base is None:
             bank = min(bank for bank in range(BANKS) if bank not in self.versions)
             base = self.versions[bank] = Version(step=step, generation=made_in, bank=bank)
-        self._follow(base, has_room)
+        self._follow(base, has_room, is_taken_up=False)
 
     def add(self, shard: Snapshot) -> bool:
         """A range is whole, in the bank that `bank_for` gives. False: it belongs to what is over."""
         version = self.find(shard.step, shard.generation)
         if version is None:
-            if shard.generation != self.generation or shard.step <= self.committed:
+            if shard.generation != self.generation or shard.step <= self.committed or self.next in self.versions:
                 return False
-            # what was being filled before, and is not committed, has been written over
             version = Version(step=shard.step, generation=shard.generation, bank=self.next)
             self.versions[self.next] = version
-        if version.bank not in (self._base, self.next):
-            return False
         version.ranges.add((shard.lo, shard.hi))
         self.expected.add((shard.lo, shard.hi))
         version.updates, version.part_updates, version.names = shard.updates, shard.part_updates, shard.names
@@ -107,7 +110,7 @@ class VersionBook:
         }
         if base is None:  # nothing of it lies here
             base = self.versions[self.next] = Version(step=step, generation=self.generation, bank=self.next)
-        self._follow(base, has_room)
+        self._follow(base, has_room, is_taken_up=True)
 
     def pin(self, steps: Collection[int]) -> None:
         """Checkpoints of these steps alone are being written."""
@@ -118,20 +121,20 @@ class VersionBook:
             if version.step >= self.committed or version.step in self.pinned
         }
 
-    def _follow(self, base: Version, has_room: HasRoom) -> None:
-        """Choose where the version after this one goes."""
+    def _follow(self, base: Version, has_room: HasRoom, is_taken_up: bool) -> None:
+        """Choose where the version after the base goes. Where nothing is free the base is given up, if the workers
+        have it; else the oldest version of which a checkpoint is being written, which then is written of a later one.
+        """
         self._base = base.bank
         free = [bank for bank in range(BANKS) if bank not in self.versions]
-        turns = [bank for bank in free if bank < TURNS]
-        if turns:
-            self.next = turns[0]
-        elif free and has_room():
+        if free and (free[0] < TURNS or has_room(base)):
             self.next = free[0]
-        else:  # never one of which a checkpoint is being written, while there is another
-            given_up = next((v for v in (base, *self.versions.values()) if v.step not in self.pinned), None)
-            given_up = given_up or min(self.versions.values(), key=lambda version: version.step)
-            del self.versions[given_up.bank]
-            self.next = given_up.bank
+            return
+        others = [version for version in self.versions.values() if version is not base]
+        keeps_base = not is_taken_up or base.step in self.pinned
+        given_up = min(others, key=lambda version: version.step) if others and keeps_base else base
+        del self.versions[given_up.bank]
+        self.next = given_up.bank
 
     # -- what is asked -------------------------------------------------------------------------------------------------
 
@@ -151,6 +154,7 @@ class VersionBook:
         """What workers may count on."""
         return BankOrder(generation=self.generation, step=self.committed, held=self._base, next=self.next)
 
+    @property
     def base(self) -> Version | None:
         """The version that training goes on from; None where it was given up."""
         return self.versions.get(self._base) if self._base != self.next else None
@@ -158,7 +162,7 @@ class VersionBook:
     def garbage(self, bank: int, total: int) -> list[Range]:
         """Parts of the flat vector of which nobody needs what is in this bank."""
         held = self.versions.get(bank)
-        base = self.base()
+        base = self.base
         kept = set(held.ranges) if held is not None else set()
         if bank in (self._base, self.next):
             kept |= self.expected | (base.ranges if base is not None else set())
@@ -166,18 +170,17 @@ class VersionBook:
 
     # -- kept for whoever comes after this process ---------------------------------------------------------------------
 
-    def to_json(self) -> bytes:
-        """All of it."""
+    def to_json(self) -> dict[str, Any]:
+        """All of it, as an object of JSON."""
         known = {name: value for name, value in vars(self).items() if name != "versions"}
         for name in ("pinned", "expected"):
             known[name] = sorted(known[name])
         listed = [{**asdict(version), "ranges": sorted(version.ranges)} for version in self.versions.values()]
-        return json.dumps({**known, "versions": listed}).encode()
+        return {**known, "versions": listed}
 
     @classmethod
-    def from_json(cls, content: bytes) -> VersionBook:
-        """As `to_json` gave it."""
-        known: dict[str, Any] = json.loads(content)  # of JSON
+    def from_json(cls, known: Mapping[str, Any]) -> VersionBook:
+        """As `to_json` gave it, from JSON."""
         versions = [
             Version(
                 step=one["step"],

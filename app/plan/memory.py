@@ -95,9 +95,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         here=max(cluster.nodes),
         workers=cluster.num_workers,
         nodes=len(cluster.nodes),
-        state_on_host=found.places.state == "host",
         node_gradient=found.gradient_on_host,
-        copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
     )
 

@@ -56,11 +56,11 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
     path = cluster(tmp_path, 8.0)
     Path(path).write_text(Path(path).read_text() + "host_gib: 0.001\n")
     monkeypatch.setattr("tests.app.test_memory_view.cluster", lambda folder, gib: path)
-    with pytest.raises(PlanError, match=r"a node has 0\.0 GiB of host memory for training, which takes .*keepers"):
+    with pytest.raises(PlanError, match=r"a node has 0\.0 GiB of host memory for training, which takes .*two versions"):
         plan(tmp_path, 8.0)
     Path(path).write_text(Path(path).read_text().replace("0.001", "64"))
     plan(tmp_path, 8.0)
-    assert re.search(r"host memory of a node [\d.]+ of 64 \(keepers [\d.]+", capsys.readouterr().out)
+    assert re.search(r"host memory of a node [\d.]+ of 64 \(two versions of the optimizer", capsys.readouterr().out)
 
 
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: i
             if home is None:
                 sync.form(group, shards)
             else:
-                banks = ShardBanks(home.memory, home.memory.order.generation, rank)
+                banks = ShardBanks(home.memory, home.memory.order.generation)
                 sync.form(group, [home.held(shards[0], *bounds[rank])], banks)
             for step in range(first, first + 2):
                 sync.begin_step()

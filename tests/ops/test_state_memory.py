@@ -102,7 +102,7 @@ def test_whoever_has_the_memory_knows_what_its_keeper_knew_also_if_that_died_whi
 
 def banks_of(memory: StateMemory, generation: int = 3) -> ShardBanks:
     memory.order = BankOrder(generation=generation, step=7, held=1, next=0)
-    return ShardBanks(memory, generation, seat=2)
+    return ShardBanks(memory, generation)
 
 
 def test_versions_change_banks_with_every_commit_and_one_that_nobody_counts_on_stays() -> None:
@@ -161,13 +161,6 @@ def test_waiting_ends_with_its_generation() -> None:
     thread, found = waits(banks)
     thread.join(60)
     assert isinstance(found[0], GroupError), "another generation's commit is no leave to write"
-
-
-def test_a_worker_says_when_it_writes_no_more() -> None:
-    memory = StateMemory.reserve(TOTAL)
-    memory.present[:4] = 1
-    banks_of(memory).leave()
-    assert memory.present[:4].tolist() == [1, 1, 0, 1]
 
 
 def test_a_dead_process_takes_nothing_with_it() -> None:

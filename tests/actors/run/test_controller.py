@@ -116,7 +116,7 @@ class Held(StateHere):
 
     def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self.keepers = SimpleNamespace(of=lambda rank: ())
+        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}")
         self.recovered: list[int] = []
 
     def recover(self, holders: Sequence[Any], commits: CommitLog) -> Recovery:
@@ -124,8 +124,12 @@ class Held(StateHere):
         self.recovered.append(newest)
         return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)
 
-    def begin(self, recovery: Recovery, generation: int) -> None: ...
-    def place_keepers(self, nodes: Sequence[str]) -> None: ...
+    def begin(self) -> None: ...
+    def open(self, origin: Origin | None, generation: int, infos: Sequence[WorkerInfo]) -> None: ...
+    def hold(self, done: Any) -> list[Any]:
+        return []
+
+    def look(self) -> None: ...
     def is_exported(self, step: int) -> bool:
         return False
 
@@ -152,7 +156,7 @@ class Workers:
         return Handle(
             form=lambda task: self.formed.append(task),
             finish_step=finish,
-            hand_over=lambda step: Handover(worker=name, exports=()),
+            hand_over=lambda step: Handover(worker=name),
         )
 
     def info(self, name: str) -> WorkerInfo:
@@ -283,9 +287,9 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info
-    workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
-        Run(workers, state_gib=2.0)
+    workers.info = lambda name: replace(told(name), node=name, store_gib=0.5, shared_gib=2.0)  # type: ignore[method-assign]
+    with pytest.raises(PlanError, match=r"node h has an object store of 0\.50 GiB.*take 0\.56 GiB"):
+        Run(workers, state_gib=200.0)
     assert workers.formed == []
 
 
