@@ -82,8 +82,8 @@ class MemoryForecast:
     def states(self, workers: int) -> StateSizes:
         """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
         the state (ZeRO-1); what lies in memory of the host is in `host_gib`."""
-        # In fp32 the own range of the parameters is the master copy, where it lies beside the state.
-        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches
+        # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
+        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
