@@ -93,9 +93,9 @@ class Lab:
         ray.shutdown()
         self.cluster.shutdown()
 
-    def add_node(self, workers: int, gpus: int = 0) -> Node:
-        """A node with room for this many workers, and with this many (logical) GPUs."""
-        store = 150 * 2**20
+    def add_node(self, workers: int, gpus: int = 0, store_mib: int = 150) -> Node:
+        """A node with room for this many workers, with this many (logical) GPUs and so large an object store."""
+        store = store_mib * 2**20
         node: Node = patiently(
             lambda: self.cluster.add_node(num_cpus=2 * workers, num_gpus=gpus, object_store_memory=store)
         )

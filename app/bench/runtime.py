@@ -6,6 +6,7 @@
 (b) A tiny model on two workers of this machine, mixed buckets: seconds per step and idle share of `cascade` against
     `static`, taken in turns so that both see the same noise.
 (m) With --memory-steps 500: resident sets and object-store use after 50 and after 500 short steps.
+(h) With --host: memory that nodes take for the state of some 50 M weights, against what is asked of them.
 Part (c), the bookkeeping of sequence parallelism per layer, is `heddle bench ulysses`.
 """
 
@@ -36,7 +37,7 @@ from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from actors.worker.worker import Worker
-from app.bench import memory
+from app.bench import host_memory, memory
 from app.bench.lab import Lab
 from data.types import Batch
 from ops.sync import FlatSync
@@ -133,6 +134,7 @@ def run(
     speed: Annotated[float, typer.Option(help="Part (a) divides the predicted lengths by this.")] = 1.0,
     real_steps: Annotated[int, typer.Option(help="Steps of each strategy in part (b); 0 leaves it out.")] = 40,
     memory_steps: Annotated[int, typer.Option(help="Steps of part (m); 0 leaves it out.")] = 0,
+    host: Annotated[bool, typer.Option("--host", help="Part (h) too.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Measure and print one table per part."""
@@ -151,6 +153,10 @@ def run(
             found = memory.measure(lab, memory_steps)
             figures["memory"] = [asdict(use) for use in found]
             print(memory.table(found), flush=True)
+        if host:
+            taken = host_memory.measure(lab)
+            figures["host"] = [asdict(one) for one in taken]
+            print(host_memory.table(taken), flush=True)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1))
 
