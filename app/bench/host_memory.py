@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -52,7 +52,11 @@ def measure(lab: Lab) -> list[HostFigures]:
     found: list[HostFigures] = []
     for layout in LAYOUTS:
         nodes = [lab.add_node(workers=count, store_mib=_STORE_MIB) for count in layout]
-        settings = {"train": {"steps": OPEN_END}, "workers": {"min": sum(layout), "max": sum(layout)}, "data": _DATA}
+        settings: dict[str, Mapping[str, object]] = {
+            "train": {"steps": OPEN_END},
+            "workers": {"min": sum(layout), "max": sum(layout)},
+            "data": _DATA,
+        }
         name = "x".join(map(str, layout))
         small = lab.config(f"small-{name}", **settings)
         large = lab.config(f"large-{name}", **settings, model=_LARGE)
