@@ -7,7 +7,7 @@ Then only the next update, which would change what is read, waits until the copy
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,18 +73,26 @@ class Pins(Protocol):
 
 
 class PinnedTargets:
-    """Host memory that a device has been told of, once for all copies of a generation into it."""
+    """Host memory that a device has been told of, once for the copies that take turns in it: what the last two went
+    into. Pages of a bank that was used before these may go back to the node (`StateMemory.give`); a device that still
+    knew of it would go on to write into the old pages, which nobody reads."""
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
         self._known: dict[tuple[int, int], Tensor] = {}  # by address and bytes
+        self._last: set[tuple[int, int]] = set()  # of the last copy
 
-    def pin(self, target: Tensor) -> None:
-        """Tell the device unless it knows."""
-        key = target.data_ptr(), target.nbytes
-        if target.numel() and key not in self._known:
-            self._pins.pin(target)
-            self._known[key] = target
+    def pin(self, targets: Iterable[Tensor]) -> None:
+        """Tell the device, unless it knows, of what a copy goes into; it forgets what neither this one nor the last
+        one goes into. No copy runs meanwhile."""
+        wanted = {(target.data_ptr(), target.nbytes): target for target in targets if target.numel()}
+        for key in self._known.keys() - self._last - wanted.keys():
+            self._pins.unpin(self._known.pop(key))
+        for key, target in wanted.items():
+            if key not in self._known:
+                self._pins.pin(target)
+                self._known[key] = target
+        self._last = set(wanted)
 
     def release(self) -> None:
         """The device forgets all of it."""
@@ -102,8 +110,7 @@ class CopyOnStream:
 
     def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
         """As `CopyArrays`."""
-        for target in into.values():
-            self._targets.pin(target)
+        self._targets.pin(into.values())
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps, without the GIL
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -39,16 +39,29 @@ def test_a_device_is_told_of_a_bank_once_and_forgets_it_with_the_generation() ->
     memory, device = StateMemory.reserve(100), HostCopies()
     targets = PinnedTargets(device)
     for bank in (0, 1, 0, 1):
-        for target in bank_of(memory, bank).values():
-            targets.pin(target)
-    targets.pin(torch.empty(0))  # a worker without a range
+        targets.pin(bank_of(memory, bank).values())
     addresses = [array.data_ptr() for bank in (0, 1) for array in bank_of(memory, bank).values()]
     assert device.pinned == addresses
     targets.release()
     targets.release()
     assert device.pinned == []
-    targets.pin(bank_of(memory, 1)["ema"])  # a generation later
+    targets.pin([bank_of(memory, 1)["ema"], torch.empty(0)])  # a generation later; a worker without a range
     assert device.pinned == addresses[-1:]
+
+
+@pytest.mark.parametrize("banks", [(0, 2, 0, 1), (2, 0, 0), (1, 2, 1, 0)])
+def test_a_device_forgets_a_bank_that_was_used_for_a_checkpoint_before_its_pages_are_given_back(
+    banks: tuple[int, ...],
+) -> None:
+    """Else it would go on to write into pages that are the bank's no more."""
+    memory, device = StateMemory.reserve(100), HostCopies()
+    targets = PinnedTargets(device)
+    for bank in banks:
+        targets.pin(bank_of(memory, bank).values())
+    spare = {array.data_ptr() for array in bank_of(memory, 2).values()}
+    assert not spare & set(device.pinned) and len(device.pinned) == len(ARRAYS) * len(set(banks[-2:]))
+    targets.pin(bank_of(memory, 2).values())
+    assert spare <= set(device.pinned), "the device is told of it anew"
 
 
 @pytest.mark.gpu
