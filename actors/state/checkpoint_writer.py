@@ -189,7 +189,7 @@ def _write(
             for keeper, ranges in zip(keepers, shares, strict=True)
             if ranges
         ]
-        written = [file for reference in asked for file in _answer(reference)]
+        written = _answers(asked)
         files = [checkpoint.File(name=file.name, size=file.size, crc32=file.crc32) for file in written]
         done = WrittenFiles(meta=meta, bounds=sorted((file.lo, file.hi) for file in written), files=files)
         if not seal:
@@ -241,6 +241,21 @@ def _check(target: Path, meta: Meta, held: Sequence[HeldShard]) -> None:
     ema = any(shard.num_bytes > (shard.hi - shard.lo) * bytes_per_weight(ema=False) for shard in held)
     needed = checkpoint.forecast_bytes(total, ema=ema, num_shards=len(held), num_parameters=len(meta["parameters"]))
     checkpoint.check_free_space(target, needed)
+
+
+def _answers(asked: Sequence[Ref[list[WrittenShard]]]) -> list[WrittenShard]:
+    """What keepers have written, when all have ended: what a failed attempt leaves is removed, and one that goes on
+    would leave more. Raises what kept the first of them from it."""
+    written: list[WrittenShard] = []
+    failures: list[Exception] = []
+    for reference in asked:
+        try:
+            written += _answer(reference)
+        except Exception as failure:  # of any kind: the others end first
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+    return written
 
 
 def _answer(reference: Ref[list[WrittenShard]]) -> list[WrittenShard]:

@@ -85,9 +85,10 @@ def write(run_dir: Path, step: int, *keepers: Any, **meta: Any) -> Path:
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def get(reference: Any, timeout: float | None = None) -> Any:
-        if isinstance(reference, Exception):
-            raise reference
-        return reference
+        value = reference() if callable(reference) else reference
+        if isinstance(value, Exception):
+            raise value
+        return value
 
     monkeypatch.setattr(ray, "get", get)
 
@@ -164,6 +165,21 @@ def test_a_full_disk_of_a_keeper_is_told_in_its_words(tmp_path: Path) -> None:
     full = ray.exceptions.RayTaskError("write", "", OSError(28, "No space left on device"))
     with pytest.raises(OSError, match="No space left"):
         write(tmp_path, 7, Handle(held=Holding((0, TOTAL)).held, write=lambda *asked: full))
+
+
+def test_what_others_still_write_when_one_has_failed_is_removed_with_the_rest(tmp_path: Path) -> None:
+    """They took the room of a full disk, and the next attempt met their files."""
+    slow = Holding((320, TOTAL))
+    full = ray.exceptions.RayTaskError("write", "", OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        write(
+            tmp_path,
+            7,
+            Handle(held=Holding((0, 320)).held, write=lambda *asked: full),
+            Handle(held=slow.held, write=lambda *asked: lambda: slow.write(*asked)),
+        )
+    assert slow.wrote == [(320, TOTAL)], "it has ended by now"
+    assert list(checkpoints.root_of(tmp_path).iterdir()) == []
 
 
 class Tasks:
