@@ -64,6 +64,7 @@ class Keepers:
         self._placed: dict[int, tuple[str, ...]] = {}  # rank -> those that copy its shards
         self._lenders: dict[str, tuple[int, ...]] = {}  # node -> numbers by which its workers lend its memory
         self._base: Base | None = None  # what the running generation goes on from
+        self._position: Position | None = None  # of the data after the newest committed step of this generation
         self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
         self._told: dict[str, Ref[None]] = {}  # the last commit that each was told of
         self._adopting: dict[str, Ref[bool]] = {}  # of keepers that were started in the place of others
@@ -97,7 +98,7 @@ class Keepers:
 
     def begin(self, base: Base) -> None:
         """Training goes on from this: later states and late messages are refused from now on."""
-        self._base, self._adopting = base, {}
+        self._base, self._position, self._adopting = base, None, {}
         for name in self._handles:
             self._begin(name)
 
@@ -154,7 +155,7 @@ class Keepers:
         if self._base is not None:
             for node in fresh:
                 self._begin(keeper_name(self._run, node))
-            self.commit(self._base.step, pinned=self._pinned)  # who was started again may not have heard of it
+            self.commit(self._base.step, self._position, self._pinned)  # who was started again may not have heard of it
         return [node for node in fresh if node in worker_nodes]
 
     def find(self) -> dict[str, KeeperHandle]:
@@ -286,7 +287,7 @@ class Keepers:
         that of the data after it."""
         if self._base is not None and step > self._base.step:
             self._base = replace(self._base, step=step, made_in=self._base.generation)
-        self._pinned = tuple(pinned)
+        self._position, self._pinned = position, tuple(pinned)
         for name, handle in self._handles.items():
             self._told[name] = handle.commit.remote(step, position, self._pinned)
 

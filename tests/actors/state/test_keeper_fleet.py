@@ -283,7 +283,7 @@ def test_a_keeper_that_died_is_followed_by_one_that_takes_over_its_nodes_memory(
     assert keepers.gone() == [keeper_name("run", "here")]
     assert keepers.repair(["here"], give_up_s=600.0) == []
     second = cluster.newest("here")
-    assert second is not first and second.told == [("adopt", (5, 6)), ("commit", 8, None, (7,))]
+    assert second is not first and second.told == [("adopt", (5, 6)), ("commit", 8, {"at": 8}, (7,))]
     assert keepers.gone() == []
 
 
