@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import threading
 import time
@@ -95,6 +96,7 @@ class Keeper:
     def __init__(self, room: Callable[[], int] = node_room) -> None:
         """`room` gives the bytes that this node can still spare."""
         self._room = room
+        self._own: Process = (os.getpid(), process.birth(os.getpid()))
         self._lock = threading.RLock()
         self._book = VersionBook()
         self._memory: StateMemory | None = None
@@ -122,12 +124,18 @@ class Keeper:
             before, self._members = self._members, tuple((pid, born) for pid, born in members)
             present = [one for seat, one in enumerate(before) if self._memory.present[seat]]
             self._refused = end_all([one for one in present if one not in self._members])
+            if total != (here := self._memory.total):
+                self._refused = (
+                    f"the memory of this node has the state of {here} parameters, the model has {total}; use the run's "
+                    f"own model."
+                )
             self._memory.present[:] = 0
             self._note()
 
     def adopt(self, numbers: Sequence[int]) -> bool:
         """Take over the memory that a worker of this node lends by one of these numbers, with all that the keeper
-        before this one knew of it. False when nobody has any."""
+        before this one knew of it. That one is ended, if it lives: it may only have been silent, and would go on where
+        it stopped. False when nobody has any."""
         with self._lock:
             for number in numbers if self._memory is None else ():
                 try:
@@ -135,8 +143,13 @@ class Keeper:
                 except ConnectionError as error:
                     log.info("no worker lends its memory as %d: %s", number, error)
                     continue
-                self._book, self._members = known_by(memory.index)
+                before, book, members = known_by(memory.index)
+                if why := end_all([before] if before != self._own else []):
+                    log.error("the memory of this node cannot be taken over: %s", why)
+                    break
+                self._book, self._members = book, members
                 self._lend(memory)
+                memory.index = described(self._own, book, members)
                 log.warning("the memory of this node was taken over, with %d shards", len(self.inventory()))
                 break
             return self._memory is not None
@@ -186,16 +199,18 @@ class Keeper:
 
     def _copied(self, snapshot: Snapshot, source: NodeKeeper) -> bool:
         version, lo, hi = (snapshot.step, snapshot.generation), snapshot.lo, snapshot.hi
+        bank = self._bank_for(snapshot)
 
         def go_on() -> None:
-            if self._is_over(snapshot):
-                raise Outdated
+            with self._lock:
+                if self._is_over(snapshot) or self._book.bank_for(*version) != bank:
+                    raise Outdated
 
-        bank = self._bank_for(snapshot)
         if self.read(*version, lo, hi) is not None:
             return True
         into = self._taken(bank, snapshot)
-        while pull(source, version, lo, hi, into, go_on) is None:
+        # With the lock: when a generation has begun, what lies here is what its workers write, and no late piece.
+        while pull(source, version, lo, hi, into, go_on, self._lock) is None:
             time.sleep(_LOOK_S)
         with self._lock:
             taken = not self._is_over(snapshot) and self._book.bank_for(*version) == bank and self._book.add(snapshot)
@@ -295,7 +310,7 @@ class Keeper:
     def _note(self) -> None:
         """Leave what is known now to whoever comes after this process, then let workers see what follows for them."""
         if self._memory is not None:
-            self._memory.index = described(self._book, self._members)
+            self._memory.index = described(self._own, self._book, self._members)
             self._memory.order = self._book.order
 
     def _is_over(self, snapshot: Snapshot) -> bool:
@@ -358,15 +373,16 @@ class Keeper:
                     memory.give(bank, lo, at)
 
 
-def described(book: VersionBook, members: Sequence[Process]) -> bytes:
-    """What a keeper knows, for the one that comes after it."""
-    return json.dumps({"book": book.to_json(), "members": list(members)}).encode()
+def described(keeper: Process, book: VersionBook, members: Sequence[Process]) -> bytes:
+    """What a keeper, which runs in that process, knows, for the one that comes after it."""
+    return json.dumps({"keeper": keeper, "book": book.to_json(), "members": list(members)}).encode()
 
 
-def known_by(index: bytes) -> tuple[VersionBook, tuple[Process, ...]]:
+def known_by(index: bytes) -> tuple[Process, VersionBook, tuple[Process, ...]]:
     """What `described` was given."""
     known = json.loads(index)
-    return VersionBook.from_json(known["book"]), tuple((pid, born) for pid, born in known["members"])
+    pid, born = known["keeper"]
+    return (pid, born), VersionBook.from_json(known["book"]), tuple((pid, born) for pid, born in known["members"])
 
 
 def end_all(processes: Sequence[Process]) -> str:

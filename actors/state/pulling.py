@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,10 +46,12 @@ def pull(
     hi: int,
     into: Mapping[str, np.ndarray],
     go_on: Callable[[], None],
+    lock: AbstractContextManager[object] | None = None,
 ) -> Counts | None:
     """Copy [lo, hi) of a `version` (step, generation) into arrays [hi - lo], and return its counts. None: the keeper
-    does not hold it, or has let it go meanwhile. `go_on` is called now and then, and may raise. Raises Ray's error
-    where the keeper is gone."""
+    does not hold it, or has let it go meanwhile. `go_on` is called now and then, and may raise; with a `lock` also
+    right before each piece is put in place, while that is held: nothing is written after `go_on` would have raised.
+    Raises Ray's error where the keeper is gone."""
     read = source.read.options(concurrency_group=READS)
     coming: deque[tuple[int, Ref[ShardState | None]]] = deque()
     counts: Counts | None = None
@@ -61,8 +64,10 @@ def pull(
             if piece is None:
                 return None
             counts = Counts.of(piece)
-            for name, array in piece.arrays.items():
-                into[name][first - lo : first - lo + len(array)] = array
+            with lock or nullcontext():
+                go_on()
+                for name, array in piece.arrays.items():
+                    into[name][first - lo : first - lo + len(array)] = array
     # A bank is written over only after its version was dropped: what is held now was so while it was read.
     held = value(source.held.remote(*version), go_on)
     return counts if not missing([(one.lo, one.hi) for one in held], lo, hi) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,7 @@ import pytest
 from actors import process
 from actors.messages import HeldShard, Snapshot
 from actors.state import checkpoint_files, pulling
-from actors.state.keeper import Keeper, VersionLost, end_all, forecast_bytes, place
+from actors.state.keeper import Keeper, VersionLost, described, end_all, forecast_bytes, known_by, place
 from actors.state.recovery import newest_whole
 from ops.lending import borrow
 from ops.node_room import node_room, shared_room
@@ -241,6 +242,25 @@ def test_a_shard_that_its_source_lets_go_of_meanwhile_is_not_held(keepers: Calla
     assert other.inventory() == []
 
 
+def test_no_late_piece_of_a_copy_lies_over_what_the_next_generation_writes(
+    keepers: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The piece has come, and the generation begins before it is put in place."""
+    home, other = begun(keepers()), begun(keepers())
+    sent = Writing(home).finish(0, value=5)
+    home.put([sent])
+
+    def get(reference: Any) -> Any:
+        if isinstance(reference, ShardState) and other.standing().generation == 1:
+            other.begin(2, -1, 1, TOTAL, (HERE,))
+            assert other.put([Writing(other, generation=2).finish(0, value=7)])
+        return reference
+
+    monkeypatch.setattr(pulling, "get", get)
+    assert not other.hold([(sent, handle(home))])
+    assert values(other.read(0, 2, 0, TOTAL)) == {7.0}
+
+
 def test_a_copy_that_is_already_there_is_not_made_again(keepers: Callable[..., Keeper]) -> None:
     home, other = begun(keepers()), begun(keepers())
     sent = Writing(home).finish(0)
@@ -282,6 +302,33 @@ def test_the_keeper_after_one_that_died_knows_as_much_and_nothing_was_copied(kee
     assert values(keeper.read(6, 1, 0, TOTAL)) == {6.0}
     assert worker.memory.arrays(0, 0, TOTAL)["ema"].ctypes.data == place_of
     lends.close()
+
+
+def test_a_keeper_that_was_only_silent_is_ended_before_another_one_takes_its_memory(
+    keepers: Callable[..., Keeper],
+) -> None:
+    silent = begun(keepers())
+    worker = Writing(silent)
+    commits(silent, [worker], range(3))
+    lends = Lending(worker.memory)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as other:
+        _, book, members = known_by(worker.memory.index)
+        worker.memory.index = described((other.pid, process.birth(other.pid)), book, members)
+        keeper = keepers()
+        has_adopted, ended = keeper.adopt([lends.number]), other.poll()
+        other.kill()
+    assert has_adopted and ended == -signal.SIGKILL
+    assert known_by(worker.memory.index)[0] == HERE and keeper.inventory() == silent.inventory()
+    lends.close()
+
+
+def test_a_model_of_another_size_does_not_enter_the_memory_of_a_run(keepers: Callable[..., Keeper]) -> None:
+    keeper = begun(keepers())
+    commits(keeper, [Writing(keeper)], [0])
+    keeper.begin(2, 0, 1, TOTAL + 1, (HERE,))
+    with pytest.raises(RuntimeError, match=r"the state of 1000 parameters, the model has 1001; use the run's own"):
+        keeper.join(2, HERE[0], 0, TOTAL + 1)
+    assert newest_whole(keeper.inventory()) == (0, 1)
 
 
 class Lending:
