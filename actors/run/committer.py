@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
+from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.records.events import CommitSlow, FeederLost
@@ -93,7 +94,7 @@ class Committer:
             self._commit(oldest.collected)
         stuck = stuck or self.state.look()
         if stuck is not None and world:
-            held = self.state.repair_keepers(stuck, world, quiet, self.log)
+            held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
             if held is not None:
                 self._await_instead(held)
 
@@ -182,6 +183,10 @@ class Committer:
         self._open.popleft()
         self.committed = step
         self.state.committed(done, self.source.release(step))
+
+    def _shards(self) -> list[Snapshot]:
+        """Of steps whose state is all there: a keeper takes one that a device still copies for whole."""
+        return [snapshot for one in self._open if not one.copying for snapshot in one.collected.snapshots]
 
     def _await_instead(self, held: Sequence[Ref[bool]]) -> None:
         """Keepers were given the newest shards: every open step is safe as soon as those are held."""

@@ -284,10 +284,11 @@ class RunState:
         return Stuck(why=f"{', '.join(gone)} is gone") if gone else None
 
     def repair_keepers(
-        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog
+        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
     ) -> list[Ref[bool]] | None:
         """A keeper is gone or does not take its shard: start another where one is gone, and have the newest shards held
-        once more. Returns the answers to come, or None when nothing could be repaired now.
+        once more. `shards` are those of uncommitted steps that are all there. Returns the answers to come, or None when
+        nothing could be repaired now.
 
         Raises GenerationLost when the memory of a node went with its keeper, and StopRun when repairs do not help; not
         before the workers are `quiet`, since then their own state goes to disk. On a lost node that Ray has not noticed
@@ -313,7 +314,7 @@ class RunState:
             why = "no keeper has the memory of its node any more"
             raise GenerationLost([], {seat.name: why for seat in world if seat.node in lost})
         self.keepers.hold(self._held)  # no step waits for it, but a node that is lost now would take it along
-        return self.keepers.hold([snapshot for done in commits.finished for snapshot in done.snapshots])
+        return self.keepers.hold(shards)
 
     def _repaired_lately(self) -> bool:
         """Waits a moment. True when the next repair has to wait longer: the controller looks around meanwhile."""

@@ -27,6 +27,7 @@ class Told:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
+        self.held_again: list[int] = []  # steps of the shards that others were given in a repair
         self.repaired: Sequence[Any] | None = None  # answers to come, once others were given the shards
         self.gone: Stuck | None = None
 
@@ -54,7 +55,10 @@ class Told:
     def open(self, first_step: int, token: object) -> None:
         self.heard.append(("open", first_step, token))
 
-    def repair_keepers(self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog) -> Sequence[Any] | None:
+    def repair_keepers(
+        self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
+    ) -> Sequence[Any] | None:
+        self.held_again += [one.step for one in shards]
         self.heard.append(("repair", stuck, quiet, commits.newest))
         return self.repaired
 
@@ -200,10 +204,20 @@ def test_shards_that_devices_still_copy_are_given_to_keepers_when_they_are_there
     told.gone = Stuck(why="k is gone")
     settle(committer)
     assert committer.committed == 6, "nor is it there because another keeper was lost"
+    assert told.held_again == [], "no keeper takes it for whole"
     told.gone = None
     ray_answers["copy"] = None
     settle(committer)
     assert committer.committed == 7
+
+
+def test_a_repair_gives_others_the_shards_of_all_uncommitted_steps(ray_answers: dict[str, Any]) -> None:
+    committer, told = committer_of(committed=6)
+    for step in (7, 8):
+        committer.add(collected(step, 1, held_as(step, "late")))
+    told.gone = Stuck(why="k is gone")
+    settle(committer)
+    assert told.held_again == [7, 8]
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
     began, rounds = clock.now, 0
     with pytest.raises(StopRun, match="can spare 1 MiB") as stop:
         while rounds < 10_000:
-            state.repair_keepers(stuck, (), rounds > 500, CommitLog(committed=3))
+            state.repair_keepers(stuck, (), rounds > 500, CommitLog(committed=3), ())
             rounds += 1
     assert stop.value.outcome.code == 1 and clock.now - began < 400
     assert listener.kinds.count(KeepersRepaired) == 7 and listener.kinds[-1] is SnapshotsFailed
@@ -358,7 +358,7 @@ def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
         told = len(listener.told)
         for _ in range(times):
             clock.now += 60
-            state.repair_keepers(stuck, (), True, CommitLog(committed=3))
+            state.repair_keepers(stuck, (), True, CommitLog(committed=3), ())
         return [event.repairs for event in listener.told[told:]]
 
     assert repair(5) == [2, 3, 4, 5]

@@ -141,8 +141,8 @@ def test_a_repair_has_the_newest_shards_held_once_more() -> None:
     state.committed(collected(6, 3, snapshot(6)), {})
     keepers.told.clear()
     world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
-    log = CommitLog(committed=6, finished=(collected(7, 3, snapshot(7)), collected(8, 3)))
-    assert state.repair_keepers(Stuck(why="k is gone"), world, True, log) == ["held 7"]
+    stuck, log = Stuck(why="k is gone"), CommitLog(committed=6)
+    assert state.repair_keepers(stuck, world, True, log, [snapshot(7)]) == ["held 7"]
     assert keepers.told == [("repair",), ("hold", 6), ("hold", 7)], "also the one that is safe, on one node less"
 
 
@@ -151,5 +151,5 @@ def test_where_a_nodes_memory_went_with_its_keeper_the_generation_is_lost() -> N
     keepers.lost = ["n1"]
     world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
     with pytest.raises(GenerationLost) as lost:
-        state_of(keepers=keepers, model=MODEL).repair_keepers(Stuck(why="k"), world, True, CommitLog(committed=6))
+        state_of(keepers=keepers, model=MODEL).repair_keepers(Stuck(why="k"), world, True, CommitLog(committed=6), ())
     assert (lost.value.dead, list(lost.value.failed)) == ((), ["w1"])
