@@ -14,6 +14,7 @@ from actors.plan.places import (
     parameter_places,
 )
 from actors.plan.registry import StrategyName
+from actors.plan.types import Cluster
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig
 from ops.degrees import SequenceSetting
@@ -37,6 +38,9 @@ class WorkersConfig:
     # fill: a node gets workers as long as it has room, then the next, so that bags stay inside nodes; spread: Ray deals
     # them over the nodes.
     placement: Literal["fill", "spread"] = "fill"
+    # The nodes as a YAML file describes them (configs/clusters), or NODESxGPUS. What it says of NICs, NVLink, memory
+    # nodes and speeds counts instead of what the workers tell; a file that does not match them ends the run.
+    cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1
     # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
@@ -138,8 +142,9 @@ class SnapshotConfig:
 
     enabled: bool = True
     # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
-    # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`.
-    every: int | Literal["auto"] = 1
+    # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`: every step
+    # where a snapshot costs less than that.
+    every: int | Literal["auto"] = "auto"
     copies: int = 1
     patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
 
@@ -253,3 +258,4 @@ class RuntimeConfig:
     snapshot: SnapshotConfig
     checkpoint: CheckpointConfig
     config_yaml: str = ""  # the resolved config, stored with every checkpoint
+    cluster: Cluster | None = None  # of `workers.cluster`

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Protocol
 import numpy as np
 
 from actors.config import TrainConfig, WorkersConfig
-from actors.plan.types import Module
+from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
@@ -51,7 +51,7 @@ class StaleGeneration(RuntimeError):
 STORE = -1  # the object store, where the rank of a producer is asked for
 
 SampleId = tuple[int, str, int]  # step, item, index
-Shape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
+CascadeShape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ class CascadeTask:
     rates: SliceRates | None = None  # by which a bag of spatial-temporal layers chooses its slices: one for all ranks
 
 
-def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[Shape]:
+def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[CascadeShape]:
     """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
     of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
     return {(module, piece.bucket, piece.batch if module == "vae" else 0, degree) for piece in pieces}
@@ -192,14 +192,16 @@ class WorkerInfo:
     publishes_later: bool = False  # results for other workers are asked for by Worker.published, in thread group IO
     frozen: tuple[tuple[str, str], ...] = ()  # (setting of a folder, digest of its weights that are not trained)
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
-    gradients: str = ""  # where it would have them, "own", "node" or "host"
+    gradients: str = "own"  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
     lends: int = 0  # the number by which it lends the memory of its node, once it has that
-    parameters: str = ""  # where it would have them, "replicated" or "node"
+    parameters: str = "replicated"  # where it would have them, "replicated" or "node"
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,6 +281,7 @@ class Progress:
     waiting_in: str  # name of the collective it waits in, or ""
     leaving: bool = False
     limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
 
     @classmethod
     def of_start(cls, worker: str) -> Progress:

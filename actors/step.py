@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
-from actors.plan.types import Cascade, Item, Module, StepPlan
+from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
 from ops.spatial_temporal.choice import SliceRates
@@ -25,81 +25,81 @@ class StepAssignment:
 
 
 Position = Mapping[str, object]  # of the data: JSON of a few kB (`data.Dataset.token`)
-CacheKeys = tuple[tuple[str, ...], tuple[str, ...]]  # of an item's samples: latents, text embeddings
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawnItem:
+    """An item as it was drawn: as the planner sees it, and the names of its samples."""
+
+    plan: Item
+    keys: tuple[str, ...]  # of random numbers
+    latent_keys: tuple[str, ...] = ()  # in the cache; (): there is none
+    text_keys: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepItem:
+    """An item of a step, as the planner sees it and as workers see its samples."""
+
+    plan: Item
+    samples: tuple[StepSample, ...]
+
+    @property
+    def bucket(self) -> tuple[int, int, int]:
+        """(frames, height, width)."""
+        return self.plan.frames, self.plan.height, self.plan.width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepItems:
-    """The items of a step: for the planner, and the random-draw key of each of their samples."""
+    """The items of a step by their ids, in order."""
 
     step: int
-    items: tuple[Item, ...]
-    keys: tuple[tuple[str, ...], ...]  # per item, per sample
-    cache_keys: Mapping[str, CacheKeys] = field(default_factory=dict)
-    """Item id -> names of its samples' latents and text embeddings in the cache; empty without a cache."""
-    cached: Mapping[tuple[str, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
-    """(module, item id) -> reference to what a worker would have published, for modules named in `items`."""
+    items: Mapping[str, StepItem]
+
+    @property
+    def planned(self) -> tuple[Item, ...]:
+        """As the planner sees them."""
+        return tuple(item.plan for item in self.items.values())
+
+    @staticmethod
+    def of(step: int, drawn: Sequence[DrawnItem], geometry: Geometry, loss_weight: str) -> StepItems:
+        """Weights of a step's samples add up to one, in equal parts or by their tokens (`train.loss_weight`)."""
+        sizes = {one.plan.id: (one.plan.frames, one.plan.height, one.plan.width) for one in drawn}
+        share = {item: geometry.tokens(*size) if loss_weight == "token" else 1 for item, size in sizes.items()}
+        total = sum(share[one.plan.id] * len(one.keys) for one in drawn)
+        items = {}
+        for one in drawn:
+            plan, unnamed = one.plan, ("",) * len(one.keys)
+            grid, weight = geometry.token_grid(*sizes[plan.id]), share[plan.id] / total
+            names = zip(one.keys, one.latent_keys or unnamed, one.text_keys or unnamed, strict=True)
+            samples = tuple(
+                StepSample(
+                    step=step,
+                    item=plan.id,
+                    index=i,
+                    key=key,
+                    grid=grid,
+                    weight=weight,
+                    expert=plan.expert,
+                    latent_key=latent_key,
+                    text_key=text_key,
+                )
+                for i, (key, latent_key, text_key) in enumerate(names)
+            )
+            items[plan.id] = StepItem(plan=plan, samples=samples)
+        return StepItems(step=step, items=items)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatches:
-    """The decoded batches of a step, and where the data stands after it: with the counts of the ledger, so that who
-    commits the step holds all that the next feeder needs."""
+    """The decoded batches of a step, its cached results, and where the data stands after it: with the counts of the
+    ledger, so that who commits the step holds all that the next feeder needs."""
 
     references: tuple[Ref[object], ...]  # in item order
     position: Position
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepSamples:
-    """Every sample of a step, by item."""
-
-    step: int
-    samples: Mapping[str, tuple[StepSample, ...]]
-    buckets: Mapping[str, tuple[int, int, int]]
-
-    def cached(self, item: str, latent_keys: Sequence[str], text_keys: Sequence[str]) -> StepSamples:
-        """The same with the names of an item's encode results in the cache."""
-        named = tuple(
-            replace(s, latent_key=latent, text_key=text)
-            for s, latent, text in zip(self.samples[item], latent_keys, text_keys, strict=True)
-        )
-        return replace(self, samples={**self.samples, item: named})
-
-    def routed(self, experts: Mapping[str, int]) -> StepSamples:
-        """The same with the expert of each item's samples."""
-        samples = {item: tuple(replace(s, expert=experts[item]) for s in found) for item, found in self.samples.items()}
-        return replace(self, samples=samples)
-
-    @staticmethod
-    def of(
-        step: int,
-        items: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
-        geometry: Geometry,
-        loss_weight: str,
-    ) -> StepSamples:
-        """`items`: (id, (frames, height, width), keys of its samples). Weights of a step's samples add up to one."""
-        listed = list(items)
-        share = {item: geometry.tokens(*bucket) if loss_weight == "token" else 1 for item, bucket, _ in listed}
-        total = sum(share[item] * len(keys) for item, _, keys in listed)
-        return StepSamples(
-            step=step,
-            buckets={item: bucket for item, bucket, _ in listed},
-            samples={
-                item: tuple(
-                    StepSample(
-                        step=step,
-                        item=item,
-                        index=i,
-                        key=key,
-                        grid=geometry.token_grid(*bucket),
-                        weight=share[item] / total,
-                    )
-                    for i, key in enumerate(keys)
-                )
-                for item, bucket, keys in listed
-            },
-        )
+    cached: Mapping[tuple[Module, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
+    """(module, item id) -> what a worker would have published, for the modules that items name as cached."""
 
 
 class DataLost(RuntimeError):
@@ -108,12 +108,12 @@ class DataLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepData:
-    """A step's items, their samples, and references to their decoded batches."""
+    """A step's items, and references to their decoded batches."""
 
     items: StepItems
-    samples: StepSamples
-    batches: dict[str, Ref[object]]  # by item id
-    cached: dict[tuple[str, str], Ref[list[PublishedResult]]]  # by module and item id: results that need no encoding
+    batches: Mapping[str, Ref[object]]  # by item id
+    # By module and item id: results that need no encoding.
+    cached: Mapping[tuple[Module, str], Ref[list[PublishedResult]]] = field(default_factory=dict)
 
 
 class GenerationLost(RuntimeError):
@@ -144,6 +144,8 @@ class Seat:
     handle: WorkerHandle
     publishes_later: bool = False
     room_gib: float | None = None  # memory that a cascade may take there when the state is in place; None: no limit
+    host: str = ""  # name of the node
+    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,6 +176,7 @@ class RunningStep:
     planning_s: float
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
+    open_peers: tuple[int, ...] = ()  # of the bags of each worker that are connected when it ends; (): none
     answers: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = field(
         default_factory=dict
     )  # of the finishes that have ended well: each is asked for once

@@ -26,8 +26,7 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter
 from pathlib import Path
 from typing import Literal
 
@@ -38,8 +37,7 @@ from data.types import Bucket, DataItem, SampleRef
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["latents", "text"]
-ANSWERS_KEPT = 1 << 16  # items; far more than are under way at once
+EntryKind = Literal["latents", "text"]
 QUEUE_BYTES = 256 << 20  # entries that wait to be written; a slow disk costs entries, not memory
 FAILURES_IN_A_ROW = 8  # after this many failed writes the cache takes no more entries
 FOR_GOOD = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)  # the next entry would fail, too
@@ -49,6 +47,12 @@ _SEAL = b"crc1"
 def latent_key(sample: SampleRef, bucket: Bucket, fps: float, vae: str, decoder: str, crop: bool = False) -> str:
     """64 hex digits. `vae` names the encoder with its files and dtype, `decoder` the decoder with its version."""
     return _digest("latent", sample.content, str(bucket), sample.start_frame, fps, crop, vae, decoder)
+
+
+def latent_keys(item: DataItem, config: DataConfig, vae: str) -> tuple[str, ...]:
+    """Names of the latents of an item's samples."""
+    decoder, crop = _decoder_of(config), config.buckets.oversize == "crop"
+    return tuple(latent_key(sample, item.bucket, config.fps, vae, decoder, crop) for sample in item.samples)
 
 
 def text_key(caption: str, encoder: str, max_length: int, frame: str = "") -> str:
@@ -82,10 +86,10 @@ class Cache:
         self._in_a_row = 0
         self._full = False
 
-    def has(self, kind: Kind, key: str) -> bool:
+    def has(self, kind: EntryKind, key: str) -> bool:
         return self._path(kind, key).is_file()
 
-    def get(self, kind: Kind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
+    def get(self, kind: EntryKind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
         """The array, or None: not there, not readable, torn, or not float32 of [one of `rows`, `width`] where that is
         given. What is of no use is removed, so that it can be put again."""
         path = self._path(kind, key)
@@ -112,7 +116,7 @@ class Cache:
         self.misses += 1
         return None
 
-    def put(self, kind: Kind, key: str, array: np.ndarray) -> bool:
+    def put(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Keep an array. False when it could not be: training goes on without."""
         path = self._path(kind, key)
         if self._full:
@@ -130,12 +134,12 @@ class Cache:
         self._in_a_row = 0
         return True
 
-    def size(self, kind: Kind) -> tuple[int, int]:
+    def size(self, kind: EntryKind) -> tuple[int, int]:
         """Number of entries and their bytes."""
         sizes = [path.stat().st_size for path in (self.root / kind).glob("*/*.npy")]
         return len(sizes), sum(sizes)
 
-    def _path(self, kind: Kind, key: str) -> Path:
+    def _path(self, kind: EntryKind, key: str) -> Path:
         return self.root / kind / key[:2] / f"{key}.npy"
 
     def _remove(self, path: Path) -> None:
@@ -169,11 +173,11 @@ class CacheWriter:
     def __init__(self, cache: Cache, most_bytes: int = QUEUE_BYTES) -> None:
         self.cache, self.counts = cache, Counter[str]()  # of entries: kept, failed, dropped
         self._most, self._waiting = most_bytes, 0
-        self._queue: queue.SimpleQueue[tuple[Kind, str, np.ndarray]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[EntryKind, str, np.ndarray]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         threading.Thread(target=self._write_all, name="cache", daemon=True).start()
 
-    def submit(self, kind: Kind, key: str, array: np.ndarray) -> bool:
+    def submit(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Returns at once; False when too much waits already. The array must not be changed after."""
         with self._lock:
             if self._waiting and self._waiting + array.nbytes > self._most:
@@ -189,10 +193,6 @@ class CacheWriter:
         self._queue.put((kind, key, array))
         return True
 
-    @property
-    def waiting_bytes(self) -> int:
-        return self._waiting
-
     def _write_all(self) -> None:
         while True:
             kind, key, array = self._queue.get()
@@ -204,60 +204,6 @@ class CacheWriter:
             with self._lock:
                 self.counts["kept" if kept else "failed"] += 1
                 self._waiting -= array.nbytes
-
-
-class CachedLatents:
-    """Which items of a run have all their latents in the cache. The first answer for an item is kept, because the
-    planner (is it encoded?) and the engine (are its pixels decoded?) must agree while workers fill the cache. Only
-    `deny` takes an answer back, for an entry that cannot be read; the item's pixels are then decoded after all."""
-
-    def __init__(
-        self, cache: Cache, vae: str, config: DataConfig, texts: Callable[[DataItem], Sequence[str]] | None = None
-    ) -> None:
-        """`vae` names the encoder as in `latent_key`. `texts` gives the names of an item's texts where these are made
-        of pixels, too."""
-        self._cache, self._vae, self._texts = cache, vae, texts
-        self._decoder = _decoder_of(config)
-        self._fps, self._crop = config.fps, config.buckets.oversize == "crop"
-        self._answers: OrderedDict[str, tuple[bool, bool]] = OrderedDict()  # has its latents, spares its pixels
-        self._denied: OrderedDict[str, None] = OrderedDict()
-
-    def keys(self, item: DataItem) -> tuple[str, ...]:
-        """Cache keys of the latents of an item's samples."""
-        return tuple(
-            latent_key(sample, item.bucket, self._fps, self._vae, self._decoder, self._crop) for sample in item.samples
-        )
-
-    def has(self, item: DataItem) -> bool:
-        return self._answer(item)[0]
-
-    def spares_pixels(self, item: DataItem) -> bool:
-        """Whether nothing has to be encoded that is made of pixels."""
-        return self._answer(item)[1]
-
-    def _answer(self, item: DataItem) -> tuple[bool, bool]:
-        if item.id not in self._answers:
-            latents = all(self._cache.has("latents", key) for key in self.keys(item))
-            self._answers[item.id] = latents, latents and self._has_texts(item)
-            if len(self._answers) > ANSWERS_KEPT:
-                self._answers.popitem(last=False)
-        return self._answers[item.id]
-
-    def _has_texts(self, item: DataItem) -> bool:
-        """Whether the cache has all texts of the item that are made of pixels, and is asked for them at all."""
-        if self._texts is None:
-            return True
-        return self._cache.config.text and all(self._cache.has("text", key) for key in self._texts(item))
-
-    def deny(self, item: DataItem) -> None:
-        """Some latent of the item could not be read, or a text that is made of pixels."""
-        self._answers[item.id] = False, False
-        self._denied[item.id] = None
-        if len(self._denied) > ANSWERS_KEPT:
-            self._denied.popitem(last=False)
-
-    def denied(self, item: DataItem) -> bool:
-        return item.id in self._denied
 
 
 def _read(path: Path) -> np.ndarray:

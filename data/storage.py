@@ -33,7 +33,6 @@ PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset li
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 RETRY_SECONDS = 0.05  # doubled at each attempt
-_registered: dict[str, pafs.FileSystem] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +42,6 @@ class FileStat:
     uri: str
     size: int
     mtime_ns: int
-
-
-def register_filesystem(scheme: str, filesystem: pafs.FileSystem) -> None:
-    """Serve `scheme://path` from this file system (SubTreeFileSystem, fsspec wrapped in PyFileSystem, ...)."""
-    _registered[scheme] = filesystem
 
 
 def is_local(uri: str) -> bool:
@@ -75,8 +69,6 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     of PyArrow (`?region=...`) may follow it.
     """
     scheme, _, path = uri.partition("://")
-    if scheme in _registered:
-        return _registered[scheme], path
     plain = scheme == "hf" or scheme.startswith("fsspec+")  # these PyArrow takes by the letter, others it unquotes
     found = OPTIONS.search(path)
     options = found[0] if found else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -50,22 +51,41 @@ class SampleRef:
     caption_pick: float = 0.0  # in [0, 1): which of several captions
     caption_drop: bool = False  # trained without its caption, for classifier-free guidance
 
+    @property
+    def draw(self) -> str:
+        """Source, epoch and row: the key of its random numbers."""
+        return f"{self.source}/{self.epoch}/{self.row}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataItem:
-    """One bucket batch of a step. `id` is unique in the run: s<step>.<slot>."""
+    """One bucket batch of a step, and how a decoder makes it. `id` is unique in the run: s<step>.<slot>."""
 
-    id: str
-    bucket: Bucket
+    job: DecodeJob
     samples: tuple[SampleRef, ...]
+
+    @property
+    def id(self) -> str:
+        return self.job.item
+
+    @property
+    def bucket(self) -> Bucket:
+        return self.job.bucket
 
     @property
     def batch(self) -> int:
         return len(self.samples)
 
     @property
+    def step(self) -> int:
+        return int(self.id[1:].partition(".")[0])
+
+    @property
     def slot(self) -> int:
         return int(self.id.rpartition(".")[2])
+
+
+NeedsPixels = Callable[[DataItem], bool]  # whether an item's video is wanted, or its captions alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

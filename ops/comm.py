@@ -13,6 +13,7 @@ import ctypes
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,12 +27,23 @@ from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
 from ops.shards import even_bounds
-from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, Pending, WaitClock, Work, first_line
+from ops.waiting import (
+    CancelToken,
+    CollectiveProgress,
+    GroupError,
+    Patience,
+    Pending,
+    StreamWait,
+    WaitClock,
+    Work,
+    first_line,
+)
 
 log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_MOST_QUEUED = 4096  # waits of a stream that are looked at; a cascade, at whose end all of them have ended, has fewer
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
@@ -71,6 +83,8 @@ class Group:
         self._outstanding: set[Pending] = set()  # also those whose holder has dropped them in an error
         self._ending = threading.Lock()  # a collective is begun before the group's end, which then knows it, or refused
         self._progress = CollectiveProgress(0, None, 0.0)
+        self._queued: deque[_QueuedWait] = deque(maxlen=_MOST_QUEUED)
+        self._queue = threading.Lock()
         self._store = store
         self._is_default = False
 
@@ -87,7 +101,16 @@ class Group:
 
     @property
     def progress(self) -> CollectiveProgress:
-        return self._progress
+        """What a watchdog reads, from any thread. On NCCL the host does not wait: there it is the collective that the
+        stream waits in, or none while it computes."""
+        progress = self._progress
+        with self._queue:
+            while self._queued and self._queued[0].wait.ended:
+                self._queued.popleft()
+            first = self._queued[0] if self._queued else None
+        if first is not None and first.wait.reached:
+            return CollectiveProgress(progress.sequence, first.name, first.since)
+        return progress
 
     @property
     def on_device(self) -> bool:
@@ -163,18 +186,6 @@ class Group:
             finish,
         )
 
-    def scatter_rows(self, output: Tensor, input: Tensor | None, splits: list[int], source_rank: int) -> None:
-        """splits[r] rows of `input` (only read on `source_rank`) go to rank r. `output` holds splits[rank] rows."""
-        zeros = [0] * self.size
-        if self.rank == source_rank:
-            if input is None:
-                raise ValueError(f"scatter_rows: rank {source_rank} is the source and has no input.")
-            output_splits = [splits[self.rank] if r == source_rank else 0 for r in range(self.size)]
-            self.all_to_all(output, input, output_splits, splits)
-            return
-        output_splits = [splits[self.rank] if r == source_rank else 0 for r in range(self.size)]
-        self.all_to_all(output, output.new_empty((0, *output.shape[1:])), output_splits, zeros)
-
     def reduce_scatter_ranges_async(self, flat: Tensor, bounds: Sequence[tuple[int, int]]) -> list[Pending]:
         """After the waits flat[lo:hi] of this rank's bounds is the sum over the members; the rest is undefined.
 
@@ -195,7 +206,7 @@ class Group:
                     self._begin("reduce_scatter", flat, lambda pg: pg._reduce_scatter_base(flat[lo:hi], whole, usual))
                 ]
             return [self._reduce_to(r, flat[a:b]) for r, (a, b) in enumerate(bounds) if a < b]
-        received = flat.new_empty(self.size * (hi - lo))
+        received = flat.new_empty(self.received_elements(bounds))
         output_splits, input_splits = [hi - lo] * self.size, [b - a for a, b in bounds]
         options = dist.AllToAllOptions()
         options.timeout = _PATIENT  # it may start long before the last member's part is ready; our own wait has a limit
@@ -207,6 +218,11 @@ class Group:
                 partial(_add_parts, flat[lo:hi], received.view(self.size, hi - lo)),
             )
         ]
+
+    def received_elements(self, bounds: Sequence[tuple[int, int]]) -> int:
+        """Elements of memory that `reduce_scatter_ranges_async` takes beside `flat` until its wait."""
+        lo, hi = bounds[self.rank]
+        return 0 if self.size == 1 or self.on_device else self.size * (hi - lo)
 
     def _reduce_to(self, owner: int, tensor: Tensor) -> Pending:
         options = dist.ReduceOptions()
@@ -313,7 +329,10 @@ class Group:
         begin = time.monotonic()
         self._progress = CollectiveProgress(self._progress.sequence, name, begin)
         try:
-            self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
+            queued = self.clock.waited(lambda: self._wait_sliced(pending, begin, self.patience), pending.stream_ordered)
+            if queued is not None:
+                with self._queue:
+                    self._queued.append(_QueuedWait(queued, name, begin))
         except RuntimeError:
             self.abandoned = self.abandoned or not pending.done
             self._release(f"broken by {name}")
@@ -374,6 +393,15 @@ class Group:
             _abort(process_group)
             _bury(_Remains(process_group, busy))
         free_ended()  # idle connections close at the end of this call, within a millisecond
+
+
+@dataclass(frozen=True, slots=True)
+class _QueuedWait:
+    """A wait that a stream will do or does."""
+
+    wait: StreamWait
+    name: str  # of the collective
+    since: float  # time.monotonic() when the host queued it
 
 
 _DONE = Pending(None, None, "done")

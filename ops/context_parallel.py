@@ -24,7 +24,7 @@ from ops.attention.names import AttentionName
 from ops.attention.varlen import attention, backend_of
 from ops.comm import Group
 from ops.head_shares import HeadShares, HeldShare, Splits
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -137,7 +137,7 @@ class _RowsToShares(torch.autograd.Function):
         return tuple(_all_out(q, k, v, shares, group))
 
     @staticmethod
-    def backward(ctx: _Dealt, *grads: Tensor) -> Gradients:
+    def backward(ctx: _Dealt, *grads: Tensor) -> InputGradients:
         return None, None, *_all_back(grads, ctx.shares, ctx.group)
 
 
@@ -148,5 +148,5 @@ class _SharesToRows(torch.autograd.Function):
         return (_queries_back(parts, shares, group),)
 
     @staticmethod
-    def backward(ctx: _Dealt, *grads: Tensor) -> Gradients:
+    def backward(ctx: _Dealt, *grads: Tensor) -> InputGradients:
         return None, None, *_queries_out(grads[0], ctx.shares, ctx.group)

@@ -20,16 +20,26 @@ import torch
 from torch import Tensor
 
 from ops.kernels.base import backend
-from ops.kernels.push.function import push
+from ops.kernels.push.op import push
 
 log = logging.getLogger(__name__)
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
 _REGISTER_PORTABLE = 1
+_OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 _P2P_ATOMICS = 3  # NVML_P2P_CAPS_INDEX_ATOMICS
 _PAGE_BYTES = 4096
+_PIN_BYTES = 32 << 30  # at a time
 _GRANULE_BYTES = 2 << 20  # smaller allocations share a block with others, and a handle is of the whole block
+
+
+class DriverError(RuntimeError):
+    """With the driver's word for what went wrong, and its number."""
+
+    def __init__(self, why: str, code: int = 0) -> None:
+        super().__init__(why)
+        self.code = code
 
 
 class _Handle(ctypes.Structure):
@@ -60,7 +70,7 @@ class CudaPeers:
         self._over: list[torch.cuda.Event] = []  # of each staging buffer's last push
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """fp32 alone. Raises RuntimeError without triton, whose kernel adds, and without room."""
+        """As `PeerMemory.allocate`, fp32 alone. Raises RuntimeError without triton, whose kernel adds."""
         if dtype != torch.float32 or not backend.has_triton():
             raise RuntimeError(f"a sum of {dtype} in memory of other GPUs needs fp32 and triton")
         if self._beside is None:
@@ -176,36 +186,52 @@ class CudaBlockCopies:
 
 
 def pin(memory: Tensor, device: torch.device) -> None:
-    """The device reads this host memory itself from now on: whole pages. Without it copies go through a buffer of the
-    driver."""
+    """The device reads this host memory itself from now on: whole pages, in pieces, as PyTorch's threads pin one block
+    of theirs. Without it copies go through a buffer of the driver."""
     torch.cuda.synchronize(device)
-    address, num_bytes = _pages(memory)
+    pinned: list[int] = []
     try:
-        _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
-    except RuntimeError as error:
-        log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", num_bytes / 2**30, error)
+        for address, num_bytes in _pieces(memory):
+            _call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), _REGISTER_PORTABLE)
+            pinned.append(address)
+    except DriverError as error:
+        log.warning("%.1f GiB of host memory are not pinned, and copies take longer: %s", memory.nbytes / 2**30, error)
+        _unpin(pinned)
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
     """Where it was pinned. Nothing that was launched here reads it any more."""
     try:
         torch.cuda.synchronize(device)
-        _call("cuMemHostUnregister", ctypes.c_void_p(_pages(memory)[0]))
     except RuntimeError as error:
+        log.debug("the device can no longer be waited for: %s", error)
+    _unpin([address for address, _ in _pieces(memory)])
+
+
+def _unpin(addresses: Sequence[int]) -> None:
+    try:
+        for address in addresses:
+            _call("cuMemHostUnregister", ctypes.c_void_p(address))
+    except DriverError as error:
         log.debug("host memory was not pinned: %s", error)
 
 
-def _pages(memory: Tensor) -> tuple[int, int]:
-    """Address and bytes of the pages that the tensor touches."""
+def _pieces(memory: Tensor) -> list[tuple[int, int]]:
+    """Address and bytes of the pages that the tensor touches, cut for calls that take no more than 64 GiB."""
     first = memory.data_ptr() // _PAGE_BYTES * _PAGE_BYTES
     last = -(-(memory.data_ptr() + memory.nbytes) // _PAGE_BYTES) * _PAGE_BYTES
-    return first, last - first
+    return [(start, min(last, start + _PIN_BYTES) - start) for start in range(first, last, _PIN_BYTES)]
 
 
 def _taken(num_bytes: int) -> int:
-    """Address of new memory in a block of its own."""
+    """Address of new memory in a block of its own. Raises MemoryError without room for it."""
     address, whole = ctypes.c_uint64(), -(-num_bytes // _GRANULE_BYTES) * _GRANULE_BYTES
-    _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
+    try:
+        _call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(whole))
+    except DriverError as error:
+        if error.code != _OUT_OF_MEMORY:
+            raise
+        raise MemoryError(f"no room for {whole / 2**30:.2f} GiB on a GPU: {error}") from None
     return address.value
 
 
@@ -250,12 +276,12 @@ def _nvml() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Raises RuntimeError with the driver's word for what went wrong."""
+    """Raises DriverError."""
     result = getattr(_driver(), name)(*arguments)
     if result:
         word = ctypes.c_char_p()
         _driver().cuGetErrorName(result, ctypes.byref(word))
-        raise RuntimeError(f"{name}: {(word.value or b'unknown').decode()} ({result})")
+        raise DriverError(f"{name}: {(word.value or b'unknown').decode()} ({result})", result)
 
 
 def _ask(name: str, *arguments: object) -> None:

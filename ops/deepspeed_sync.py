@@ -6,7 +6,7 @@ cascade touched get zeros (without that the reduction pairs different parameters
 only collective of a step: sum, norm, clip, sharded AdamW, all-gather.
 
 Its partition of the flat vector is padded to a multiple of 2 x workers, ours is not; state crosses between them in
-`form` and `export_shard`, so snapshots and checkpoints are those of FlatSync. It uses attributes that DeepSpeed does
+`form` and `begin_export`, so snapshots and checkpoints are those of FlatSync. It uses attributes that DeepSpeed does
 not promise, hence the pin deepspeed >=0.19.8,<0.20. It keeps fp32 parameters (use bf16 autocast); its waits see no
 cancel, so a worker stuck in one is replaced instead of recovered.
 """
@@ -31,7 +31,7 @@ from ops.own_state import copied
 from ops.shard_banks import ShardBanks
 from ops.shard_export import CopyAtOnce, ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
-from ops.sync import Phase, StepResult, check_weight, slots, state_names, trainable
+from ops.sync import PhaseListener, StepResult, check_weight, slots, state_names, trainable
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class DeepSpeedSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,
@@ -181,7 +181,7 @@ class DeepSpeedSync:
             export=self.begin_export(step) if export else None,
         )
 
-    def _updated(self, lr: float, share: float, phase: Phase) -> tuple[float, bool]:
+    def _updated(self, lr: float, share: float, phase: PhaseListener) -> tuple[float, bool]:
         """(norm of the gradient times `share`, whether it was applied)."""
         for parameter in self._parameters:
             assert parameter.grad is not None, "begin_step was not called"
@@ -196,10 +196,6 @@ class DeepSpeedSync:
                 self._ema.lerp_(own, 1.0 - ema_decay_at(self.config, self.updates))
         phase("gather")
         return norm, applied
-
-    def export_shard(self) -> ShardState:
-        """A copy of this worker's state, without DeepSpeed's padding."""
-        return self._exported({name: array.to("cpu", copy=True) for name, array in self._arrays().items()})
 
     def begin_export(self, step: int) -> ShardExport:
         """As `Sync.begin_export`; DeepSpeed's state is copied at once."""

@@ -9,6 +9,7 @@ import math
 import re
 from typing import Literal
 
+BagRanks = tuple[int, ...]  # of one bag, in its order
 SequenceSetting = Literal["auto", "ulysses"]  # any degree, as priced / those that divide the heads
 
 

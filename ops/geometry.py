@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+PixelShape = tuple[int, int, int]  # T, H, W of a clip
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Geometry:

@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm import Group
+from ops.node_routes import routes
 from ops.node_sum import NodeSum, Unreachable, meet
 from ops.shards import Bounds, Slot
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +59,13 @@ class NodeGradients:
         return self._sum.part(lo, hi)
 
     def form(self, group: Group, bounds: Bounds) -> None:
-        """As `Gradients.form`. Raises MemoryError where a node has no room for the gradient, ValueError where its
-        workers reach none of the places."""
+        """As `Gradients.form`. Raises MemoryError where a node has no room for the gradient, ConfigError where its
+        workers reach none of the places; of workers that have all of `sums` to try all raise the same."""
         self.leave()
         meet(group, self._device)  # all have let go of the last memory: the node need not have room for both
         self.release()
         self._group, self._bounds, self._sends = group, bounds, routes(group.nodes)
-        refused = []
+        refused, no_room = [], False
         for one in self._sums:
             try:
                 self._sum = one
@@ -71,13 +73,15 @@ class NodeGradients:
                 break
             except Unreachable as error:
                 refused.append(f"{one.name} cannot be used ({error})")
+                no_room = no_room or error.no_room
                 one.leave()
                 meet(group, self._device)
                 one.release()
         else:
-            raise ValueError(
-                f"train.memory.gradients: {', '.join(refused)}. Set it to auto or host, or to own where a GPU has room."
-            )
+            why = f"train.memory.gradients: {', '.join(refused)}."
+            if no_room:
+                raise MemoryError(f"{why} Set it to auto or host, or train on more GPUs.")
+            raise ConfigError(f"{why} Set it to auto or host, or to own where a GPU has room.")
         why = f": {', '.join(refused)}" if refused else ""
         log.info("gradients of %d workers add up in %s%s", group.size, self._sum.name, why)
 
@@ -150,20 +154,3 @@ class NodeGradients:
             mine.add_(part.to(mine.device))
         for part in parts:  # sent: everybody waits for the all-reduce of norm and loss before the next addition
             part.zero_()
-
-
-def routes(nodes: Sequence[int]) -> list[tuple[int, ...]]:
-    """To which ranks each rank sends its node's part of their ranges, given the node of every rank: each rank hears
-    from one rank of every other node, and the ranks of a node share the work.
-
-    >>> routes([0, 0, 0, 1])
-    [(3,), (), (), (0, 1, 2)]
-    """
-    sends: list[tuple[int, ...]] = [()] * len(nodes)
-    for node in set(nodes):
-        here = [rank for rank, home in enumerate(nodes) if home == node]
-        away = [rank for rank, home in enumerate(nodes) if home != node]
-        for number, rank in enumerate(here):
-            first, last = (len(away) * end // len(here) for end in (number, number + 1))
-            sends[rank] = tuple(away[first:last])
-    return sends

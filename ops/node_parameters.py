@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ops.comm import Group
-from ops.node_gradients import routes
+from ops.node_routes import routes
 from ops.node_sum import fellows_of, meet, share
 from ops.parameters import Received, RunsBlocks, blocks_in
 from ops.shards import Bounds, Slot
@@ -189,6 +189,9 @@ class NodeParameters:
     def _meet(self) -> None:
         """Returns when all have written, with parameters that have these values."""
         meet(self._group, self._device)
+        self._take_up()
+
+    def _take_up(self) -> None:
         views = [self._flat[slot.lo : slot.hi].view(slot.shape) for slot in self._layout]
         if not self._taken_up:
             for index, parameter in enumerate(self._parameters):

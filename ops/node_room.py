@@ -1,7 +1,9 @@
-"""How much memory this node can still give to a process that holds state. Linux; elsewhere nothing is known."""
+"""How much memory this node can still give to a process that holds state, and how large its GPUs are. Linux; elsewhere
+nothing is known. No torch."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ _RESERVE = 0.05  # of all memory: Ray's memory monitor begins to end processes w
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 _SHARED = Path("/dev/shm")
+_SECOND = 2 << 24  # in the version of a struct of NVML's second edition, beside its size
 
 
 def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
@@ -25,6 +28,38 @@ def shared_room(directory: Path = _SHARED) -> int | None:
     except OSError:
         return None
     return stat.f_frsize * stat.f_blocks
+
+
+class _GpuMemory(ctypes.Structure):
+    """nvmlMemory_v2_t, in bytes. What is reserved belongs to the driver, and is in no total that CUDA tells."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("total", ctypes.c_ulonglong),
+        ("reserved", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    )
+
+
+def gpu_sizes(library: str = "libnvidia-ml.so.1") -> list[int]:
+    """Bytes of each GPU of this node that processes may use, those included that CUDA_VISIBLE_DEVICES hides; none where
+    NVML, which the driver brings, does not say."""
+    try:
+        nvml = ctypes.CDLL(library)
+    except OSError:
+        return []
+    count, sizes = ctypes.c_uint(), []
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return []
+    for index in range(count.value):
+        device, memory = ctypes.c_void_p(), _GpuMemory(version=ctypes.sizeof(_GpuMemory) | _SECOND)
+        if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
+            return []
+        if nvml.nvmlDeviceGetMemoryInfo_v2(device, ctypes.byref(memory)):
+            return []
+        sizes.append(memory.total - memory.reserved)
+    return sizes
 
 
 def _host_room(meminfo: Path) -> int | None:

@@ -25,7 +25,12 @@ _WAITING_BYTES = 64 << 20  # of gradients that wait for the lock of their range;
 
 
 class Unreachable(RuntimeError):
-    """The workers of a node cannot reach each other's memory in this way. Raised on all workers or on none."""
+    """The workers of a node cannot reach each other's memory in this way. Raised on all workers or on none, and all
+    know whether it was for want of memory (`no_room`)."""
+
+    def __init__(self, why: str, no_room: bool = False) -> None:
+        super().__init__(why)
+        self.no_room = no_room
 
 
 class NodeSum(Protocol):

@@ -1,31 +1,38 @@
-"""What a transformer is trained to predict: how a clean sample becomes a noisy one, and the target beside it.
+"""What a transformer is trained to predict: the noise level of a sample, what it is given, and the target beside it.
 
-`FlowObjective` is that of most families. `DiffusionObjective` is diffusion: with velocity as the prediction (Salimans
-and Ho 2022) and no signal at the last time (Lin et al. 2024), as CogVideoX has it, or with the noise (Ho et al. 2020),
-as Latte has it. A level is the number that is drawn for a sample: sigma for the flow, the whole time of 0 .. 999 for
-diffusion.
+`FlowObjective` is flow matching, that of most families. `DiffusionObjective` is diffusion: with velocity as the
+prediction (Salimans and Ho 2022) and no signal at the last time (Lin et al. 2024), as CogVideoX has it, or with the
+noise (Ho et al. 2020), as Latte has it. A level is the number that is drawn for a sample: sigma for the flow, the whole
+time of 0 .. 999 for diffusion.
+
+Every random number of a sample is a function of (seed, step, sample key) alone, through the counter-based Philox: the
+same on any worker, device, degree and order of work. Noise itself is drawn by `ops.noise`. No torch inside.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from torch import Tensor
 
 from ops.config import Diffusion, FlowConfig
-from ops.flow import draw_sigma, generator
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TIMES = 1000  # of diffusion
 _BETAS = (0.00085, 0.012)  # of Stable Diffusion, evenly spaced in their square roots
 _NOISE_BETAS = (0.0001, 0.02)  # of Ho et al. 2020, evenly spaced
+_TRIES = 10_000
 
 
 class Objective(Protocol):
-    """Every random number of a sample is a function of (seed, step, sample key) alone."""
+    """What a family's transformer is trained by."""
 
     def draw(self, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float]) -> float:
         """The level of the sample `key`, of so many tokens, at `step`; where there are two experts, within `sigmas`."""
@@ -93,6 +100,63 @@ class DiffusionObjective:
 def objective_of(diffusion: Diffusion | None, flow: FlowConfig) -> Objective:
     """That of a transformer whose settings say `DiTConfig.diffusion`."""
     return FlowObjective(flow) if diffusion is None else DiffusionObjective(diffusion)
+
+
+def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.random.Generator:
+    """An independent stream of numbers for each (seed, step, sample key, purpose)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{purpose}/{key}".encode(), digest_size=16).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+
+
+def draw_sigma(
+    config: FlowConfig, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float] = (0.0, 1.0)
+) -> float:
+    """The noise level of the sample `key`, of so many tokens, at `step`: in [0, 1], after the shift.
+
+    With `sigmas` [low, high) it is the first of the draws that lies there: the density keeps its form, so that two
+    experts together see what one transformer for all would see. Raises ValueError where none of many does.
+    """
+    numbers, (low, high) = generator(seed, step, key), sigmas
+    for _ in range(_TRIES):
+        sigma = shift(density(config, numbers), config.shift_at(tokens))
+        if low <= sigma and (sigma < high or high == 1.0):
+            return sigma
+    raise ValueError(
+        f"none of {_TRIES} noise levels of train.flow lay in [{low:g}, {high:g}), which an expert of model.dit is for. "
+        f"Change train.flow.flow_shift or its density."
+    )
+
+
+def draw_expert(
+    config: FlowConfig, seed: int, step: int, item: str, tokens: int, experts: Sequence[tuple[float, float]]
+) -> int:
+    """Which of these intervals of noise levels [low, high), that cover all, the clips of an item, of so many tokens
+    each, are trained at in this step: the one that a level drawn for the item lies in. Levels of its clips are then
+    drawn within it (`draw_sigma`), so that over all steps a clip sees every level as often as with one transformer."""
+    if len(experts) == 1:
+        return 0
+    level = draw_sigma(config, seed, step, f"expert of {item}", tokens)
+    return next(number for number, (low, _) in enumerate(experts) if level >= low)
+
+
+def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:
+    """Whether the transformer gets the first latent frame of the sample `key` at `step` as it is."""
+    return config.first_frame > 0 and generator(seed, step, key, "first frame").random() < config.first_frame
+
+
+def density(config: FlowConfig, numbers: np.random.Generator) -> float:
+    """One unshifted sigma of the configured density (Esser et al. 2024, section 3.1)."""
+    if config.weighting_scheme == "logit_normal":
+        return float(1 / (1 + math.exp(-(config.logit_mean + config.logit_std * numbers.standard_normal()))))
+    u = float(numbers.random())
+    if config.weighting_scheme == "mode":
+        return 1 - u - config.mode_scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
+    return u
+
+
+def shift(sigma: float, flow_shift: float) -> float:
+    """Moves sigma towards noise: longer sequences need more of it to lose their signal."""
+    return flow_shift * sigma / (1 + (flow_shift - 1) * sigma)
 
 
 @lru_cache(maxsize=8)

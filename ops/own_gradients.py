@@ -3,7 +3,9 @@
 A bucket is the range of some neighbouring parameters in the flat gradient. All workers sum the buckets in one order,
 from the end of the vector, where backward begins, to its front. A worker starts a bucket when it will add nothing more
 to it: during its last backward of the step (`watch`, by hooks), or after it (`start`); one that computes no gradient in
-the step starts all of them at once (not on CUDA, where waiting kernels hold SMs). `finish` waits for what is left.
+the step starts them at once (not on CUDA, where waiting kernels hold SMs). `finish` waits for what is left. On Gloo a
+worker takes memory for all parts of what it owns until it can add them, so it starts no bucket while those on their way
+take `_AHEAD_BYTES`: all buckets at once would take as much as the whole gradient.
 
 Order of launches. A worker starts buckets only when it will run no further collective of a bag before the end of the
 step (actors.run.dispatch decides it). So on every device all bag collectives of a step precede all buckets, which
@@ -19,6 +21,7 @@ A sum of a range is made in rank order by its owner (Gloo), so cutting and start
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,6 +31,8 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.shards import Bounds, Slot, padding
 from ops.waiting import Pending
+
+_AHEAD_BYTES = 64 << 20  # of parts that are not added yet; what is started last may go beyond it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +66,7 @@ class OwnGradients:
     """
 
     place = "memory of each worker"
-    _pending: list[Pending]
+    _pending: deque[tuple[Pending, int]]  # collectives, and bytes that each takes
     _missing: list[int]  # per bucket, parameters that wait for their last gradient; empty: not watching
 
     def __init__(
@@ -121,17 +126,24 @@ class OwnGradients:
         self._missing = [bucket.last - bucket.first for bucket in self._buckets]
 
     def start(self) -> None:
-        """Start the sum of what has not started yet."""
-        self._missing = []
-        while self._next < len(self._buckets):
+        """Nothing more is added in this step: start the sum of every bucket that there is memory for."""
+        self._closed, self._missing = True, []
+        while self._next < len(self._buckets) and self._has_room():
             self._start_next()
 
     def finish(self) -> None:
         """Wait for the whole sum. The next step may begin."""
         self.start()
-        for pending in self._pending:
-            pending.wait()
-        self._pending, self._next = [], 0
+        while self._pending:
+            self._pending.popleft()[0].wait()
+            self.start()
+        self._next, self._closed = 0, False
+
+    def _has_room(self) -> bool:
+        """Whether another bucket may start. What has come is added."""
+        while self._pending and self._pending[0][0].done:
+            self._pending.popleft()[0].wait()
+        return sum(taken for _, taken in self._pending) < _AHEAD_BYTES
 
     def used(self, lo: int, hi: int) -> None:
         """Nothing: `begin_step` zeroes."""
@@ -142,14 +154,14 @@ class OwnGradients:
     def _count(self, index: int) -> None:
         """Parameter `index` has its gradient of the running backward pass."""
         number = self._bucket_of[index]
-        if number < self._next and self._group.size > 1:
+        if (number < self._next or self._closed) and self._group.size > 1:
             raise RuntimeError(
                 f"{self._layout[index].name} received a gradient after the sum of its bucket had begun. The sum may "
                 f"only start during or after the last backward pass of a step."
             )
         if self._missing:
             self._missing[number] -= 1
-            while self._next < len(self._buckets) and self._missing[self._next] <= 0:
+            while self._next < len(self._buckets) and self._missing[self._next] <= 0 and self._has_room():
                 self._start_next()
 
     def _start_next(self) -> None:
@@ -157,7 +169,8 @@ class OwnGradients:
         self._next += 1
         pieces = [(min(max(lo, bucket.lo), bucket.hi), min(max(hi, bucket.lo), bucket.hi)) for lo, hi in self._bounds]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces)), "shards lie one after the other"
-        self._pending += self._group.reduce_scatter_ranges_async(self._memory, pieces)
+        taken = self._group.received_elements(pieces) * self._memory.element_size()
+        self._pending += [(one, taken) for one in self._group.reduce_scatter_ranges_async(self._memory, pieces)]
 
     def _cut(self, group: Group, bounds: Bounds) -> None:
         """The buckets of a generation, none of them started."""
@@ -170,7 +183,8 @@ class OwnGradients:
             self._buckets = [ReduceBucket(first=0, last=len(self._layout), lo=0, hi=even[-1][1])]
         self._bucket_of = {i: n for n, bucket in enumerate(self._buckets) for i in range(bucket.first, bucket.last)}
         self._next = 0  # buckets before this one have been started
-        self._pending, self._missing = [], []
+        self._closed = False  # nothing more is added in this step
+        self._pending, self._missing = deque(), []
 
     def _allocate(self) -> None:
         total = self._layout[-1].hi

@@ -108,10 +108,6 @@ class Layout:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""
         return slice(*chunk_bounds(self.lengths[index], self.degree, self.rank if rank is None else rank, index))
 
-    def text_chunk(self, index: int, rank: int | None = None) -> slice:
-        """Text rows of sequence `index` that `rank` owns in joint attention (cross-attention replicates the text)."""
-        return slice(*chunk_bounds(self.text_lengths[index], self.degree, self.rank if rank is None else rank, index))
-
     def local(self, sequences: Seq[Tensor]) -> Tensor:
         """This rank's rows of whole sequences ([L_i, ...] each), packed: [n, ...]."""
         return torch.cat([rows[self.chunk(index)] for index, rows in enumerate(sequences)])

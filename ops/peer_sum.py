@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.kernels.push.function import ALIGN, ALIGN_BYTES
+from ops.kernels.push.reference import ALIGN, ALIGN_BYTES
 from ops.lending import BorrowedMemory, Lender, borrow
 from ops.node_memory import NodeMemory
 from ops.node_sum import Unreachable, exchange, fellows_of
@@ -30,6 +30,7 @@ from ops.shards import STAGE, Bounds, Slot
 log = logging.getLogger(__name__)
 
 _PAGE = struct.Struct("q1024s")  # length of a handle, and the handle
+_NO_ROOM = -1  # in place of the number by which a part is borrowed
 _GRACE_S = 10.0  # for a worker that is in no generation any more to give back; who goes on has given back already
 
 
@@ -40,7 +41,8 @@ class PeerMemory(Protocol):
     def device(self) -> torch.device: ...
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Zero memory of its own, which can be lent. Raises RuntimeError where this device cannot."""
+        """Zero memory of its own, which can be lent. Raises RuntimeError where this device cannot, MemoryError where it
+        has no room."""
         ...
 
     def free(self, memory: Tensor) -> None: ...
@@ -100,10 +102,12 @@ class PeerSum:
         try:
             self.reserve(group.rank, bounds, sends)
             number = self._lend()
-        except (RuntimeError, OSError, MemoryError) as error:
+        except MemoryError as error:
+            number, failure = _NO_ROOM, str(error)
+        except (RuntimeError, OSError) as error:
             failure = str(error)
         numbers = exchange(group, number, self._peers.device)
-        _agree(failure, min(numbers) > 0)
+        _agree(failure, min(numbers) > 0, no_room=_NO_ROOM in numbers)
         bases = {}
         try:
             for rank in held:
@@ -237,8 +241,6 @@ def _starts(ranges: Bounds) -> list[int]:
     return starts
 
 
-def _agree(failure: str, all_could: bool) -> None:
-    if failure:
-        raise Unreachable(failure)
-    if not all_could:
-        raise Unreachable("another worker of this generation could not")
+def _agree(failure: str, all_could: bool, no_room: bool = False) -> None:
+    if failure or not all_could:
+        raise Unreachable(failure or "another worker of this generation could not", no_room)

@@ -38,9 +38,8 @@ from torch import Tensor
 
 from ops.chunks import chunk_bounds
 from ops.comm import Group
-from ops.kernels.base.autograd import Context, Gradients
-
-Bag = tuple[int, ...]
+from ops.degrees import BagRanks
+from ops.kernels.base.autograd import Context, InputGradients
 
 
 class Transfer(NamedTuple):
@@ -59,7 +58,7 @@ class _Stop(NamedTuple):
     home: int
     start: int
     length: int
-    bag: Bag
+    bag: BagRanks
     turn: int
 
 
@@ -86,12 +85,12 @@ class Routing:
 
     rank: int
     lengths: tuple[tuple[int, ...], ...]  # of each home rank
-    bags: tuple[Bag, ...]
+    bags: tuple[BagRanks, ...]
     assignment: tuple[int, ...]  # bag of each sequence
     tokens: Move
 
     @property
-    def bag(self) -> Bag:
+    def bag(self) -> BagRanks:
         """The bag of this rank."""
         return next(bag for bag in self.bags if self.rank in bag)
 
@@ -110,7 +109,7 @@ class Routing:
         return tuple(stop - start for start, stop in bounds)
 
 
-def parse_topology(text: str) -> tuple[Bag, ...]:
+def parse_topology(text: str) -> tuple[BagRanks, ...]:
     """Bags of "g1n4+g2n2": four bags of one rank, then two of two; ranks are dealt in order of bag size.
 
     Raises ValueError for anything else, a size given twice and zero counts.
@@ -123,7 +122,7 @@ def parse_topology(text: str) -> tuple[Bag, ...]:
                 f"topology {text!r} is not of the form g1n4+g2n2: sizes and counts of at least 1, each size once."
             )
         counts[int(match[1])] = int(match[2])
-    bags: list[Bag] = []
+    bags: list[BagRanks] = []
     start = 0
     for size in sorted(counts):
         for _ in range(counts[size]):
@@ -138,7 +137,7 @@ def workload(length: int, width: int, gamma: float = 1.0) -> float:
 
 
 def assign(
-    lengths: Sequence[Sequence[int]], bags: Sequence[Bag], width: int, gamma: float = 1.0, slack: float = 0.02
+    lengths: Sequence[Sequence[int]], bags: Sequence[BagRanks], width: int, gamma: float = 1.0, slack: float = 0.02
 ) -> tuple[int, ...]:
     """The bag of each sequence. Pure and deterministic, so every rank computes the same.
 
@@ -164,7 +163,7 @@ def assign(
 
 def plan(
     lengths: Sequence[int],
-    bags: Sequence[Bag],
+    bags: Sequence[BagRanks],
     group: Group,
     *,
     width: int,
@@ -183,7 +182,7 @@ def plan(
 
 def make_routing(
     lengths: Sequence[Sequence[int]],
-    bags: Sequence[Bag],
+    bags: Sequence[BagRanks],
     assignment: Sequence[int],
     rank: int,
     device: torch.device | str = "cpu",
@@ -249,7 +248,7 @@ def gather_lengths(lengths: Sequence[int], group: Group, device: torch.device | 
     return [flat[low:high] for low, high in pairwise(ends)]
 
 
-def _check_bags(bags: Sequence[Bag], size: int) -> None:
+def _check_bags(bags: Sequence[BagRanks], size: int) -> None:
     ranks = sorted(rank for bag in bags for rank in bag)
     if ranks != list(range(size)):
         raise ValueError(f"bags {list(bags)} must hold each rank 0..{size - 1} of the group exactly once.")
@@ -259,7 +258,7 @@ def _held(assignment: Sequence[int], bag: int) -> tuple[int, ...]:
     return tuple(index for index, chosen in enumerate(assignment) if chosen == bag)
 
 
-def _walk(lengths: Sequence[Sequence[int]], bags: Sequence[Bag], assignment: Sequence[int]) -> Iterator[_Stop]:
+def _walk(lengths: Sequence[Sequence[int]], bags: Sequence[BagRanks], assignment: Sequence[int]) -> Iterator[_Stop]:
     """All sequences in order."""
     turns = [0] * len(bags)
     chosen = iter(assignment)
@@ -325,7 +324,7 @@ class _Route(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: _Routed, *grads: Tensor) -> Gradients:
+    def backward(ctx: _Routed, *grads: Tensor) -> InputGradients:
         used = [grad for grad, floating in zip(grads, ctx.floating) if floating]
         moved = iter(_exchange(used, ctx.move, ctx.group, not ctx.back, add=ctx.move.repeats))
         return None, None, None, *(next(moved) if floating else None for floating in ctx.floating)

@@ -18,16 +18,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from ops import flow
 from ops.comm import Group
 from ops.conditions import Conditions
 from ops.config import Diffusion, Spacing, TokenShift
 from ops.geometry import Geometry
-from ops.objective import ddim_steps
+from ops.objective import ddim_steps, generator, shift
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
 
-_HINT = 0.001  # share of the picture in the first noise (HunyuanVideoImageToVideoPipeline.prepare_latents)
+_STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,12 +40,13 @@ class SamplerConfig:
     token_shift: TokenShift | None = None  # instead of flow_shift, as in training
     num_train_timesteps: int = 1000
     autocast: bool = False  # bfloat16 products, as in training
-    # As the schedulers of published Wan pipelines: sigmas begin one training step below 1, timesteps are whole numbers
-    wan_steps: bool = False
+    # As schedulers that know the times of a training alone: sigmas begin one of its steps below 1, and times are whole
+    # numbers
+    whole_times: bool = False
     spacing: Spacing = "even"
 
     def __post_init__(self) -> None:
-        flow.sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
+        sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
 
     @property
     def is_guided(self) -> bool:
@@ -60,8 +60,8 @@ class SampleRequest:
 
     Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
     [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
-    first latent frame, which the transformer gets as they are. `hint` [tokens of a frame, P] is mixed into the noise of
-    every latent frame, as HunyuanVideo's pipeline does with the picture that it starts from.
+    first latent frame, which the transformer gets as they are. A `hint_share` of `hint` [tokens of a frame, P] is mixed
+    into the noise of every latent frame.
     """
 
     text: Tensor
@@ -73,6 +73,7 @@ class SampleRequest:
     image: Tensor | None = None
     first: Tensor | None = None
     hint: Tensor | None = None
+    hint_share: float = 0.0
     pooled: Tensor | None = None  # [pooled_dim]: the second text encoder's vector of the prompt
 
 
@@ -86,7 +87,7 @@ class LowNoiseExpert:
 
 def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
     """The noise a request starts from: fp32 on the CPU, equal on every device and rank."""
-    return torch.from_numpy(flow.generator(seed, 0, "", "sample").standard_normal(shape, dtype="float32"))
+    return torch.from_numpy(generator(seed, 0, "", "sample").standard_normal(shape, dtype="float32"))
 
 
 @torch.no_grad()
@@ -210,12 +211,31 @@ def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> l
     """Of a clip of so many tokens, for each step: the time, and x becomes keep * x + change * prediction."""
     if diffusion is not None:
         return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
-    first = 1 - 1 / config.num_train_timesteps if config.wan_steps else 1.0
-    shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
-    sigmas = flow.sigma_schedule(config.steps, shift, first, config.spacing)
+    first = 1 - 1 / config.num_train_timesteps if config.whole_times else 1.0
+    flow_shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
+    sigmas = sigma_schedule(config.steps, flow_shift, first, config.spacing)
     times = [sigma * config.num_train_timesteps for sigma in sigmas]
-    times = [math.floor(time) for time in times] if config.wan_steps else times
+    times = [math.floor(time) for time in times] if config.whole_times else times
     return [(time, 1.0, after - sigma) for time, (sigma, after) in zip(times, pairwise(sigmas))]
+
+
+def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0, spacing: Spacing = "even") -> list[float]:
+    """steps + 1 sigmas from `first` down to 0 for Euler sampling, spaced as named and then shifted like in training."""
+    if steps < 1:
+        raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
+    done = [index / steps for index in range(steps + 1)] if spacing == "even" else _linear_then_quadratic(steps)
+    return [shift(first * (1 - share), flow_shift) for share in done]
+
+
+def _linear_then_quadratic(steps: int) -> list[float]:
+    """How far each step has come, from 0 to 1: half of the steps make the first 2.5 % in a straight line, the rest a
+    parabola that goes on from there (Diffusers' `linear_quadratic_schedule`)."""
+    if steps < 2:
+        raise ValueError(f"{steps} sampling step of linear and quadratic spacing; at least 2 are needed.")
+    straight = steps // 2
+    slope = _STRAIGHT / straight
+    bend = (1 - slope * steps) / (steps - straight) ** 2
+    return [slope * index + bend * max(index - straight, 0) ** 2 for index in range(steps + 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,7 +286,8 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
     tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
     if request.hint is not None:
         times = len(tokens) // len(request.hint)
-        tokens = (1 - _HINT) * tokens + _HINT * request.hint.to(tokens).repeat(times, 1)
+        share = request.hint_share
+        tokens = (1 - share) * tokens + share * request.hint.to(tokens).repeat(times, 1)
     if request.first is not None:
         tokens[: len(request.first)] = request.first.to(tokens)
     return tokens

@@ -20,7 +20,7 @@ from ops.attention.names import AttentionName
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.context_parallel import shared_heads_attention
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
 
@@ -90,7 +90,7 @@ class _RowsToHeads(torch.autograd.Function):
         return rows_to_heads(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: _Ends, *grads: Tensor) -> Gradients:
+    def backward(ctx: _Ends, *grads: Tensor) -> InputGradients:
         return None, None, *heads_to_rows(grads, ctx.exchange, ctx.group)
 
 
@@ -101,5 +101,5 @@ class _HeadsToRows(torch.autograd.Function):
         return heads_to_rows(tensors, exchange, group)
 
     @staticmethod
-    def backward(ctx: _Ends, *grads: Tensor) -> Gradients:
+    def backward(ctx: _Ends, *grads: Tensor) -> InputGradients:
         return None, None, *rows_to_heads(grads, ctx.exchange, ctx.group)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ops.cuda_memory import CudaHostCopy
 from ops.shards import ShardState
 
-Wait = Callable[[], None]
+CopyWait = Callable[[], None]
 """Returns when what was begun has ended, from any thread and any number of times; raises what it failed with."""
 
 
@@ -32,7 +32,7 @@ class ShardExport:
 
     shard: ShardState
     bank: int | None = None
-    wait: Wait = _nothing
+    wait: CopyWait = _nothing
 
     @property
     def has_ended(self) -> bool:
@@ -43,7 +43,7 @@ class ShardExport:
 class CopyArrays(Protocol):
     """How state on a device comes into host memory."""
 
-    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         """Begin to copy each array into the one of its name in host memory."""
         ...
 
@@ -55,7 +55,7 @@ class CopyArrays(Protocol):
 class CopyAtOnce:
     """From any device; it has ended when the call returns."""
 
-    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         """As `CopyArrays`."""
         for name, array in arrays.items():
             into[name].copy_(array)
@@ -108,7 +108,7 @@ class CopyOnStream:
         self._device = device
         self._targets = PinnedTargets(CudaHostCopy(device))
 
-    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         """As `CopyArrays`."""
         self._targets.pin(into.values())
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps, without the GIL
@@ -118,7 +118,7 @@ class CopyOnStream:
                 into[name].copy_(array, non_blocking=True)
                 array.record_stream(self._stream)  # not given out again before the copy has read it
             done.record(self._stream)
-        wait: Wait = done.synchronize
+        wait: CopyWait = done.synchronize
         return wait
 
     def release(self) -> None:

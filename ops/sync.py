@@ -41,8 +41,8 @@ from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
-Phase = Callable[[str], None]
-StatePlace = Literal["device", "host"]
+PhaseListener = Callable[[str], None]
+StateLocation = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -114,12 +114,11 @@ class Sync(Protocol):
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,
     ) -> StepResult: ...
-    def export_shard(self) -> ShardState: ...
     def begin_export(self, step: int) -> ShardExport:
         """The state after `step`, which others count on from now on: in the node's memory where `form` was given banks,
         else a copy. It may still be made while the next step's cascades run."""
@@ -212,7 +211,7 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
-        state: StatePlace = "device",
+        state: StateLocation = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:
@@ -246,6 +245,8 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
+        # by what was given, so that there is nothing to agree on with workers who name places
+        self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
         for index, parameter in enumerate(self._parameters):
@@ -297,7 +298,7 @@ class FlatSync:
         loss: float,
         weight: float,
         planned_weight: float,
-        phase: Phase,
+        phase: PhaseListener,
         bad_weight: float = 0.0,
         part_weights: Sequence[float] | None = None,
         export: bool = False,
@@ -350,10 +351,6 @@ class FlatSync:
             export=self.begin_export(step) if export else None,
         )
 
-    def export_shard(self) -> ShardState:
-        """A copy of the own range's state."""
-        return self._exported({name: array.to("cpu", copy=True) for name, array in self.state.arrays.items()})
-
     def begin_export(self, step: int) -> ShardExport:
         """As `Sync.begin_export`; a copy of what lies on a GPU is made while the next cascades run."""
         return self.state.export(step, self._exported, self._check_commits)
@@ -405,7 +402,7 @@ class FlatSync:
     def _agree_on_places(self, group: Group) -> None:
         """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
         own."""
-        if group.size == 1 or (self._memory is None and self._parameter_memory == "replicated"):
+        if group.size == 1 or self._made:
             return
         self.gradients.leave()  # and so have all, once they have exchanged this
         mine = 0 if self._memory is None else MEMORIES.index(self._memory)

@@ -20,13 +20,12 @@ from ops.packing import Layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NoisyClip:
-    """One sequence of the pass: what this rank holds of it, and its random draw."""
+class PassClip:
+    """One sequence of the pass: what this rank holds of it, and whose random numbers it gets."""
 
     rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
     text: Tensor  # [text tokens, E], whole
-    noise: NoiseKey
-    level: float  # of noise, as the objective draws it
+    key: str  # of its sample
     weight: float  # share of the step's loss; 0 for a clip that did not decode
 
 
@@ -42,35 +41,41 @@ class PassResult:
 
 def train_pass(
     dit: nn.Module,
-    clips: Sequence[NoisyClip],
+    clips: Sequence[PassClip],
     layout: Layout,
     group: Group,
     *,
-    latent_width: int,
     objective: Objective,
+    seed: int,
+    step: int,
+    latent_width: int,
     dtype: torch.dtype,
     autocast: bool,
+    sigmas: tuple[float, float] = (0.0, 1.0),
     phase: Callable[[str], None] = lambda name: None,
     conditions: Conditions = NOTHING,
     before_backward: Callable[[], None] = lambda: None,
 ) -> PassResult:
     """Adds this rank's part of the gradient to the parameters. Collective over the group.
 
-    The first `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is told
-    "forward" and "backward" as they begin.
+    Noise and noise level of each clip are drawn by its key, for one of two experts within its `sigmas`. The first
+    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is told "forward" and
+    "backward" as they begin.
     """
     device = layout.device
-    noisy, target = [], []
+    levels, noisy, target = [], [], []
     for i, clip in enumerate(clips):
-        noise = rows(clip.noise, layout.chunk(i), latent_width, device).to(dtype)
+        level = objective.draw(seed, step, clip.key, layout.sequences[i].tokens, sigmas)
+        noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), latent_width, device).to(dtype)
         clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
-        mixed = objective.noisy(clip.level, clean, noise)
+        mixed = objective.noisy(level, clean, noise)
         given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
         mixed[:given] = clean[:given]
         noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
-        target.append(objective.target(clip.level, clean, noise))
+        target.append(objective.target(level, clean, noise))
+        levels.append(level)
     tokens, wanted = torch.cat(noisy), torch.cat(target)
-    times = objective.times(torch.tensor([clip.level for clip in clips], dtype=dtype, device=device))
+    times = objective.times(torch.tensor(levels, dtype=dtype, device=device))
     weights = torch.tensor([clip.weight for clip in clips], dtype=dtype, device=device)
     del noisy, target
     phase("forward")

@@ -56,43 +56,81 @@ class CancelToken:
             raise Cancelled(f"{doing} cancelled: {self.reason}")
 
 
-class WaitClock(threading.local):
+@dataclass(frozen=True, slots=True)
+class StreamWait:
+    """A wait of a device's stream, between two events on it. Any thread may ask."""
+
+    before: torch.cuda.Event
+    after: torch.cuda.Event
+
+    @property
+    def reached(self) -> bool:
+        """Whether the stream has come to it: what was queued before has ended."""
+        return bool(self.before.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.after.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds(self) -> float:
+        """How long the stream stood still, once the wait has ended."""
+        return float(self.before.elapsed_time(self.after)) / 1e3
+
+
+class WaitClock:
     """Seconds for which nothing was computed because the result of a collective was awaited: the communication that is
     not hidden behind work.
 
     On the CPU the host waits, and is timed. On CUDA (NCCL) a wait only orders streams: events before and after it on
-    the current stream say how long that stream stood still. One clock for all groups of a generation; it counts the
-    waits of every thread apart, and `take` answers for the thread that asks.
+    the current stream say how long that stream stood still. One clock for all groups of a generation; `take` answers
+    for the thread that asks and its current stream, on which autograd's own threads run the backward of what was queued
+    there.
     """
 
     def __init__(self) -> None:
-        self._seconds = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._host = _HostSeconds()
+        self._of_stream: dict[int, list[StreamWait]] = {}
+        self._lock = threading.Lock()
 
-    def waited(self, wait: Callable[[], None], on_stream: bool) -> None:
-        """Run a wait and book it."""
-        if on_stream:
-            import torch  # here: processes that only exchange messages need no torch, which takes seconds to import
+    def waited(self, wait: Callable[[], None], on_stream: bool) -> StreamWait | None:
+        """Run a wait and book it. Returns that of the stream, which may not have ended."""
+        if not on_stream:
+            began = time.perf_counter()
+            try:
+                wait()
+            finally:
+                self._host.seconds += time.perf_counter() - began
+            return None
+        import torch  # here: processes that only exchange messages need no torch, which takes seconds to import
 
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            before.record()
-            wait()
-            after.record()
-            self._events.append((before, after))
-            return
-        began = time.perf_counter()
-        try:
-            wait()
-        finally:
-            self._seconds += time.perf_counter() - began
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        before.record()
+        wait()
+        after.record()
+        booked = StreamWait(before, after)
+        with self._lock:
+            self._of_stream.setdefault(torch.cuda.current_stream().cuda_stream, []).append(booked)
+        return booked
 
     def take(self) -> float:
-        """Seconds since the last `take`; waits for the last of the events."""
-        if self._events:
-            self._events[-1][1].synchronize()
-        found = self._seconds + sum(float(before.elapsed_time(after)) / 1e3 for before, after in self._events)
-        self._seconds, self._events = 0.0, []
-        return found
+        """Seconds since the last `take`; waits for the last wait of the stream."""
+        found, self._host.seconds = self._host.seconds, 0.0
+        if not self._of_stream:
+            return found
+        import torch
+
+        with self._lock:
+            waits = self._of_stream.pop(torch.cuda.current_stream().cuda_stream, [])
+        if waits:
+            waits[-1].after.synchronize()
+        return found + sum(one.seconds for one in waits)
+
+
+class _HostSeconds(threading.local):
+    """What each thread has waited itself."""
+
+    seconds = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,7 +13,8 @@
 - All members launch the same collectives of a communicator, of equal sizes and types; what one sends is what the other
   receives. Where Gloo aborts the process and NCCL hangs or writes elsewhere, this raises.
 - Ranges of one length are summed and gathered in place; an all-gather of others takes a copy of all of them.
-- Every communicator costs memory for each peer as long as it lives.
+- Every communicator costs memory for each peer as long as it lives, all-to-alls for those alone that get or send
+  something (ProcessGroupNCCL sends nothing of size 0).
 - An error of a collective is not told by its wait, which returns with anything in the tensors: only by the
   communicator, to who asks it or launches the next one. (Asynchronous errors and error handling)
 """
@@ -59,6 +60,8 @@ class Rules:
     _blocked: dict[int, tuple[str, tuple[int, ...]]] = field(default_factory=dict)  # worker -> what it connects
     _failing: dict[int, tuple[str, int]] = field(default_factory=dict)  # worker -> kind, and how many come before
     _failed: set[tuple[str, int]] = field(default_factory=set)  # communicators and workers
+    _partners: dict[tuple[str, int], set[int]] = field(default_factory=lambda: defaultdict(set))  # of all-to-alls
+    _members: dict[str, tuple[int, ...]] = field(default_factory=dict)
     kinds: Counter[str] = field(default_factory=Counter)  # collectives by name, counted once for each member
     made: int = 0  # communicators, counted once for each member
     made_late: int = 0  # of them, by a collective
@@ -69,6 +72,9 @@ class Rules:
             number = self._counts[name, worker]
             self._counts[name, worker] += 1
             self.kinds[str(facts[0])] += 1
+            self._members[name] = members
+            if facts[0] == "alltoall_base":
+                self._partners[name, worker] |= _partners(members, worker, *facts[1:])
             now, before = (name, number), self._last.get(worker)
             if before is not None and self._reaches(now, before):
                 raise AgainstNccl(
@@ -140,6 +146,11 @@ class Rules:
     def open_peers(self, worker: int) -> int:
         return self._open[worker]
 
+    def partners(self, worker: int, members: tuple[int, ...]) -> set[int]:
+        """With whom the worker has exchanged by all-to-alls of a communicator of these members."""
+        found = [met for (name, one), met in self._partners.items() if one == worker and self._members[name] == members]
+        return set().union(*found)
+
     def _reaches(self, start: Launched, goal: Launched) -> bool:
         seen, found = set(), [start]
         while found:
@@ -150,6 +161,11 @@ class Rules:
                 seen.add(one)
                 found += self._after.get(one, ())
         return False
+
+
+def _partners(members: tuple[int, ...], worker: int, sent: object, received: object) -> set[int]:
+    assert isinstance(sent, tuple) and isinstance(received, tuple)
+    return {one for one, out, into in zip(members, sent, received) if (out or into) and one != worker}
 
 
 def _unlike(

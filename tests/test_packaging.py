@@ -70,7 +70,7 @@ def test_the_kubernetes_job_scales_its_workers_and_asks_for_the_token() -> None:
     assert cluster["enableInTreeAutoscaling"] is True
     assert cluster["authOptions"] == {"mode": "token"}
     group = cluster["workerGroupSpecs"][0]
-    assert group["minReplicas"] < group["maxReplicas"]
+    assert group["minReplicas"] <= group["replicas"] < group["maxReplicas"]
     ray_pin = next(line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("ray=="))
     assert cluster["rayVersion"] == ray_pin.removeprefix("ray==")
 
@@ -79,6 +79,37 @@ def test_the_kubernetes_job_starts_a_shipped_config() -> None:
     entrypoint = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["entrypoint"].split()
     config = Path(entrypoint[entrypoint.index("--config") + 1])
     assert (ROOT / config.relative_to("/heddle")).is_file()
+
+
+def test_the_pods_of_the_kubernetes_job_are_whole_machines_and_its_pool_is_counted_in_their_gpus() -> None:
+    job = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    pod = group["template"]["spec"]
+    (container,) = pod["containers"]
+    limits, requests = container["resources"]["limits"], container["resources"]["requests"]
+    assert limits == requests, "a pod that may be given less of a machine is evicted first"
+    gpus = int(limits["nvidia.com/gpu"])
+    assert gpus == 8 and int(limits["cpu"]) >= 8 * gpus
+    assert any(name.startswith("rdma/") for name in limits) and "IPC_LOCK" in str(container["securityContext"])
+    assert pod["hostNetwork"] is True and pod["dnsPolicy"] == "ClusterFirstWithHostNet"
+    words = job["entrypoint"].split()
+    settings = dict(setting.split("=") for setting in words if setting.startswith("workers."))
+    assert settings == {
+        "workers.min": str(group["minReplicas"] * gpus),
+        "workers.max": str(group["maxReplicas"] * gpus),
+    }
+
+
+def test_the_shared_memory_of_a_pod_holds_its_object_store() -> None:
+    """Ray takes 30 % of a pod's memory, and leaves a /dev/shm that is smaller."""
+    cluster = yaml.safe_load((ROOT / "docker" / "rayjob.yaml").read_text())["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        (shm,) = (volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "shm")
+        assert shm["medium"] == "Memory" and {"name": "shm", "mountPath": "/dev/shm"} in container["volumeMounts"]
+        memory = int(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+        assert 0.3 * memory <= int(shm["sizeLimit"].removesuffix("Gi")) < memory
 
 
 def test_the_kubernetes_job_works_where_its_claim_holds_data_and_models() -> None:

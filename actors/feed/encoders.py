@@ -1,23 +1,19 @@
-"""Facts about the frozen encoders that feeder and preview share, and the item as they describe it to the planner."""
+"""Facts about the frozen encoders that the data layer must know."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from actors.plan.types import Item, Module
-from data.cache import Cache, CachedLatents, frame_keys, text_key
-from data.config import DataConfig
-from data.decode import caption_or_empty
-from data.types import DataItem, DecodeJob
+from actors.plan.types import Module
+from data.types import DataItem
 from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, text_parts
 
-ENCODED: tuple[Module, ...] = ("text", "vae")
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
 
 
@@ -79,6 +75,18 @@ class Encoders:
             picture_rows=model.text.picture_rows,
         )
 
+    @property
+    def see_pixels(self) -> tuple[Module, ...]:
+        """Modules whose results are made of pixels."""
+        return ("text", "vae") if self.picture_rows else ("vae",)
+
+    def text_tokens(self, item: DataItem) -> int:
+        """Rows of the text of an item's samples in the mean, from the captions' lengths in the index; rows that they
+        are padded with and those of first frames count."""
+        lengths = [min(self.max_length, int(s.caption_chars / self.chars_per_token) + 1) for s in item.samples]
+        lengths = [max(length + self.picture_rows, self.least_text) for length in lengths]
+        return sum(lengths) // max(len(lengths), 1)
+
 
 def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
     """Every file of these folders: small ones by content, weights by size and time."""
@@ -89,44 +97,4 @@ def _stamp(folders: Sequence[Path]) -> list[tuple[str, int, str]]:
             small = stat.st_size <= _READ_BELOW_BYTES
             mark = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if small else str(stat.st_mtime_ns)
             found.append((f"{folder.name}/{file.relative_to(folder)}", stat.st_size, mark))
-    return found
-
-
-def plan_item(item: DataItem, encoders: Encoders, cached: Collection[Module]) -> Item:
-    """An item as the planner sees it. `cached`: modules whose results exist for every sample of it."""
-    return Item(
-        id=item.id,
-        batch=len(item.samples),
-        frames=item.bucket.frames,
-        height=item.bucket.height,
-        width=item.bucket.width,
-        text_tokens=_text_tokens(item, encoders),
-        cached=tuple(module for module in ENCODED if module in cached),
-    )
-
-
-def _text_tokens(item: DataItem, encoders: Encoders) -> int:
-    """Mean per sample, from the captions' lengths in the index; rows that they are padded with and those of first
-    frames count."""
-    lengths = [min(encoders.max_length, int(s.caption_chars / encoders.chars_per_token) + 1) for s in item.samples]
-    lengths = [max(length + encoders.picture_rows, encoders.least_text) for length in lengths]
-    return sum(lengths) // max(len(lengths), 1)
-
-
-def text_keys(item: DataItem, job: DecodeJob, encoders: Encoders, config: DataConfig) -> tuple[str, ...]:
-    """Names of an item's text embeddings in the cache."""
-    frames = frame_keys(item, config) if encoders.picture_rows else ("",) * len(job.clips)
-    return tuple(
-        text_key(caption_or_empty(clip, job), encoders.text, encoders.max_length, frame)
-        for clip, frame in zip(job.clips, frames, strict=True)
-    )
-
-
-def modules_in_cache(item: DataItem, texts: Sequence[str], cache: Cache, latents: CachedLatents | None) -> set[Module]:
-    """Modules whose results the cache names for every sample of the item. Whether they can be read shows later."""
-    found: set[Module] = set()
-    if cache.config.text and all(cache.has("text", name) for name in texts):
-        found.add("text")
-    if latents is not None and latents.has(item):  # the answer that the engine got, or will get
-        found.add("vae")
     return found

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from actors.config import TrainConfig
 from actors.plan.types import Item
 from ops.config import FlowConfig
-from ops.flow import draw_expert
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
+from ops.objective import draw_expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,10 +28,11 @@ class ExpertDraw:
         sigmas = tuple(expert.sigmas for expert in dit.experts)
         return ExpertDraw(flow=train.flow, seed=train.seed, geometry=geometry, sigmas=sigmas)
 
+    def of_item(self, step: int, item: str, tokens: int) -> int:
+        """The expert of the item with this id, whose clips have so many tokens."""
+        return draw_expert(self.flow, self.seed, step, item, tokens, self.sigmas)
+
     def routed(self, step: int, items: Sequence[Item]) -> tuple[Item, ...]:
         """The items of a step, each with its expert."""
-        return tuple(replace(item, expert=self._expert(step, item)) for item in items)
-
-    def _expert(self, step: int, item: Item) -> int:
-        tokens = self.geometry.tokens(item.frames, item.height, item.width)
-        return draw_expert(self.flow, self.seed, step, item.id, tokens, self.sigmas)
+        sizes = {item.id: self.geometry.tokens(item.frames, item.height, item.width) for item in items}
+        return tuple(replace(item, expert=self.of_item(step, item.id, sizes[item.id])) for item in items)

@@ -6,22 +6,25 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Protocol, TypeVar
 
 import ray
 
-from actors.config import RuntimeConfig
+from actors.config import RuntimeConfig, TrainConfig, WorkersConfig
 from actors.feed.encoders import Encoders
 from actors.feed.experts import ExpertDraw
 from actors.feed.feeder import Feeder
+from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
+from actors.plan.types import Item
 from actors.pool.workers import kill_process, uses_gpu
 from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
 from actors.refs import Method, Ref
-from actors.step import DataLost, Position, StepBatches, StepData, StepItems, StepSamples
+from actors.step import DataLost, DrawnItem, Position, StepBatches, StepData, StepItems
 from data.buckets import BatchSize
+from data.config import DataConfig
 from data.dataset.order import SizesRecord
+from data.engines.engine import make_engine
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -30,7 +33,7 @@ from ops.models.text import text_dtype
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Accounting = Mapping[str, object]  # JSON, as the data set counts itself
+DataCounts = Mapping[str, object]  # JSON, as the data set counts itself
 
 
 _ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
@@ -44,15 +47,15 @@ class FeederHandle(Protocol):
     """The feeder as the controller knows it (`actors.feed.feeder`)."""
 
     @property
-    def start(self) -> Method[[int, Position | None], Accounting]: ...
+    def start(self) -> Method[[int, Position | None], DataCounts]: ...
     @property
-    def items(self) -> Method[[int], StepItems]: ...
+    def items(self) -> Method[[int], tuple[DrawnItem, ...]]: ...
     @property
     def batches(self) -> Method[[int], StepBatches]: ...
     @property
     def release(self) -> Method[[int], None]: ...
     @property
-    def ledger(self) -> Method[[], Accounting]: ...
+    def ledger(self) -> Method[[], DataCounts]: ...
     @property
     def token(self) -> Method[[int], Position]: ...
     @property
@@ -72,18 +75,16 @@ class StepSource:
         last_step: int,
         stall_s: float,
         silent_s: float = 60.0,
-        experts: ExpertDraw | None = None,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
-        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`).
-        `experts` draws which of two transformers an item is for."""
-        self._experts = experts
+        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`)."""
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
         self._silent_s = silent_s
         self._feeder: FeederHandle | None = None
         self._pulse: Pulse | None = None
-        self._items: dict[int, Ref[StepItems]] = {}
+        self._items: dict[int, Ref[tuple[DrawnItem, ...]]] = {}
+        self._told: dict[int, StepItems] = {}  # of these
         self._batches: dict[int, Ref[StepBatches]] = {}
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
@@ -91,13 +92,13 @@ class StepSource:
         self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
         self._furthest = -1  # the last step that any feeder was asked for
 
-    def open(self, first_step: int, token: Position | None = None) -> Accounting:
+    def open(self, first_step: int, token: Position | None = None) -> DataCounts:
         """Start (or start again) the feeder at a step. Returns the dataset's accounting. Raises DataError, also when
         the data is not that of the checkpoint whose `token` is given.
 
         `token` may stand before `first_step`; the exact position goes before it where this object has seen it.
         """
-        for known in (self._items, self._batches, self._asked_at, self._ready):
+        for known in (self._items, self._told, self._batches, self._asked_at, self._ready):
             known.clear()
         for later in [step for step in self._positions if step > first_step]:
             del self._positions[later]
@@ -111,7 +112,7 @@ class StepSource:
                 log.warning("the feeder died while it opened the data (%d of %d): %s", attempt + 1, _STARTS, error)
         raise DataLost(f"the feeder died {_STARTS} times while it opened the data")
 
-    def _open(self, first_step: int, token: Position | None) -> Accounting:
+    def _open(self, first_step: int, token: Position | None) -> DataCounts:
         self.close()
         feeder = self._feeder = self._make()
         self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
@@ -154,38 +155,35 @@ class StepSource:
             raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
         return False
 
-    def items(self, step: int) -> StepItems | None:
-        """Metadata of a step, or None past the end of the run."""
+    def items(self, step: int) -> tuple[Item, ...] | None:
+        """The items of a step as the planner sees them, or None past the end of the run."""
         if step in self._ready:
-            return self._ready[step].items
+            return self._ready[step].items.planned
         self.request(step)
-        return self._items_of(step) if step in self._items else None
+        return self._items_of(step).planned if step in self._items else None
 
     def data(self, step: int) -> StepData:
         """Everything of a step; waits for its decoding. Raises DataError or DataLost."""
         if step not in self._ready:
             self.request(step)
             items, batches = self._items_of(step), self._get(self._batches[step])
-            listed = [(i.id, (i.frames, i.height, i.width), keys) for i, keys in zip(items.items, items.keys)]
-            samples = StepSamples.of(step, listed, self._geometry, self._loss_weight)
-            samples = samples.routed({i.id: i.expert for i in items.items})
-            for item, (latent_keys, text_keys) in items.cache_keys.items():
-                samples = samples.cached(item, latent_keys, text_keys)
             self._ready[step] = StepData(
                 items=items,
-                samples=samples,
-                cached=dict(items.cached),
-                batches={i.id: r for i, r in zip(items.items, batches.references, strict=True)},
+                batches=dict(zip(items.items, batches.references, strict=True)),
+                cached=batches.cached,
             )
             self._positions[step + 1] = batches.position
             while len(self._positions) > _POSITIONS_KEPT:
                 self._positions.popitem(last=False)
-            del self._items[step], self._batches[step], self._asked_at[step]
+            del self._items[step], self._told[step], self._batches[step], self._asked_at[step]
         return self._ready[step]
 
     def _items_of(self, step: int) -> StepItems:
-        items = self._get(self._items[step])
-        return items if self._experts is None else replace(items, items=self._experts.routed(step, items.items))
+        """With their samples, which are made here: thousands of them take five times as long to be sent. That is when
+        the planner is asked, steps before they are dispatched."""
+        if step not in self._told:
+            self._told[step] = StepItems.of(step, self._get(self._items[step]), self._geometry, self._loss_weight)
+        return self._told[step]
 
     def release(self, step: int) -> Position | None:
         """The step is committed. Returns the data's position after it."""
@@ -205,7 +203,7 @@ class StepSource:
         if self._feeder is not None:
             self._feeder.resize.remote(record)
 
-    def ledger(self) -> Accounting:
+    def ledger(self) -> DataCounts:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
     def token(self, step: int) -> Position:
@@ -269,9 +267,21 @@ def feeder_of(
     return actor_factory(
         Feeder,
         config=config.data,
-        geometry=geometry,
+        facts=item_facts(config.data, config.train, config.workers, model, geometry),
         seed=config.train.seed,
-        encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
         run_dir=config.run_dir,
+        engine_of=make_engine,
         timed=timed,
+    )
+
+
+def item_facts(
+    data: DataConfig, train: TrainConfig, workers: WorkersConfig, model: ModelConfig, geometry: Geometry
+) -> ItemFacts:
+    """Of a run with these settings and this resolved model."""
+    dtype = text_dtype(model.text, "cuda" if uses_gpu(workers) else "cpu")
+    return ItemFacts(
+        geometry=geometry,
+        encoders=Encoders.of(model, dtype, named=bool(data.cache.path)),
+        experts=ExpertDraw.of(model.dit, train, geometry),
     )

@@ -9,9 +9,11 @@ the others of its node in one direction: NVLink as the data sheet counts it, hal
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _PCIE3, _PCIE4, _PCIE5 = 16.0, 32.0, 64.0
+UNLISTED_LINK_GBPS = _PCIE4  # of a device that is in no table, assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,18 @@ DEVICES: tuple[tuple[tuple[str, ...], DeviceSpeed], ...] = (
 )
 
 
-def device_speed(name: str) -> DeviceSpeed | None:
-    """Of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; None where it is not listed."""
+def device_speed(name: str, measured: Mapping[str, float] | None = None) -> DeviceSpeed | None:
+    """Of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; of several, with "+" between
+    their names, the slowest one, which the others wait for. None where one is neither listed nor among the `measured`,
+    bf16 TFLOP/s by name."""
+    speeds = [_one_speed(one.strip(), measured or {}) for one in name.split("+")]
+    known = [speed for speed in speeds if speed is not None]
+    return min(known, key=lambda speed: speed.bf16_tflops) if len(known) == len(speeds) else None
+
+
+def _one_speed(name: str, measured: Mapping[str, float]) -> DeviceSpeed | None:
+    if name in measured:
+        return DeviceSpeed(measured[name], measured[name], UNLISTED_LINK_GBPS)
     words = name.upper().replace("-", " ").replace("_", " ").split()
     for wanted, speed in DEVICES:
         if all(word in words for word in wanted):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from itertools import takewhile
+from typing import Literal, Protocol
 
 Module = Literal["text", "vae", "dit"]
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
-MODULES: tuple[Module, ...] = ("text", "vae", "dit")
+ENCODERS: tuple[Module, ...] = ("text", "vae")  # frozen; their results may be cached
+MODULES: tuple[Module, ...] = (*ENCODERS, "dit")
 
 
 class PlanError(ValueError):
@@ -84,15 +87,84 @@ class Cascade:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class GpuPlace:
+    """Where a worker's GPU sits in its node. What nobody knows is None or empty."""
+
+    index: int | None = None  # in its node, by PCI address, as nvidia-smi counts
+    count: int = 0  # of GPUs in its node; 0: not known
+    pci: str = ""  # address, such as 0000:18:00.0
+    bridges: tuple[str, ...] = ()  # between it and the CPU, the host bridge first
+    numa: int | None = None  # memory node
+    island: str = ""  # GPUs of a node that name the same one reach each other over NVLink
+    rail: str = ""  # network of its NIC, by a letter: A is that of the node's first NIC that a GPU uses
+    nic: str = ""  # the NIC that it uses, such as mlx5_0
+    nic_hops: int = 0  # how far that is, as `hops_between`
+
+    @property
+    def known(self) -> bool:
+        """Whether anything is."""
+        return self != GpuPlace()
+
+    def __str__(self) -> str:
+        """As people read it: `gpu 3, numa 0, island A, rail B (mlx5_1)`."""
+        nic = f" ({self.nic})" if self.nic else ""
+        told = (
+            ("gpu", self.index),
+            ("numa", self.numa),
+            ("island", self.island or None),
+            ("rail", f"{self.rail}{nic}" if self.rail else None),
+        )
+        return ", ".join(f"{name} {value}" for name, value in told if value is not None)
+
+
+UNKNOWN_PLACE = GpuPlace()
+
+
+class OnPci(Protocol):
+    """A device on PCIe: the bridges between it and the CPU, the host bridge first, and its memory node."""
+
+    @property
+    def bridges(self) -> tuple[str, ...]: ...
+    @property
+    def numa(self) -> int | None: ...
+
+
+def hops_between(one: OnPci, other: OnPci) -> int:
+    """How far two devices of a node are apart, in the classes of `nvidia-smi topo`: 0 one PCIe switch (PIX), 1 several
+    (PXB), 2 one host bridge (PHB), 3 one memory node (NODE), 4 two of them (SYS). 0 where nobody knows.
+
+    A switch has two bridges on the way to each device: its upstream port, which they share, and a downstream port.
+    """
+    if one.bridges and other.bridges and one.bridges[0] == other.bridges[0]:
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one.bridges, other.bridges)))
+        if common == 1:
+            return 2
+        return 0 if max(len(one.bridges), len(other.bridges)) - common <= 1 else 1
+    if one.numa is None or other.numa is None:
+        return 3 if one.bridges and other.bridges else 0
+    return 3 if one.numa == other.numa else 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Workers, numbered node by node. `rails`: NIC rail of each worker of a node; `speed[w]`: 1 is normal."""
+    """Workers, numbered node by node; `speed[w]`: 1 is normal. Detected by a run, or given by a file."""
 
     nodes: tuple[int, ...]  # workers on each node
-    rails: str = ""  # one letter per worker of a node; empty: all the same rail
+    hosts: tuple[str, ...] = ()  # name of each node; empty: not known
+    places: tuple[GpuPlace, ...] = ()  # of each worker; empty: nothing is known
+    island_gbps: float = 0.0  # GB/s that a GPU sends to another NVLink island of its node; 0: not known
     speed: tuple[float, ...] = ()
     memory_gib: float = 0.0  # of each worker's device; 0: unknown
     host_gib: float = 0.0  # of each node, for training; 0: unknown
     room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known
+
+    def __post_init__(self) -> None:
+        for name, found, wanted in (
+            ("places", len(self.places), self.num_workers),
+            ("hosts", len(self.hosts), len(self.nodes)),
+        ):
+            if found not in (0, wanted):
+                raise ValueError(f"{name} of a cluster with nodes {list(self.nodes)} are {found}; expected {wanted}.")
 
     @property
     def num_workers(self) -> int:
@@ -110,6 +182,12 @@ class Cluster:
             worker -= count
         raise PlanError(f"worker {worker} does not exist in a cluster of {self.num_workers}.")
 
+    def part(self, first: int, count: int) -> Cluster:
+        """Nodes [first, first + count) alone, as places of their bags: without figures of single workers."""
+        nodes, start = self.nodes[first : first + count], sum(self.nodes[:first])
+        places = self.places[start : start + sum(nodes)]
+        return Cluster(nodes=nodes, places=places, island_gbps=self.island_gbps)
+
     @classmethod
     def parse(cls, spec: str) -> Cluster:
         """`"2x8"` is 2 nodes of 8. Raises PlanError for anything else."""
@@ -117,6 +195,22 @@ class Cluster:
         if match is None:
             raise PlanError(f"cluster {spec!r} is not NODESxGPUS, for example 2x8, nor a YAML file.")
         return cls(nodes=(int(match[2]),) * int(match[1]))
+
+
+def places_in(
+    nodes: Sequence[int], rails: str = "", islands: str = "", numa: Sequence[int] = ()
+) -> tuple[GpuPlace, ...]:
+    """Places of all workers where every node has the same: a letter, or memory node, for each GPU of the largest."""
+    return tuple(
+        GpuPlace(
+            index=gpu,
+            rail=rails[gpu] if rails else "",
+            island=islands[gpu] if islands else "",
+            numa=numa[gpu] if numa else None,
+        )
+        for count in nodes
+        for gpu in range(count)
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

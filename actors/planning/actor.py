@@ -65,10 +65,10 @@ class Planner:
         """Measured cascades of a step keep the cost model true. `cluster` has the workers of this generation, with
         their speeds as far as they are known now; a packed cascade counts as the sum of its parts."""
         learn_needs(self._profile, spans, text_tokens)
-        for key, overlap in self._witnesses.doubted(cluster, generation):
-            self._profile.forget(key, overlap)
+        for key, spanned in self._witnesses.doubted(cluster, generation):
+            self._profile.forget(key, spanned)
         found, refused = observations(spans, text_tokens, Topology(cluster, self._profile.cross_node))
-        for why in [*refused, *learn(self._profile, found)]:
+        for why in [*refused, *learn(self._profile, found, cluster.island_gbps)]:
             log.warning("%s", why)
         self._witnesses.saw(found)
         for workers, seconds in updates(spans):

@@ -6,29 +6,30 @@ until its workers have measured more.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from math import comb
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
-from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.costs.needs import BAG, SOLO, NeedKey, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.places import BESIDE, Places
-from actors.plan.types import USABLE, PlanError
+from actors.plan.types import USABLE
 from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
 from ops.models.config import ModelConfig
+from ops.node_routes import peers
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import Precision
 
 GIB = 2**30
-CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
+CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
+BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
-Shape = tuple[int, int, int]  # frames, height, width
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,11 +64,12 @@ class MemoryForecast:
     trained: int
     parameter_bytes: int  # of one parameter
     state_bytes: int  # of one trained weight, over all workers
-    deepspeed: bool
-    vae_gib: float
-    text_gib: float
-    image_gib: float
-    needs: Needs
+    deepspeed: bool = False
+    vae_gib: float = 0.0
+    text_gib: float = 0.0
+    image_gib: float = 0.0
+    text_on_host_gib: float = 0.0  # of each worker's own, in memory of its node
+    needs: Needs = field(default_factory=Needs)
     cuda: bool = True
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
@@ -79,21 +81,38 @@ class MemoryForecast:
         places = train.places(self.trained, "cuda" if self.cuda else "cpu", fetchable=self.in_blocks > 0)
         return [replace(self, places=one, per_node=per_node) for one in places]
 
-    def states(self, workers: int) -> StateSizes:
-        """Of the fullest of so many workers, on its device. The flat engine: parameters, an fp32 gradient, a shard of
-        the state (ZeRO-1); what lies in memory of the host is in `host_gib`."""
+    def states(self, workers: int, here: int = 0) -> StateSizes:
+        """What the fullest of so many workers has on its device. The flat engine: parameters, an fp32 gradient, a shard
+        of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that node; 0:
+        as many as on the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
         is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
             weights=self._weight_bytes() / GIB,
-            gradient=self._gradient_bytes(workers, largest) / GIB,
-            optimizer=0.0 if self.places.state == "host" else largest * shard / GIB,
+            gradient=self._gradient_bytes(workers, largest, here or min(self.nodes(workers))) / GIB,
+            optimizer=0.0 if self.cuda and self.places.state == "host" else largest * shard / GIB,
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
         )
+
+    def nodes(self, workers: int) -> tuple[int, ...]:
+        """Workers of each node."""
+        full, rest = divmod(workers, self.per_node)
+        return (*[self.per_node] * full, *([rest] if rest else []))
+
+    @property
+    def exchanges(self) -> bool:
+        """At the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls of the
+        communicator of all workers."""
+        return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self.places.parameters == "node")
+
+    def exchange_gib(self, workers: int) -> float:
+        """GiB of a GPU that its peers of other nodes take in that communicator."""
+        numbers = [number for number, count in enumerate(self.nodes(workers)) for _ in range(count)]
+        return PEER_GIB * max(peers(numbers)) if self.exchanges else 0.0
 
     @property
     def fetches(self) -> bool:
@@ -107,25 +126,22 @@ class MemoryForecast:
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
         return (self.parameters - self.trained) * self.parameter_bytes + flat
 
-    def _gradient_bytes(self, workers: int, largest: int) -> int:
-        """On the device of a worker of the smallest node, which holds the most."""
+    def _gradient_bytes(self, workers: int, largest: int, here: int) -> int:
+        """What it takes of the device of one of `here` workers of a node."""
         if self.deepspeed:  # fp32 parameters, reduced in one bucket of their size
             return 8 * self.trained
         if self.places.gradients == "own":
-            return 4 * (self.trained + padding(self.trained))
-        if not self.cuda or self.places.gradients == "host":
+            return self._own_gradient_bytes
+        if not self.cuda:  # each of a node's workers maps all of it
+            return 4 * self.trained
+        if self.places.gradients == "host":
             return 0
-        nodes = -(-workers // self.per_node)
-        fewest = workers - (nodes - 1) * self.per_node
         staged = 2 * STAGE * self.parameter_bytes
-        return 4 * held_elements(self.trained, largest, workers, fewest) + staged
+        return 4 * held_elements(self.trained, largest, workers, here) + staged
 
-    def host_gib(self, workers: int, nodes: int) -> float:
-        """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
-        lie there."""
-        here = -(-workers // nodes)
-        state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB + self.host_weights_gib
+    @property
+    def _own_gradient_bytes(self) -> int:
+        return 4 * (self.trained + padding(self.trained))
 
     @property
     def host_weights_gib(self) -> float:
@@ -134,93 +150,98 @@ class MemoryForecast:
 
     @property
     def loaded_gib(self) -> float:
-        """GiB of a device that a worker takes before its first generation: all weights are read to the device."""
-        return self.parameters * self.parameter_bytes / GIB + self.vae_gib + self.text_gib + self.image_gib
+        """GiB of a device that a worker takes before its first generation: all weights are read to the device, and a
+        gradient of its own is there, too."""
+        weights = self.parameters * self.parameter_bytes if self.fetches else self._weight_bytes()
+        own = self.places.gradients == "own" and not self.deepspeed
+        gradient = self._own_gradient_bytes if own else 0
+        return (weights + gradient) / GIB + self.vae_gib + self.text_gib + self.image_gib
 
     @property
-    def gradient_on_host(self) -> bool:
-        """The workers of a node add into one gradient in its host memory."""
-        return self.places.gradients == "host" or (self.places.gradients == "node" and not self.cuda)
+    def state_gib(self) -> float:
+        """GiB of the training state, of all workers together."""
+        return self.trained * self.state_bytes / GIB
 
-    def least_gib(
-        self,
-        geometry: Geometry,
-        clips: Sequence[Shape],
-        text_tokens: int,
-        degrees: Sequence[int],
-        workers: int,
-        bag_peers: int,
-    ) -> float:
-        """GiB of a GPU on which, with so many of them, one clip of every shape fits."""
-        legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
-        worst = max(_need_gib(self.needs, geometry, clip, text_tokens, legal) for clip in clips)
-        taken = max(self.states(workers).total + worst, self.loaded_gib)
-        return CONTEXT_GIB + communicators_gib(degrees, workers, bag_peers) + taken / USABLE
-
-    def room_gib(self, memory_gib: float, workers: int, bags_gib: float, cuda: bool = True) -> float:
-        """GiB that a cascade may take on a device of `memory_gib`; negative where the states do not fit."""
-        other = CONTEXT_GIB + bags_gib if cuda else 0.0
+    def room_gib(self, memory_gib: float, workers: int, bags_gib: float) -> float:
+        """GiB that a cascade may take on a device of `memory_gib`, on a GPU beside `bags_gib` for communicators of
+        bags; negative where the states do not fit."""
+        other = CONTEXT_GIB + bags_gib + self.exchange_gib(workers) if self.cuda else 0.0
         usable = USABLE * (memory_gib - other)
         room = usable - self.states(workers).total
         return min(room, usable - self.loaded_gib) if usable < self.loaded_gib else room
 
 
-def clips_of(data: DataConfig, geometry: Geometry) -> list[Shape]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What must run on some workers: one clip of each shape, with the longest captions, at some degree."""
+
+    geometry: Geometry
+    clips: tuple[PixelShape, ...]
+    text_tokens: int
+    bag_peers: int
+
+    @classmethod
+    def of(cls, data: DataConfig, model: ModelConfig, geometry: Geometry, bag_peers: int) -> Demand:
+        """The demand of a run's data."""
+        tokens = min(data.batch.text_tokens, model.text.most_tokens)
+        return cls(geometry=geometry, clips=tuple(clips_of(data, geometry)), text_tokens=tokens, bag_peers=bag_peers)
+
+    def need_gib(self, needs: Needs, degrees: Sequence[int], workers: int) -> float:
+        """The largest cascade, with the DiT at the degree at which it needs least; infinite where none is legal."""
+        legal = [degree for degree in degrees if degree <= workers]
+        return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
+
+    def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
+        """Whether it does on so many workers with `memory_gib` each."""
+        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
+        return self.need_gib(found.needs, degrees, workers) <= room
+
+    def fewest(
+        self, found: MemoryForecast, degrees: Sequence[int], memory_gib: float, least: int, most: int
+    ) -> int | None:
+        """The smallest number of workers from `least` to `most` on which it fits."""
+        counts = range(least, most + 1)
+        return next((workers for workers in counts if self.fits(found, degrees, workers, memory_gib)), None)
+
+    def least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: int) -> float:
+        """GiB of a GPU on which it fits with so many of them; of the least degree where all take more workers."""
+        legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
+        need = self.need_gib(found.needs, legal, max(legal))
+        taken = max(found.states(workers).total + need, found.loaded_gib)
+        other = communicators_gib(degrees, workers, self.bag_peers) + found.exchange_gib(workers)
+        return CONTEXT_GIB + other + taken / USABLE
+
+    def _need_of(self, needs: Needs, clip: PixelShape, degrees: Sequence[int]) -> float:
+        one, tokens = [replace(_clip(clip), text_tokens=self.text_tokens)], self.geometry.tokens
+        dit = min((needs.gib(footprint("dit", one, k, tokens, needs)) or 0.0 for k in degrees), default=math.inf)
+        return max(dit, *(needs.gib(footprint(module, one, 1, tokens)) or 0.0 for module in ("vae", "text")))
+
+
+def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:
     """The shapes of all buckets, of every segment of the run."""
     tables = [data.buckets, *(s.buckets for s in data.segments if s.buckets is not None)]
     found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
     return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
 
 
-def forecast(
-    model: ModelConfig,
-    geometry: Geometry,
-    train: TrainConfig,
-    clips: Sequence[Shape],
-    degrees: Sequence[int],
-    cuda: bool,
-) -> MemoryForecast:
-    """Of a resolved model, in the first of the places that the settings allow (`possible`). `clips` are the shapes that
-    will come, `degrees` those that the DiT may have.
-
-    Takes seconds of one core and no memory to speak of, whatever the size of the model.
-    """
+def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForecast:
+    """What is known of a resolved model by counting its weights: no encoder, no need of a cascade."""
     import torch
 
-    from ops.models.forecast import Precision, image_need, text_need
     from ops.models.load import dit_skeleton
-    from ops.models.text import text_dtype
     from ops.parameters import blocks_in
 
-    dtype = getattr(torch, train.parameter_dtype)
-    precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
     skeleton = dit_skeleton(model.dit)
     weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
     fetchable = blocks_in(skeleton) if model.dit.fetchable else []
     blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
-    needs = Needs()
-    predict_dit(needs, model, geometry, clips, degrees, precision)
-    image = image_need(model.image, 1) if model.image is not None else None
-    picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
-    vae_gib = 0.0
-    for shape, (held, line) in _vae_lines(model, clips).items():
-        vae_gib = held
-        needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
-    longest = model.text.most_tokens
-    encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
-    few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
-    needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
     trained = sum(count for count, wanted in weights if wanted)
     return MemoryForecast(
         parameters=sum(count for count, _ in weights),
         trained=trained,
-        parameter_bytes=dtype.itemsize,
+        parameter_bytes=getattr(torch, train.parameter_dtype).itemsize,
         state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
         deepspeed=train.sync == "deepspeed",
-        vae_gib=vae_gib,
-        text_gib=few.weights_gib,
-        image_gib=image.weights_gib if image is not None else 0.0,
-        needs=needs,
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],
         in_blocks=sum(blocks),
@@ -228,7 +249,99 @@ def forecast(
     )
 
 
-def _clip(shape: Shape) -> Samples:
+def forecast(
+    model: ModelConfig,
+    geometry: Geometry,
+    train: TrainConfig,
+    clips: Sequence[PixelShape],
+    degrees: Sequence[int],
+    cuda: bool,
+) -> MemoryForecast:
+    """What a resolved model needs, in the first of the places that the settings allow (`possible`). `clips` are the
+    shapes that will come, `degrees` those that the DiT may have.
+
+    Takes seconds of one core and no memory to speak of, whatever the size of the model.
+    """
+    return Forecasts(geometry, clips, cuda).of(model, train, degrees)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Encoders:
+    """A model's frozen parts: what their cascades need, and their weights."""
+
+    predicted: dict[NeedKey, NeedLine]
+    vae_gib: float
+    text_gib: float
+    image_gib: float
+    text_on_host_gib: float
+
+
+class Forecasts:
+    """Forecasts of models that differ in some settings: what they have in common is predicted once."""
+
+    def __init__(self, geometry: Geometry, clips: Sequence[PixelShape], cuda: bool) -> None:
+        self._geometry, self._clips, self._cuda = geometry, tuple(clips), cuda
+        self._dit: dict[object, Needs] = {}
+        self._encoders: dict[object, _Encoders] = {}
+
+    def of(self, model: ModelConfig, train: TrainConfig, degrees: Sequence[int]) -> MemoryForecast:
+        """As `forecast`."""
+        import torch
+
+        from ops.models.forecast import Precision
+
+        dtype = getattr(torch, train.parameter_dtype)
+        precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=self._cuda)
+        key = model.dit, model.text, model.image, tuple(degrees), precision
+        if key not in self._dit:
+            self._dit[key] = Needs()
+            predict_dit(self._dit[key], model, self._geometry, self._clips, degrees, precision)
+        frozen = model.vae, model.text, model.image
+        if frozen not in self._encoders:
+            self._encoders[frozen] = self._of_encoders(model)
+        dit, encoders = self._dit[key], self._encoders[frozen]
+        return replace(
+            sizes_of(model, train, self._cuda),
+            vae_gib=encoders.vae_gib,
+            text_gib=encoders.text_gib,
+            image_gib=encoders.image_gib,
+            text_on_host_gib=encoders.text_on_host_gib,
+            needs=Needs(
+                predicted={**dit.predicted, **encoders.predicted},
+                text_rows=dict(dit.text_rows),
+                copied=dit.copied,
+                num_heads=dit.num_heads,
+            ),
+        )
+
+    def _of_encoders(self, model: ModelConfig) -> _Encoders:
+        import torch
+
+        from ops.models.forecast import image_need, text_need
+        from ops.models.text import text_dtype
+
+        predicted: dict[NeedKey, NeedLine] = {}
+        vae_gib = 0.0
+        image = image_need(model.image, 1) if model.image is not None else None
+        picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
+        for shape, (held, line) in _vae_lines(model, self._clips).items():
+            vae_gib = held
+            predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
+        longest = model.text.most_tokens
+        encoder = getattr(torch, text_dtype(model.text, "cuda" if self._cuda else "cpu"))
+        few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
+        predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
+        beside = few if model.text.place == "device" else text_need(replace(model.text, place="device"), 1, 1, encoder)
+        return _Encoders(
+            predicted=predicted,
+            vae_gib=vae_gib,
+            text_gib=few.weights_gib,
+            image_gib=image.weights_gib if image is not None else 0.0,
+            text_on_host_gib=beside.weights_gib - few.weights_gib,
+        )
+
+
+def _clip(shape: PixelShape) -> Samples:
     return Samples(count=1, frames=shape[0], height=shape[1], width=shape[2])
 
 
@@ -236,7 +349,7 @@ def predict_dit(
     needs: Needs,
     model: ModelConfig,
     geometry: Geometry,
-    clips: Sequence[Shape],
+    clips: Sequence[PixelShape],
     degrees: Sequence[int],
     precision: Precision,
 ) -> None:
@@ -292,11 +405,11 @@ def predict_dit(
             needs.copied = max(needs.copied, extra / share)
 
 
-def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
+def _vae_lines(model: ModelConfig, clips: Sequence[PixelShape]) -> dict[PixelShape, tuple[float, NeedLine]]:
     """GiB of the weights and the line over clips of each shape. Without tiles all of it grows with the area."""
     from ops.models.forecast import vae_need
 
-    found: dict[Shape, tuple[float, NeedLine]] = {}
+    found: dict[PixelShape, tuple[float, NeedLine]] = {}
     whole: dict[int, tuple[float, float]] = {}  # frames -> GiB of the weights, GiB of a pixel
     for frames, height, width in dict.fromkeys(clips):
         if model.vae.tiling:
@@ -315,54 +428,7 @@ def communicators_gib(degrees: Sequence[int], workers: int, bag_peers: int) -> f
     """GiB of a GPU that the communicators of its bags take at most: with `bag_peers` peers (0: no limit) of all bags
     that these degrees allow. A larger bag, which is planned where no smaller one is legal, is open alone."""
     bags = [degree for degree in degrees if 1 < degree <= workers]
-    all_peers = sum(comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
+    all_peers = sum(math.comb(workers - 1, degree - 1) * (degree - 1) for degree in bags)
     legal = [degree for degree in bags if not bag_peers or degree <= bag_peers + 1]
     most = max(bag_peers, 0 if legal else min(bags, default=1) - 1)
     return PEER_GIB * (min(most, all_peers) if bag_peers else all_peers)
-
-
-def least_workers(
-    found: MemoryForecast,
-    geometry: Geometry,
-    clips: Sequence[Shape],
-    text_tokens: int,
-    degrees: Sequence[int],
-    memory_gib: float,
-    most: int,
-    bag_peers: int,
-    cuda: bool = True,
-) -> int | None:
-    """The smallest number of workers, at most `most`, on which one clip of every shape fits at some degree."""
-    for workers in range(1, most + 1):
-        room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, bag_peers), cuda)
-        legal = [degree for degree in degrees if degree <= workers]
-        if all(_fits(found.needs, geometry, clip, text_tokens, legal, room) for clip in clips):
-            return workers
-    return None
-
-
-def _fits(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int], room: float) -> bool:
-    one = [replace(_clip(clip), text_tokens=text_tokens)]
-    sizes = [footprint("vae", one, 1, geometry.tokens), footprint("text", one, 1, geometry.tokens)]
-    return all(needs.fits(size, room) for size in sizes) and any(
-        needs.fits(footprint("dit", one, degree, geometry.tokens, needs), room) for degree in degrees
-    )
-
-
-def _need_gib(needs: Needs, geometry: Geometry, clip: Shape, text_tokens: int, degrees: Sequence[int]) -> float:
-    """The largest cascade of one clip, with the DiT at the degree at which it needs least."""
-    one = [replace(_clip(clip), text_tokens=text_tokens)]
-    dit = min(needs.gib(footprint("dit", one, degree, geometry.tokens, needs)) or 0.0 for degree in degrees)
-    return max(dit, *(needs.gib(footprint(module, one, 1, geometry.tokens)) or 0.0 for module in ("vae", "text")))
-
-
-def too_little(
-    found: MemoryForecast, memory_gib: float, workers: int, room_gib: float, remedies: Sequence[str]
-) -> PlanError:
-    """What a run that cannot fit is told before it starts, with the changes that would help."""
-    states = found.states(workers)
-    advice = f"It fits with {' or with '.join(remedies)}." if remedies else "No setting of this run makes it fit."
-    return PlanError(
-        f"a GPU of {memory_gib:g} GiB has {room_gib:.1f} GiB for cascades on {workers} workers, which is too little: "
-        f"{states.total:.1f} GiB are states ({states.describe()}). {advice}"
-    )

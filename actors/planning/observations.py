@@ -13,11 +13,13 @@ from typing import cast
 
 from actors.messages import Piece, Span
 from actors.plan.costs.profile import NEWEST, PointKey, Profile
+from actors.plan.costs.spanning import Spanned
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Module
 
-Part = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
+PartShape = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
 _CHANGED = 0.05  # share by which a worker's speed must differ for what it measured to be doubted
+_LEAST = 0.1  # of a cascade that is not its detour: noise cannot make the rest nothing
 _CLOCKS = 1.05  # work may be so much longer than the span around it: two clocks measured them
 
 
@@ -26,10 +28,11 @@ class Observation:
     """One executed cascade."""
 
     module: Module
-    parts: tuple[Part, ...]  # of different shapes; several in a packed cascade
+    parts: tuple[PartShape, ...]  # of different shapes; several in a packed cascade
     degree: int
     seconds: float  # at normal speed of its workers
-    overlap: float | None  # of the NIC rails of its nodes; None on one node
+    spanned: Spanned | None = None  # None on one node
+    strays: bool = False  # its bag was in more NVLink islands of a node than it had to be
     bag: tuple[int, ...] = ()  # the workers that ran it
 
 
@@ -54,14 +57,15 @@ def observations(
             refused.append(why)
             continue
         bag = [worker for worker in span.bag if worker < topology.num_workers]
-        spans_nodes = len(bag) > 1 and topology.spans(bag)
+        over = len({topology.node[w] for w in bag})
         found.append(
             Observation(
                 module=cast(Module, span.module),
                 parts=parts_of(span.pieces, text_tokens),
                 degree=span.degree,
                 seconds=max(work_of(s) for s in ranks) * min((topology.speed[w] for w in bag), default=1.0),
-                overlap=topology.overlap(bag) if spans_nodes else None,
+                spanned=Spanned.of(over, topology.overlap(bag)) if over > 1 else None,
+                strays=over == 1 and topology.strays(bag),
                 bag=tuple(bag),
             )
         )
@@ -84,7 +88,7 @@ def cannot_be(span: Span) -> str:
     )
 
 
-def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[Part, ...]:
+def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[PartShape, ...]:
     """The samples by shape, as plans price them."""
     shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
     for piece in pieces:
@@ -93,12 +97,15 @@ def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[P
     return tuple((count, *bucket, round(text / count)) for bucket, (count, text) in shapes.items())
 
 
-def learn(profile: Profile, found: Iterable[Observation]) -> list[str]:
-    """Tell the profile; one sentence for each that it refuses."""
+def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0.0) -> list[str]:
+    """Tell the profile; one sentence for each that it refuses. What a bag has taken more in NVLink islands that it did
+    not need is no part of its price, by a GPU's GB/s to another island or what the profile says of it."""
     refused = []
     for one in found:
+        detours = [profile.detour(one.module, *p[:4], one.degree, p[4], island_gbps) for p in one.parts if one.strays]
+        seconds = max(one.seconds - sum(detours), _LEAST * one.seconds)
         try:
-            profile.observe_packed(one.module, one.parts, one.degree, one.seconds, overlap=one.overlap)
+            profile.observe_packed(one.module, one.parts, one.degree, seconds, spanned=one.spanned)
         except ValueError as error:  # also PlanError: a part that has no price cannot be divided
             refused.append(str(error))
     return refused
@@ -109,7 +116,7 @@ class Witnesses:
     that turns out to be slow has made its points look dear."""
 
     def __init__(self) -> None:
-        self._bags: dict[Part, dict[tuple[Module, int, float | None], deque[tuple[int, ...]]]] = {}
+        self._bags: dict[PartShape, dict[tuple[Module, int, Spanned | None], deque[tuple[int, ...]]]] = {}
         self._speed: tuple[float, ...] = ()
         self._workers = (-1, 0)  # generation, number of workers
 
@@ -118,12 +125,12 @@ class Witnesses:
         for one in found:
             for part in one.parts:
                 by_degree = self._bags.setdefault((*part[:4], 0), {})
-                key = one.module, one.degree, one.overlap
+                key = one.module, one.degree, one.spanned
                 by_degree.setdefault(key, deque(maxlen=NEWEST)).append(one.bag)
 
-    def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, float | None]]:
-        """(point, overlap) of what was mostly learned from workers whose speed was believed to be another than it is
-        now; each is told once."""
+    def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, Spanned | None]]:
+        """(point, how its bag lay over nodes) of what was mostly learned from workers whose speed was believed to be
+        another than it is now; each is told once."""
         size = cluster.num_workers
         speed = cluster.speed or (1.0,) * size
         before, self._speed = self._speed or (1.0,) * size, speed
@@ -132,10 +139,10 @@ class Witnesses:
             self._workers = generation, size
             return []
         changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}
-        found: list[tuple[PointKey, float | None]] = []
+        found: list[tuple[PointKey, Spanned | None]] = []
         for (batch, frames, height, width, _), by_degree in self._bags.items() if changed else ():
-            for (module, degree, overlap), bags in list(by_degree.items()):
+            for (module, degree, spanned), bags in list(by_degree.items()):
                 if 2 * sum(not changed.isdisjoint(bag) for bag in bags) > len(bags):
-                    found.append(((module, batch, frames, height, width, degree), overlap))
-                    del by_degree[module, degree, overlap]
+                    found.append(((module, batch, frames, height, width, degree), spanned))
+                    del by_degree[module, degree, spanned]
         return found

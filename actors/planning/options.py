@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.flops import exchange_seconds, text_cost
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.devices import DeviceSpeed, device_speed
+from actors.plan.devices import device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
 from ops.degrees import bag_sizes
@@ -16,7 +19,7 @@ from ops.models.config import ModelConfig
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
 _EFFICIENCY, _EFFICIENCY_OF_LINKS, _VAE_FLOPS_PER_PIXEL = 0.4, 0.7, 5e6
 _LAUNCH_S = 1e-4  # of a block's kernels in the four passes
-_MEASURED_S, _LINK_GBPS = 10.0, 32.0
+_MEASURED_S = 10.0
 
 LEAST_GAIN = 0.1
 """A run has not measured most pieces of a cut batch, and every cascade more costs calls: a cut must promise more."""
@@ -38,19 +41,27 @@ def options_of(config: PlannerConfig, *, budget_s: float, replans: bool) -> Plan
     )
 
 
-def profile_of(config: PlannerConfig, model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
+def profile_of(
+    config: PlannerConfig,
+    model: ModelConfig,
+    geometry: Geometry,
+    device: str = "",
+    measured: Mapping[str, float] | None = None,
+) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
     Raises PlanError for a bad file, and for one that is of another model or attention backend, or of another device
-    than `device` where that is given."""
+    than `device` where that is given. `measured`: bf16 TFLOP/s of devices that no table lists, by name."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device), config.profile)
+        profile.text_cost = text_cost(model.dit)
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
-            assumed = flop_profile(model, geometry, device)
+            assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, None
+        profile.row_bytes = exchange_seconds(model.dit, 1.0)
         degrees = profile.candidate_degrees("dit")
     else:
-        profile = flop_profile(model, geometry, device)
+        profile = flop_profile(model, geometry, device, measured)
         usual = profile.candidate_degrees("dit")
         degrees = (*usual, *config.degrees, config.static_degree, *bag_sizes(config.topology))
     if config.sequence == "ulysses" and not model.dit.spatial_temporal:
@@ -76,20 +87,28 @@ def tell_updates(profile: Profile, train: TrainConfig, model: ModelConfig, devic
     profile.update = profile.update.of_run(update_kind(train, weights, device), weights)
 
 
-def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Profile:
-    """The FLOP model of workers on this device: `cpu`, the name of a GPU (a table knows published ones), or "", which
-    is taken for a CPU. A GPU that is not in the table is measured for ten seconds where this process has one; else it
-    is taken for an H100, and a note says so."""
+def flop_profile(
+    model: ModelConfig, geometry: Geometry, device: str = "", measured: Mapping[str, float] | None = None
+) -> Profile:
+    """The FLOP model of workers on this device: `cpu`, names of GPUs (a table knows published ones; of several with "+"
+    between them the slowest counts), or "", which is taken for a CPU. A GPU that is neither in the table nor among the
+    `measured` is timed for ten seconds where it is this process's own; else it is taken for an H100, and a note of the
+    profile says so."""
     parts = (model.dit, model.vae, model.text, geometry, model.image)
     if device in ("", "cpu"):
         return Profile.from_flops(*parts)
-    notes, known = [], device_speed(device)
+    measured = measured or {}
+    if device_speed(device, measured) is None:
+        measured = {**measured, **_measured_here(device)}
+    known, notes = device_speed(device, measured), []
+    unlisted = [name for name in device.split("+") if name in measured]
+    if unlisted:
+        told = ", ".join(f"{name} {measured[name]:.0f} TFLOP/s" for name in unlisted)
+        notes.append(f"{told}: in no table of devices, measured. heddle profile measures cascades.")
     if known is None:
-        peak = _measured_peak()
-        known = DeviceSpeed(peak, peak, _LINK_GBPS) if peak else device_speed("H100")
+        known = device_speed("H100")
         assert known is not None
-        what = f"{peak:.0f} TFLOP/s were measured" if peak else "an H100's FLOPs are assumed"
-        notes.append(f"{device} is in no table of devices: {what}. heddle profile measures its cascades.")
+        notes.append(assumption(device))
     profile = Profile.from_flops(
         *parts,
         tflops=_EFFICIENCY * known.bf16_tflops,
@@ -102,10 +121,19 @@ def flop_profile(model: ModelConfig, geometry: Geometry, device: str = "") -> Pr
     return profile
 
 
-def _measured_peak() -> float:
-    """bf16 TFLOP/s of this process's GPU; 0 without one."""
+def assumption(device: str) -> str:
+    """What is said where nobody knows how fast a GPU is."""
+    what = "the GPUs are not known" if device == "cuda" else f"{device} is in no table of devices and was not measured"
+    return f"{what}: an H100's FLOPs are assumed. heddle profile measures cascades; a run corrects them as it goes."
+
+
+def _measured_here(device: str) -> dict[str, float]:
+    """bf16 TFLOP/s of this process's GPU where it is one of these, by its name."""
     import torch
 
     from ops.matmul import matmul_tflops
 
-    return matmul_tflops(torch.device("cuda"), torch.bfloat16, _MEASURED_S) if torch.cuda.is_available() else 0.0
+    name = torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""
+    if name not in device.split("+"):
+        return {}
+    return {name: matmul_tflops(torch.device("cuda"), torch.bfloat16, _MEASURED_S)}

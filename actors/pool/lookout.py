@@ -119,7 +119,10 @@ class Lookout:
             self.try_again()
             self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
             number = worker_number(info.worker)
-            events += [Joined(worker=number, node=info.node), Loaded(worker=number, info=info)]
+            events += [
+                Joined(worker=number, node=info.node, gpu=info.place.index or 0),
+                Loaded(worker=number, info=info),
+            ]
         return events + [self._failed_start(name, why) for name, why in news.lost]
 
     def _failed_start(self, name: str, why: str) -> Event:

@@ -21,14 +21,18 @@ Words for parting, each for one thing in all rooms:
 
 Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
 only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
-worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers are
-ready and no survivor is still expected to answer, the next `observe` forms a generation.
+worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers that
+have the memory to train together are ready and no survivor is still expected to answer, the next `observe` forms a
+generation of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from actors.messages import WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
@@ -45,13 +49,14 @@ from actors.pool.membership_types import (
     Form,
     HandedOver,
     Joined,
+    LeaveOut,
     Leaving,
     Limits,
     Loaded,
     Loading,
     Member,
+    MemberPhase,
     NodeDead,
-    Phase,
     Planned,
     Refused,
     Replace,
@@ -65,12 +70,16 @@ from actors.pool.membership_types import (
     Wait,
 )
 
+ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
+
 
 class Membership:
     """The pool of one run. `generation` continues the numbers of an earlier controller of the same run."""
 
-    def __init__(self, limits: Limits, *, generation: int = 0) -> None:
+    def __init__(self, limits: Limits, *, generation: int = 0, shortage: ShortageOf = lambda infos: "") -> None:
+        """`shortage` is asked of workers that are ready."""
         self._limits = limits
+        self._shortage = shortage
         self._generation = generation
         self._state: State = "waiting"
         self._workers: tuple[int, ...] = ()  # of the running generation
@@ -82,7 +91,8 @@ class Membership:
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
-        self._announced: tuple[int, int] | None = None  # the last Wait's (have, need)
+        self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
+        self._left_out: tuple[int, ...] = ()  # that the last LeaveOut named
         self._enough_since: float | None = None
         self._formed = False
         self._clean = True
@@ -158,13 +168,16 @@ class Membership:
         if event.worker in self._gone or event.worker in self._members:
             return
         self._requested = max(0, self._requested - 1)
-        self._members[event.worker] = Member(worker=event.worker, node=event.node, phase="starting", since=now)
+        self._members[event.worker] = Member(
+            worker=event.worker, node=event.node, phase="starting", since=now, gpu=event.gpu
+        )
 
-    def _ready(self, worker: int, after: Phase, now: float, **said: object) -> None:
+    def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
         """It can join a generation; `said` is what it has told of itself."""
         member = self._members.get(worker)
         if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
+            self._look_again()
 
     def _broken(self, event: Broken, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
@@ -200,6 +213,7 @@ class Membership:
         member = self._members.pop(worker, None)
         if member is None:
             return
+        self._look_again()
         self._gone.add(worker)
         reason = f"worker {worker} {reason}"
         if member.phase == "active" or (member.phase == "recovering" and not replaced):
@@ -215,7 +229,7 @@ class Membership:
         self._stop("recovering", "recovering", reason, now)
         self._clean = False
 
-    def _stop(self, state: State, phase: Phase, reason: str, now: float) -> None:
+    def _stop(self, state: State, phase: MemberPhase, reason: str, now: float) -> None:
         self._state, self._workers, self._why = state, (), reason
         for member in self._with("active"):
             self._update(member.worker, phase=phase, since=now)
@@ -227,7 +241,7 @@ class Membership:
     def _has_failed(self) -> bool:
         return self._state == "failed"
 
-    def _with(self, *phases: Phase) -> list[Member]:
+    def _with(self, *phases: MemberPhase) -> list[Member]:
         return [member for member in self._members.values() if member.phase in phases]
 
     # Decisions --------------------------------------------------------------------------------------------------
@@ -293,16 +307,49 @@ class Membership:
         staying = [m for m in self._with("active", "ready") if not m.leaving]
         if {m.worker for m in staying} == set(self._workers):
             return
-        reason = self._describe_change(staying)
+        staying, why = self._fitting(staying)
+        if {m.worker for m in staying} == set(self._workers):
+            self._leave_out(why)
+            return
+        reason = self._describe_change(staying) + (f" (for want of memory: {why})" if why else "")
         if len(staying) < self._limits.min:
             self._out.append(End(generation=self._generation, reason=reason, clean=True))
             self._stop("waiting", "ready", reason, now)
             self._clean = True
             return
-        leavers = [m.worker for m in self._with("active") if m.leaving]
+        leavers = [m.worker for m in self._with("active") if m not in staying]
         self._form(staying, reason, clean=True, now=now)
         for worker in leavers:
-            self._update(worker, phase="ready", since=now)  # no longer in a generation: drained next
+            self._update(worker, phase="ready", since=now)  # no longer in a generation: drained next, or left out
+        self._leave_out(why)
+
+    def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
+        """Those that have the memory to train together, as many as may be, and what they would lack with the others:
+        the last workers of the smallest nodes stay out first. Of nodes that share what lies on them, a small one holds
+        most."""
+        chosen, first = list(members), ""
+        while len(chosen) >= self._limits.min:
+            why = self._shortage(_infos_of(sorted(chosen, key=_by_node)))
+            if not why:
+                return chosen, first
+            first = first or why
+            counts = Counter(member.node for member in chosen)
+            chosen.remove(min(chosen, key=lambda member: (counts[member.node], -member.worker)))
+        return (chosen if self._formed else members), first  # who plans the first step says what is missing
+
+    def _leave_out(self, why: str) -> None:
+        """Those that are ready and not in the generation wait until others come or go."""
+        found = tuple(m.worker for m in self._with("ready") if not m.leaving)
+        for worker in found:
+            self._update(worker, left_out=True)
+        if found and found != self._left_out:
+            self._out.append(LeaveOut(workers=found, why=why))
+        self._left_out = found
+
+    def _look_again(self) -> None:
+        """The workers are others: those that were left out may fit now."""
+        for member in [member for member in self._members.values() if member.left_out]:
+            self._update(member.worker, left_out=False)
 
     def _describe_change(self, staying: list[Member]) -> str:
         after = {m.worker for m in staying}
@@ -314,21 +361,23 @@ class Membership:
         if self._with("recovering"):
             return
         ready = self._with("ready")
-        if len(ready) < self._limits.min:
+        chosen, why = self._fitting(ready)
+        if len(chosen) < self._limits.min:
             self._enough_since = None
-            self._wait(len(ready), now)
+            self._wait(len(ready), now, why)
             return
         if self._enough_since is None:
             self._enough_since = now
         if not self._formed and self._more_to_come() and now - self._enough_since < self._limits.gather_s:
             return
-        self._form(ready, self._why, clean=self._clean, now=now)
+        self._form(chosen, self._why, clean=self._clean, now=now)
+        self._leave_out(why)
 
     def _more_to_come(self) -> bool:
         return bool(self._with("starting") or self._requested)
 
     def _form(self, members: list[Member], reason: str, *, clean: bool, now: float) -> None:
-        members = sorted(members, key=lambda m: (m.node, m.worker))
+        members = sorted(members, key=_by_node)
         self._generation += 1
         self._state = "running"
         self._workers = tuple(m.worker for m in members)
@@ -336,26 +385,28 @@ class Membership:
             self._update(worker, phase="active", since=now)
         self._formed, self._clean, self._proven = True, True, False
         self._waiting_since = self._announced = self._enough_since = None
-        infos = tuple(m.info for m in members if m.info is not None)
-        assert len(infos) == len(members), "only workers that have loaded are formed"
+        infos = _infos_of(members)
         self._out.append(
             Form(generation=self._generation, workers=self._workers, infos=infos, reason=reason, clean=clean)
         )
 
-    def _wait(self, have: int, now: float) -> None:
-        if self._waiting_since is None or have + self._loading >= self._limits.min:
-            self._waiting_since = now  # enough are on their way: those that load for too long are given up elsewhere
+    def _wait(self, have: int, now: float, why: str) -> None:
+        on_their_way = self._loading if why else have + self._loading >= self._limits.min
+        if self._waiting_since is None or on_their_way:
+            self._waiting_since = now  # those that load for too long are given up elsewhere
         self._state = "waiting"
         until = self._waiting_since + self._limits.wait_s
         if now >= until:
+            lack = f"{have} of at least {self._limits.min} workers"
+            lack = f"{have} workers with too little memory to train together ({why})" if why else lack
             self._fail(
                 Exit.RESUMABLE,
-                f"{have} of at least {self._limits.min} workers for more than {self._limits.wait_s:g} s "
-                f"(workers.wait_s); resume when there is capacity, or lower workers.min",
+                f"{lack} for more than {self._limits.wait_s:g} s (workers.wait_s); resume when there is capacity, or "
+                f"lower workers.min",
             )
-        elif self._announced != (have, self._limits.min):
-            self._announced = (have, self._limits.min)
-            self._out.append(Wait(have=have, need=self._limits.min, until=until))
+        elif self._announced != (have, self._limits.min, bool(why)):
+            self._announced = (have, self._limits.min, bool(why))
+            self._out.append(Wait(have=have, need=self._limits.min, until=until, why=why))
 
     def _request(self, now: float) -> None:
         if self._requested and now - self._requested_at >= self._limits.request_s:
@@ -367,3 +418,14 @@ class Membership:
             self._requested_at = now
             self._available = max(0, self._available - count)
             self._out.append(Request(count=count))
+
+
+def _by_node(member: Member) -> tuple[str, int, int]:
+    return member.node, member.gpu, member.worker
+
+
+def _infos_of(members: Sequence[Member]) -> tuple[WorkerInfo, ...]:
+    """What they have told of themselves."""
+    infos = tuple(m.info for m in members if m.info is not None)
+    assert len(infos) == len(members), "only workers that have loaded are formed"
+    return infos

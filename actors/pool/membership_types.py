@@ -8,7 +8,7 @@ from typing import Literal
 from actors.config import WorkersConfig
 from actors.messages import WorkerInfo
 
-Phase = Literal["starting", "ready", "active", "recovering"]
+MemberPhase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
 NOTICE_S = 60.0  # until Ray has noticed a lost node, and a worker that has ended its cascade has left its groups
 
@@ -59,6 +59,7 @@ class Joined:
 
     worker: int
     node: str
+    gpu: int = 0  # index of its GPU there: workers of a node are ranked by it, else in the order in which they came
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,14 +253,26 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Too few workers to go on. Said once per change; `until` is when patience ends."""
+    """Too few workers to go on. Said once per change; `until` is when patience ends. `why`: so many are ready, and
+    cannot train together."""
 
     have: int
     need: int
     until: float
+    why: str = ""
 
     def __str__(self) -> str:
-        return f"waiting for workers: {self.have} of at least {self.need} are ready"
+        told = f"waiting for workers: {self.have} of at least {self.need} are ready"
+        return f"{told}, which have too little memory: {self.why}" if self.why else told
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeaveOut:
+    """These workers are ready and wait beside the generation: with them it would have too little memory. Others that
+    come may change that."""
+
+    workers: tuple[int, ...]
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +283,7 @@ class Fail:
     reason: str
 
 
-Decision = Form | End | Drain | Replace | Request | Wait | Fail
+Decision = Form | End | Drain | Replace | Request | Wait | LeaveOut | Fail
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,12 +292,14 @@ class Member:
 
     worker: int
     node: str
-    phase: Phase
+    phase: MemberPhase
     since: float  # when the phase began
     info: WorkerInfo | None = None  # None while it is starting
+    gpu: int = 0  # index on its node
     leaving: str = ""  # why it leaves
     suspected_at: float | None = None
     suspicion: str = ""
+    left_out: bool = False  # of the running generation, until others come or go
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -303,6 +318,7 @@ class View:
     def change_pending(self) -> bool:
         """Whether another set of workers than the running generation's is wanted: steps make room for a boundary."""
         return any(
-            (member.leaving and member.phase == "active") or (member.phase == "ready" and not member.leaving)
+            (member.leaving and member.phase == "active")
+            or (member.phase == "ready" and not member.leaving and not member.left_out)
             for member in self.members
         )

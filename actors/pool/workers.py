@@ -189,14 +189,6 @@ def uses_gpu(workers: WorkersConfig) -> bool:
     return workers.device == "cuda"
 
 
-def device_of(workers: WorkersConfig) -> str:
-    """What the workers compute on, as profiles name it: cpu, or the GPUs of the cluster as Ray knows them."""
-    if not uses_gpu(workers):
-        return "cpu"
-    kinds = [name.partition(":")[2] for name in resources(free=False) if name.startswith("accelerator_type:")]
-    return "+".join(sorted(kinds)) or "cuda"
-
-
 def start_monitor(run: str) -> MonitorHandle:
     """The run's monitor, found again by a restarted controller."""
     monitor: MonitorHandle = (

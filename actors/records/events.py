@@ -233,6 +233,35 @@ class GenerationFormed(RunEvent, event="generation", disturbs=True):
         return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
 
 
+class ClusterSeen(RunEvent, event="cluster"):
+    """Where the GPUs of a generation sit, as its plans count on it. `nodes` by host: a letter or number for each GPU;
+    `nccl`: what the workers' environment sets of NCCL. `from_file`: workers.cluster says so."""
+
+    nodes: Mapping[str, str]
+    nccl: Mapping[str, str]
+    from_file: bool = False
+
+    def describe(self) -> str:
+        alike: dict[str, list[str]] = {}
+        for host, words in self.nodes.items():
+            alike.setdefault(words, []).append(host)
+        listed = "; ".join(
+            f"{', '.join(hosts[:4])}{f' and {len(hosts) - 4} more' if len(hosts) > 4 else ''}: {words}"
+            for words, hosts in alike.items()
+        )
+        set_of = ", ".join(f"{name} {value or 'not set'}" for name, value in self.nccl.items())
+        return f"cluster{' (workers.cluster)' if self.from_file else ''}: {listed}{f'; {set_of}' if set_of else ''}"
+
+
+class ClusterRefused(RunEvent, event="cluster_refused"):
+    """workers.cluster does not match the workers that are there now: plans count on what they tell."""
+
+    why: str
+
+    def describe(self) -> str:
+        return f"plans count on what the workers tell of their GPUs: {self.why}"
+
+
 class WeightsFetched(RunEvent, event="weights_fetched"):
     """`train.memory.parameters: auto` has put the weights of blocks once into host memory of each node, as GPUs have no
     room for them otherwise."""
@@ -261,6 +290,17 @@ class WorkersAwaited(RunEvent, event="wait", disturbs=True):
 
     def describe(self) -> str:
         return self.detail
+
+
+class WorkersLeftOut(RunEvent, event="left_out"):
+    """These workers are ready, and with them the generation would have too little memory."""
+
+    workers: tuple[str, ...]
+    why: str
+
+    def describe(self) -> str:
+        one = len(self.workers) == 1
+        return f"{', '.join(self.workers)} {'waits' if one else 'wait'} until others come or go: {self.why}"
 
 
 class PlanAdapted(RunEvent, event="adapted"):
@@ -350,6 +390,15 @@ class BatchesResized(RunEvent, event="batches"):
         what = f"batch sizes from step {self.from_step} on" if self.applied else "better batch sizes would be"
         target = f"{self.target_s:g} s a batch" if self.target_s else "as long as one clip of the longest bucket"
         return f"{what}: {listed}{more} (measured costs, {target})"
+
+
+class DeviceAssumed(RunEvent, event="device_assumed"):
+    """Nobody knows how fast the workers' GPUs are: what the first plans count on."""
+
+    why: str
+
+    def describe(self) -> str:
+        return f"warning: {self.why}"
 
 
 class ProfileRefused(RunEvent, event="profile_refused"):

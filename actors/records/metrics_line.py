@@ -16,6 +16,7 @@ RENAMED = {"planned_s": "predicted_s", "plan_s": "planning_s"}
 _LATER = (
     *("room_gib", "tokens", "tokens_per_s_with_text", "fbl_s", "mfu", "hfu", "tflops", "cv_tflops", "wait_sync_s"),
     *("exposed_s", "corr_tokens", "corr_load", "load_exponent", "tflops_by_worker", "wait_sync_by_worker"),
+    *("mfu_by_worker", "hfu_by_worker", "exposed_by_worker"),
 )
 
 
@@ -70,7 +71,10 @@ class StepMetrics:
     corr_load: float | None = None  # of step time and the sum of B S^p
     load_exponent: float | None = None  # p, for which it is largest
     tflops_by_worker: Mapping[str, float] = field(default_factory=dict)
+    mfu_by_worker: Mapping[str, float] = field(default_factory=dict)
+    hfu_by_worker: Mapping[str, float] = field(default_factory=dict)
     wait_sync_by_worker: Mapping[str, float] = field(default_factory=dict)
+    exposed_by_worker: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, object]:
         """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.experts import ExpertDraw
 from actors.feed.first_sizes import first_sizes
 from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
@@ -24,34 +23,36 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import clips_of, forecast
-from actors.planning.options import profile_of, tell_updates
+from actors.planning.memory import Demand, forecast, sizes_of
+from actors.planning.options import assumption, profile_of, tell_updates
+from actors.planning.room import GenerationRoom
+from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
-from actors.pool.workers import Pool, RayPool, device_of, start_monitor, uses_gpu, weights_bytes
+from actors.pool.workers import Pool, RayPool, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address
-from actors.records.events import ProfileRefused
+from actors.records.events import DeviceAssumed, ProfileRefused
 from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
 from actors.run.controller import Controller, LookPace
 from actors.run.ending import Ending
 from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
+from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
+from actors.run.shortage import Shortage
 from actors.run.skips import Skips, skipped_before
+from actors.run.speeds import Speeds
 from actors.run.step_metrics import StepAccount
 from actors.run.waits import StepWaits
 from actors.state.assemble import assemble_state
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
-from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import num_trained
-from ops.shards import bytes_per_weight
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -73,14 +74,24 @@ def start_controller(
     model, geometry = resolve(config.model)
     check_weights(model)
     monitor = start_monitor(run)
-    device = device_of(config.workers)
+    found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
+    device = found.name
     setting = setting_of(model, device)
     least_gib: tuple[float, ...] = ()
     given = profile is not None
+    demand: Demand | None = None
     if profile is None:
-        profile = profile_of(config.planner, model, geometry, device)
+        profile = profile_of(config.planner, model, geometry, device, found.measured)
+        if found.assumed and not config.planner.profile:
+            events.tell(DeviceAssumed(why=assumption(device)))
         if uses_gpu(config.workers) or config.workers.memory_gib:
-            profile.needs, least_gib = _memory(config, model, geometry, profile.degrees.get("dit", (1,)))
+            demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+            profile.needs, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
+    room = GenerationRoom(
+        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
+        degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
+        bag_peers=config.planner.bag_peers,
+    )
     tell_updates(profile, config.train, model, device)
     settings = WorkerSettings(
         model=config.model,
@@ -90,7 +101,8 @@ def start_controller(
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)
-    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device), geometry=geometry)
+    shortage = Shortage(snapshot=config.snapshot, room=room, demand=demand, needs=profile.needs)
+    costs = TargetBatch(profile=profile_of(config.planner, model, geometry, device, found.measured), geometry=geometry)
     timed = first_sizes(run_dir, config.data, geometry, costs)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
@@ -99,7 +111,6 @@ def start_controller(
         config.train.steps,
         config.data.engine.stall_s,
         config.data.engine.silent_s,
-        ExpertDraw.of(model.dit, config.train, geometry),
     )
     if why := take_up(profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))
@@ -118,7 +129,7 @@ def start_controller(
         pool=pool,
         monitor=monitor,
         lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
-        membership=Membership(Limits.of(config.workers), generation=generation),
+        membership=Membership(Limits.of(config.workers), generation=generation, shortage=shortage.of),
         source=source,
         planner=planner,
         survivors=survivors,
@@ -126,8 +137,9 @@ def start_controller(
         new_store=_new_store,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
-        state_gib=num_trained(model.dit) * bytes_per_weight(config.train.optimizer.ema_decay > 0) / 2**30,
+        shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
+        speeds=Speeds(bags=not model.dit.spatial_temporal),
         recalibration=recalibration,
         asides=asides,
     )
@@ -149,8 +161,9 @@ def put_together(
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
     skips: Skips,
+    speeds: Speeds | None = None,
     measured: bool = True,
-    state_gib: float = 0.0,
+    shortage: Shortage | None = None,
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     pace: LookPace | None = None,
@@ -175,7 +188,9 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
-        state_gib=state_gib,
+        given=GivenCluster(config.cluster),
+        tell=events.tell,
+        shortage=shortage,
     )
     generations = GenerationManager(
         config=config,
@@ -201,26 +216,23 @@ def put_together(
         skips=skips,
         ending=ending,
         asides=turns,
+        speeds=speeds or Speeds(),
         recalibration=recalibration,
         pace=pace or LookPace(),
     )
 
 
 def _memory(
-    config: RuntimeConfig, model: ModelConfig, geometry: Geometry, degrees: Sequence[int]
+    config: RuntimeConfig, model: ModelConfig, demand: Demand, degrees: Sequence[int]
 ) -> tuple[Needs, tuple[float, ...]]:
     """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
     and state in each of the places that the settings allow."""
-    clips = clips_of(config.data, geometry)
     degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
-    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    found = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
     if not cuda:
         return found.needs, ()
-    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
-    fewest, peers, per_node = config.workers.min, config.planner.bag_peers, gpus_of_a_node()
-    return found.needs, tuple(
-        one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in found.possible(config.train, per_node)
-    )
+    possible = found.possible(config.train, gpus_of_a_node())
+    return found.needs, tuple(demand.least_gib(one, degrees, config.workers.min) for one in possible)
 
 
 def _new_store() -> torch.distributed.TCPStore:

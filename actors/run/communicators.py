@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-Bag = tuple[int, ...]
+from ops.degrees import BagRanks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBags:
     """What happens to bags around the cascades of one dispatch."""
 
-    closed: tuple[Bag, ...]  # before the first cascade
-    connected: tuple[Bag, ...]  # then, in the background; the others when their first cascade comes
+    closed: tuple[BagRanks, ...]  # before the first cascade
+    connected: tuple[BagRanks, ...]  # then, in the background; the others when their first cascade comes
     left: frozenset[int]  # positions of cascades whose bag is closed as they end
     made: int  # connections in all, of bags that come back too
 
@@ -30,9 +30,9 @@ class Communicators:
     def __init__(self, most_peers: int) -> None:
         """`most_peers`: the sum of a worker's peers over its bags; 0: no limit. A bag with more peers is alone."""
         self._most = most_peers
-        self._open: set[Bag] = set()
+        self._open: set[BagRanks] = set()
         self._of: dict[
-            int, dict[Bag, None]
+            int, dict[BagRanks, None]
         ] = {}  # those of each worker; the one that is unused for longest comes first
         self._peers: dict[int, int] = {}  # of each worker: a sum over its bags at every use would grow with the run
         self.most_seen = 0  # peers of any worker at any time
@@ -45,11 +45,11 @@ class Communicators:
         """How many are open on this worker."""
         return len(self._of.get(worker, ()))
 
-    def step(self, bags: Sequence[Bag]) -> StepBags:
+    def step(self, bags: Sequence[BagRanks]) -> StepBags:
         """`bags` of the cascades of one dispatch in the order of the plan, each by ascending worker."""
-        last: dict[Bag, int] = {}  # position of the last use so far
-        closed: list[Bag] = []
-        connected: list[Bag] = []
+        last: dict[BagRanks, int] = {}  # position of the last use so far
+        closed: list[BagRanks] = []
+        connected: list[BagRanks] = []
         left: set[int] = set()
         waiting: set[int] = set()  # workers that close a bag between two cascades of this step
         made = 0
@@ -72,9 +72,9 @@ class Communicators:
             last[bag] = position
         return StepBags(closed=tuple(closed), connected=tuple(connected), left=frozenset(left), made=made)
 
-    def _room_for(self, bag: Bag, coming: Sequence[Bag]) -> list[Bag]:
+    def _room_for(self, bag: BagRanks, coming: Sequence[BagRanks]) -> list[BagRanks]:
         """Close what has to go before `bag` is opened."""
-        gone: list[Bag] = []
+        gone: list[BagRanks] = []
         for worker in bag if self._most else ():
             while self.peers(worker) + len(bag) - 1 > self._most:
                 own = list(self._of.get(worker, ()))
@@ -85,14 +85,14 @@ class Communicators:
                 gone.append(victim)
         return gone
 
-    def _use(self, bag: Bag) -> None:
+    def _use(self, bag: BagRanks) -> None:
         """It is open, and the last one that was used."""
         self._open.add(bag)
         for worker in bag:
             self._of.setdefault(worker, {})[bag] = None
             self._peers[worker] = self._peers.get(worker, 0) + len(bag) - 1
 
-    def _close(self, bag: Bag) -> None:
+    def _close(self, bag: BagRanks) -> None:
         """Nothing happens where it is not open."""
         if bag in self._open:
             self._open.remove(bag)

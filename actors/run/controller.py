@@ -226,17 +226,16 @@ class Controller:
         self.generations.finished(done)
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
-        tokens = {item.id: item.text_tokens for item in done.running.data.items.items}
+        tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         spans = [s for r in done.reports for s in r.spans]
         self.planner.observe(spans, tokens, runner.cluster, runner.generation)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()
         self._learn_speeds(runner, done)
+        rooms = runner.count_on_room(done)
         if self.recalibration is not None:
-            rooms = [r.room_gib for r in done.reports if r.room_gib is not None]
             self.recalibration.collected(done.running.step, min(rooms, default=math.inf))
-        runner.count_on_room(done.reports)
 
     def _learn_speeds(self, runner: StepRunner, done: CollectedStep) -> None:
         """The next plan counts on the workers' measured speeds."""
@@ -244,7 +243,7 @@ class Controller:
             return
         names = [seat.name for seat in runner.world]
         self.speeds.observe(done.reports, dict(zip(names, done.running.speed, strict=False)))
-        speed = self.speeds.factors(names)
+        speed = self.speeds.factors(names, runner.cluster.speed)
         if speed != runner.cluster.speed:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.count_on(speed)

@@ -11,13 +11,22 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.messages import STORE, CascadeTask, FinishTask, Piece, SampleId, Shape, StepSample, SumStart, shapes_of
-from actors.plan.types import Cascade, Module
-from actors.step import StepSamples
+from actors.messages import (
+    STORE,
+    CascadeShape,
+    CascadeTask,
+    FinishTask,
+    Piece,
+    SampleId,
+    StepSample,
+    SumStart,
+    shapes_of,
+)
+from actors.plan.types import ENCODERS, Cascade, Module
+from actors.step import StepItem, StepItems
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
-ENCODERS: tuple[Module, ...] = ("text", "vae")
 _SAME_S = 1e-9
 
 
@@ -45,7 +54,7 @@ class Holdings:
 
 def calls_of(
     cascades: Sequence[Cascade],
-    steps: Mapping[int, StepSamples],
+    steps: Mapping[int, StepItems],
     generation: int,
     current: int,
     holdings: Holdings,
@@ -89,12 +98,12 @@ def calls_of(
 
 
 def shapes_of_bags(
-    cascades: Sequence[Cascade], steps: Mapping[int, StepSamples]
-) -> list[tuple[tuple[int, ...], set[Shape]]]:
+    cascades: Sequence[Cascade], steps: Mapping[int, StepItems]
+) -> list[tuple[tuple[int, ...], set[CascadeShape]]]:
     """What may run for the first time in a dispatch: of every cascade its ranks and its shapes."""
     found = []
     for c in cascades:
-        pieces = _pieces(c, steps[c.step].buckets)
+        pieces = _pieces(c, steps[c.step].items)
         found.append((c.workers, shapes_of(c.module, pieces, len(c.workers))))
     return found
 
@@ -151,9 +160,9 @@ def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict
     return {(position, rank): start for rank, (position, start) in starts.items()}
 
 
-def _samples(cascade: Cascade, steps: Mapping[int, StepSamples]) -> tuple[StepSample, ...]:
-    of_item = steps[cascade.step].samples
-    return tuple(s for part in cascade.parts for s in of_item[part.item][part.first : part.first + part.count])
+def _samples(cascade: Cascade, steps: Mapping[int, StepItems]) -> tuple[StepSample, ...]:
+    items = steps[cascade.step].items
+    return tuple(s for part in cascade.parts for s in items[part.item].samples[part.first : part.first + part.count])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -212,10 +221,10 @@ def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Hol
 
 
 def _task_fields(
-    cascade: Cascade, steps: Mapping[int, StepSamples], bag: tuple[int, ...], samples: tuple[StepSample, ...]
+    cascade: Cascade, steps: Mapping[int, StepItems], bag: tuple[int, ...], samples: tuple[StepSample, ...]
 ) -> dict[str, Any]:
     """What the tasks of a cascade say of it, to every rank."""
-    pieces = _pieces(cascade, steps[cascade.step].buckets)
+    pieces = _pieces(cascade, steps[cascade.step].items)
     frames, height, width = pieces[0].bucket
     packed = "" if len(pieces) == 1 else "+"
     return {
@@ -231,9 +240,9 @@ def _task_fields(
     }
 
 
-def _pieces(cascade: Cascade, buckets: Mapping[str, tuple[int, int, int]]) -> tuple[Piece, ...]:
+def _pieces(cascade: Cascade, items: Mapping[str, StepItem]) -> tuple[Piece, ...]:
     """Its samples by item, in order."""
     batches: dict[str, int] = {}
     for part in cascade.parts:
         batches[part.item] = batches.get(part.item, 0) + part.count
-    return tuple(Piece(item=item, bucket=buckets[item], batch=batch) for item, batch in batches.items())
+    return tuple(Piece(item=item, bucket=items[item].bucket, batch=batch) for item, batch in batches.items())

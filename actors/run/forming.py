@@ -10,20 +10,22 @@ from typing import Protocol
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
 from actors.messages import FormTask, NodeKeeper, Origin, WorkerHandle, WorkerInfo
-from actors.outcome import Exit, StopRun
+from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
+from actors.planning.room import GenerationRoom
 from actors.pool.membership_types import Form
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
+from actors.records.events import ClusterRefused
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
+from actors.run.given_cluster import ClusterMismatch, GivenCluster
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
-from actors.state.hosts import needs_of_hosts, refuse_short_hosts, refuse_short_stores
 from actors.step import Seat
-from ops.shards import bytes_per_weight
 
 _FIRST_PLAN_S = 0.05  # after a change of the cluster a plan must come at once; better ones follow
 
@@ -50,33 +52,44 @@ class Forming:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
     asides: AsideTurns
-    state_gib: float = 0.0  # of the training state that the workers of a generation share
+    given: GivenCluster
+    tell: Tell
+    shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
     _stores: deque[Rendezvous] = field(default_factory=lambda: deque(maxlen=2))  # the last workers may still be leaving
 
-    def form(self, decision: Form, holders: Sequence[Seat]) -> StepRunner:
+    def form(self, decision: Form) -> StepRunner:
         """Seat the workers, hand out the state, begin. A worker lost meanwhile breaks the generation like any other.
 
-        `holders` are the workers of a generation that ends cleanly here; each holds the last finished step. Raises
-        StopRun when the workers' weights differ, PlanError when a node has too little memory for the first generation.
+        Raises StopRun when the workers' weights differ, PlanError when a node has too little memory for the first
+        generation.
         """
-        if decision.clean and holders:
-            self.committer.settle_all(holders, self.config.workers.collective_timeout_s)
         infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.state.recover(holders, self.committer.log)
+        recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
         self.committer.go_on_from(recovery)
-        if not self._stores and (recovery.origin is None or recovery.origin.checkpoint is not None):
-            weight = bytes_per_weight(self.config.train.optimizer.ema_decay > 0)
-            refuse_short_hosts(needs_of_hosts(infos, self.state_gib, weight, self.config.snapshot))
-            refuse_short_stores(infos, self.state_gib, weight, self.config.snapshot)
-        world = seats_of(infos, self.pool.handle, self.state_gib)
+        fresh = _is_fresh(recovery.origin)
+        if self.shortage is not None:
+            self.shortage.begin(infos, fresh)
+        world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
+        cluster = self._cluster(world, starts=fresh and not self._stores)
         self.committer.state.open(recovery.origin, decision.generation, infos)
-        return self._runner(decision.generation, world, recovery.origin)
+        return self._runner(decision.generation, world, cluster, recovery.origin)
 
-    def _runner(self, generation: int, world: tuple[Seat, ...], origin: Origin | None) -> StepRunner:
+    def _cluster(self, world: tuple[Seat, ...], starts: bool) -> Cluster:
+        """What plans count on. A file that does not match ends a run that `starts`; a later one goes on without it."""
+        found = cluster_of(world)
+        try:
+            return self.given.over(found, list(dict.fromkeys(seat.node for seat in world)))
+        except ClusterMismatch as error:
+            if starts:
+                raise StopRun(self.committer.outcome(Exit.USAGE, str(error))) from None
+            self.tell(ClusterRefused(why=str(error)))
+            return found
+
+    def _runner(self, generation: int, world: tuple[Seat, ...], cluster: Cluster, origin: Origin | None) -> StepRunner:
         self._stores.append(self.new_store())
         address = (self._stores[-1].host, self._stores[-1].port)
         state, planning = self.committer.state, self.config.planner
@@ -85,7 +98,7 @@ class Forming:
         return StepRunner(
             generation=generation,
             world=world,
-            cluster=cluster_of(world),
+            cluster=cluster,
             source=self.source,
             planner=self.planner,
             budget_s=planning.budget_s,
@@ -94,6 +107,7 @@ class Forming:
             waits=self.waits,
             asides=self.asides,
             bag_peers=planning.bag_peers,
+            bags_gib=self.shortage.room.bags_gib(len(world)) if self.shortage is not None else 0.0,
             exports=state.is_exported,
             next_step=self.committer.committed + 1,
             last_step=self.config.train.steps,
@@ -109,30 +123,41 @@ class Forming:
 
 
 def seats_of(
-    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], state_gib: float = 0.0
+    infos: Sequence[WorkerInfo], handle_of: Callable[[str], WorkerHandle], room: GenerationRoom | None = None
 ) -> tuple[Seat, ...]:
-    """The world of a generation, in order of ranks. Each worker will hold its part of a state of `state_gib`."""
+    """The world of a generation, in order of ranks, with what each will have for cascades when `room` says what the
+    generation takes."""
+    rooms = room.of(infos) if room is not None else [info.room_gib for info in infos]
     return tuple(
         Seat(
             name=info.worker,
             node=info.node,
             handle=handle_of(info.worker),
             publishes_later=info.publishes_later,
-            room_gib=None if info.room_gib is None else info.room_gib - _own_state_gib(info, state_gib / len(infos)),
+            host=info.host,
+            place=info.place,
+            room_gib=left,
         )
-        for info in infos
+        for info, left in zip(infos, rooms, strict=True)
     )
 
 
-def _own_state_gib(info: WorkerInfo, part_gib: float) -> float:
-    """GiB of its device that its part of the state will take; beside a GPU it may lie in host memory."""
-    return 0.0 if info.state_on_host and info.device != "cpu" else part_gib
+def _is_fresh(origin: Origin | None) -> bool:
+    """Nothing of the run's state is in anybody's memory yet."""
+    return origin is None or origin.checkpoint is not None
 
 
 def cluster_of(world: Sequence[Seat]) -> Cluster:
     """The workers by node, as the planner sees them."""
     counts = Counter(seat.node for seat in world)  # in order of their first workers
-    return Cluster(nodes=tuple(counts.values()), room_gib=room_of([seat.room_gib for seat in world]))
+    hosts = {seat.node: seat.host for seat in world}
+    places = tuple(seat.place for seat in world)
+    return Cluster(
+        nodes=tuple(counts.values()),
+        hosts=tuple(hosts[node] for node in counts) if all(hosts.values()) else (),
+        places=places if any(place.known for place in places) else (),
+        room_gib=room_of([seat.room_gib for seat in world]),
+    )
 
 
 def form_tasks(

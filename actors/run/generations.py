@@ -28,6 +28,7 @@ from actors.pool.membership_types import (
     Finished,
     Form,
     HandedOver,
+    LeaveOut,
     Planned,
     Replace,
     Request,
@@ -38,6 +39,7 @@ from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool
 from actors.ray_calls import wait
 from actors.records.events import (
+    ClusterSeen,
     GenerationEnded,
     GenerationFormed,
     MemoryRanOut,
@@ -48,7 +50,9 @@ from actors.records.events import (
     WorkerDrained,
     WorkerReplaced,
     WorkersAwaited,
+    WorkersLeftOut,
 )
+from actors.run.cluster_words import seen
 from actors.run.committer import Committer
 from actors.run.forming import Forming
 from actors.run.steps import StepRunner, has_failed
@@ -82,6 +86,7 @@ class GenerationManager:
         self._broken_at: float | None = None  # unix seconds
         self._proven = 0  # the newest generation that has finished a step
         self._told_of_fetching = False
+        self._told_of_cluster: ClusterSeen | None = None
 
     @property
     def world(self) -> tuple[Seat, ...]:
@@ -136,7 +141,7 @@ class GenerationManager:
             )
         )
         items = self.forming.source.items(found.step)
-        tokens = {item.id: item.text_tokens for item in items.items} if items is not None else {}
+        tokens = {item.id: item.text_tokens for item in items or ()}
         return self.forming.planner.exceeded(found, tokens)
 
     def dispatched(self, running: Sequence[RunningStep]) -> None:
@@ -183,6 +188,11 @@ class GenerationManager:
             case Wait():
                 log.warning("%s", decision)
                 self.events.tell(WorkersAwaited(detail=str(decision)))
+            case LeaveOut():
+                names = tuple(worker_name(number) for number in decision.workers)
+                self.events.tell(WorkersLeftOut(workers=names, why=decision.why))
+                for name in names:  # it may have been in the last generation, and still write into its memory
+                    self.pool.handle(name).hand_over.remote(None)
             case Fail():
                 self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise StopRun(self.committer.outcome(decision.code, decision.reason))
@@ -192,9 +202,7 @@ class GenerationManager:
         self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
         self.lookout.try_again()
         if decision.clean:  # too few are left: until there are more, keepers hold the state
-            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
-            if self.runner is not None:
-                self.committer.state.take_over(self.world, self.committer.log.newest)
+            self._take_over()
             self.runner = None
             return
         self.runner = None
@@ -205,9 +213,18 @@ class GenerationManager:
             if member.phase == "recovering" and name in self.pool.names:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
+    def _take_over(self) -> None:
+        """At the clean end of a generation: its finished steps are committed, and its workers, each of which has the
+        last of them, leave it to their keepers."""
+        if self.runner is not None:
+            self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
+            self.committer.state.take_over(self.world, self.committer.log.newest)
+
     def _form(self, decision: Form) -> None:
         started = time.time()
-        runner = self.runner = self.forming.form(decision, self.world)
+        if decision.clean:
+            self._take_over()
+        runner = self.runner = self.forming.form(decision)
         self.committer.account.begin(started)
         infos = decision.infos
         fetched = [info for info in infos if info.parameters == "node"]  # one is enough: all do as it does
@@ -223,6 +240,10 @@ class GenerationManager:
                 parameters="node" if fetched else infos[0].parameters,
             )
         )
+        cluster = seen(runner.cluster, infos, self.config.cluster is not None)
+        if cluster is not None and cluster != self._told_of_cluster:
+            self._told_of_cluster = cluster
+            self.events.tell(cluster)
         if fetched and self.config.train.memory.parameters == "auto" and not self._told_of_fetching:
             self._told_of_fetching = True
             self.events.tell(WeightsFetched(gib_per_node=max(info.host_weights_gib for info in fetched)))

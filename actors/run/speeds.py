@@ -1,8 +1,9 @@
 """How fast each worker is compared with the others, from measured cascades. Pure; the planner gives a slow one less.
 
-Only cascades on one worker tell: inside a bag everybody takes the time of the slowest. Workers are compared on the same
-work alone, seconds = work / speed: what a plan expected of a shape is no measure, as it may be wrong for a shape that
-always the same worker gets.
+Inside a bag everybody takes the time of the slowest; what counts there is what a worker computes itself, its work less
+what it waits for results of the others. Ranks of a DiT bag compute alike; encoders deal whole clips and captions, so
+nothing of their bags is counted. Workers are compared on the same work alone, seconds = work / speed: what a plan
+expected of a shape is no measure, as it may be wrong for a shape that always the same worker gets.
 """
 
 from __future__ import annotations
@@ -23,48 +24,54 @@ _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
 
-Work = tuple[object, ...]  # what makes two cascades the same work
+WorkKey = tuple[object, ...]  # what makes two cascades the same work
 
 
 @dataclass
 class Speeds:
-    """Running means of the logarithm of seconds, by worker and work."""
+    """Running means of the logarithm of seconds, by worker and work. `bags`: ranks of a DiT bag compute alike; those of
+    spatial-temporal layers have frames, of which one more or less makes a difference."""
 
-    _known: dict[tuple[str, Work], tuple[float, int]] = field(default_factory=dict)  # mean, count
+    bags: bool = True
+    _known: dict[tuple[str, WorkKey], tuple[float, int]] = field(default_factory=dict)  # mean, count
     _told: dict[str, float] = field(default_factory=dict)
 
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
         """Take in a finished step; `planned_with` are the factors its plan already counted on."""
-        for report in reports:
-            for span in report.spans:
-                if span.degree > 1 or span.module == "finish" or span.first_here or cannot_be(span):
+        for bag in _bags(reports):
+            if len(bag) > 1 and not (self.bags and _tells(bag)):
+                continue
+            slowest = min(planned_with.get(worker, 1.0) for worker in bag)
+            for worker, span in bag.items():
+                if span.first_here or cannot_be(span):
                     continue
-                work, seconds = _work(span), work_of(span)
+                work, seconds = _work(span), _own_s(span)
                 if len(span.pieces) > 1:  # packs are hardly ever the same: as a share of what was expected of them
-                    expected = (span.planned_end_s - span.planned_start_s) * planned_with.get(report.worker, 1.0)
+                    expected = (span.planned_end_s - span.planned_start_s) * slowest
                     if expected <= 0:
                         continue
                     seconds /= expected
                 if not 0 < seconds < math.inf:  # of an expectation that cannot be
                     continue
-                mean, count = self._known.get((report.worker, work), (0.0, 0))
+                mean, count = self._known.get((worker, work), (0.0, 0))
                 count = min(count + 1, _NEWEST)
-                self._known[report.worker, work] = mean + (math.log(seconds) - mean) / count, count
+                self._known[worker, work] = mean + (math.log(seconds) - mean) / count, count
 
-    def factors(self, workers: Sequence[str]) -> tuple[float, ...]:
-        """Speed of each worker beside the median one, 1 for normal and for who is not known yet; empty when all are."""
+    def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
+        """Speed of each worker beside the median one, 1 for normal; of who is not known yet the `expected` one, by
+        default 1. Empty when all are 1."""
+        told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)
         if len(known) < max(2, len(workers) / 2):
-            return ()
-        middle = statistics.median(known.values())
+            known = {}
+        middle = statistics.median(known.values()) if known else 0.0
         for worker, speed in known.items():
             found = max(math.exp(speed - middle), 0.1)
-            told = self._told.get(worker, 1.0)
             if abs(found - 1) < _NOTICEABLE:
                 self._told[worker] = 1.0
-            elif abs(found - told) > _STAYS:
+            elif abs(found - told.get(worker, 1.0)) > _STAYS:
                 self._told[worker] = round(found, 2)
-        factors = tuple(self._told.get(worker, 1.0) for worker in workers)
+        factors = tuple((told | self._told).get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()
 
     def _fitted(self, workers: Sequence[str]) -> dict[str, float]:
@@ -72,7 +79,7 @@ class Speeds:
         log seconds = log work - log speed, by turns for work and workers."""
         number = {worker: n for n, worker in enumerate(workers)}
         rows = [(number[w], work, mean, count) for (w, work), (mean, count) in self._known.items() if w in number]
-        shared: dict[Work, int] = {}
+        shared: dict[WorkKey, int] = {}
         for _, work, _, _ in rows:
             shared[work] = shared.get(work, 0) + 1
         rows = [row for row in rows if shared[row[1]] > 1]
@@ -90,8 +97,29 @@ class Speeds:
         return {worker: float(speed[n]) for worker, n in number.items() if of_worker[n] >= _LEAST_SPANS}
 
 
-def _work(span: Span) -> Work:
+def _bags(reports: Iterable[StepReport]) -> list[dict[str, Span]]:
+    """The spans of every whole cascade, by worker."""
+    found: dict[tuple[object, ...], dict[str, Span]] = {}
+    for report in reports:
+        for number, span in enumerate(report.spans):
+            if span.module != "finish":
+                alone = (report.worker, number) if span.degree == 1 else ()
+                found.setdefault((span.step, span.cascade, *alone), {})[report.worker] = span
+    return [bag for bag in found.values() if len(bag) == next(iter(bag.values())).degree]
+
+
+def _tells(bag: Mapping[str, Span]) -> bool:
+    """Whether the ranks of a bag compute alike, and have measured what they waited for."""
+    return all(span.module == "dit" for span in bag.values()) and any(span.exposed_s > 0 for span in bag.values())
+
+
+def _own_s(span: Span) -> float:
+    """What a worker has computed itself."""
+    return work_of(span) - (span.exposed_s if span.degree > 1 else 0.0)
+
+
+def _work(span: Span) -> WorkKey:
     """Equal for cascades that cost the same; of packs the shapes."""
     if len(span.pieces) > 1:
-        return (span.module, "packed", *sorted({piece.bucket for piece in span.pieces}))
-    return (span.module, *((piece.bucket, piece.batch) for piece in span.pieces))
+        return (span.module, span.degree, "packed", *sorted({piece.bucket for piece in span.pieces}))
+    return (span.module, span.degree, *((piece.bucket, piece.batch) for piece in span.pieces))

@@ -6,7 +6,7 @@ plans count them.
 idle_ratio    1 - busy / (workers * step time), busy: inside a cascade    Arachne sec. 2; the gradient sum is idle
 cv_step       (len_max - len_min) / len_max of tokens per worker        AdaptiveLoad sec. 4.1
 cv_compute    standard deviation / mean of B S^2 per worker             AdaptiveLoad sec. 4.1, 4.3.2
-wir           largest / smallest DiT seconds per worker                 KnapFormer sec. 4 (workload imbalance ratio)
+wir           largest / smallest seconds of DiT work per worker         KnapFormer sec. 4 (workload imbalance ratio)
 tflops        computed FLOPs of a worker's DiT cascades / step time     Arachne Fig. 10; with recomputation
 cv_tflops     their standard deviation / mean over the workers          Arachne Fig. 10, 11
 mfu           model FLOPs / (step time * sum of peaks)                  PaLM, appendix B; without recomputation
@@ -14,6 +14,7 @@ fbl_s         first DiT cascade's start to the last one's end           KnapForm
 hfu           computed FLOPs / (fbl_s * sum of peaks)                   KnapFormer sec. 4.2: F + 2F + F recomputed
 wait_sync_s   waiting for a bag, and for the last at the gradient sum   AdaptiveLoad sec. 3.2, mean of the workers
 exposed_s     waiting for results of collectives after all have come    ScaleFusion sec. 4.3; of idle fetches, too
+              mfu, hfu, tflops, wait_sync and exposed also of each worker, against its own peak
 corr_tokens   Pearson's r of step time and tokens, last 200 steps       AdaptiveLoad sec. 3.2: 0.35 there
 corr_load     the same of step time and sum of B S^p, for the best p    AdaptiveLoad sec. 3.2: 0.92 there
 """
@@ -38,6 +39,7 @@ from actors.plan.measures import (
     workload_imbalance,
 )
 from actors.plan.types import StepPlan
+from actors.planning.observations import work_of
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import PieceRecord, SpanRecord
 from actors.step import CollectedStep
@@ -129,7 +131,7 @@ class StepAccount:
         return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
     def _facts(self, done: CollectedStep, started: float) -> StepFacts:
-        running, samples = done.running, done.running.data.samples
+        running, items = done.running, done.running.data.items.planned
         return StepFacts(
             step=running.step,
             generation=running.generation,
@@ -138,11 +140,11 @@ class StepAccount:
             step_s=done.collected_at - started,
             data_wait_s=self._data_wait_s,
             finished_at=done.collected_at,
-            num_samples=sum(len(s) for s in samples.samples.values()),
+            num_samples=sum(item.batch for item in items),
             dispatch_s=running.dispatch_s,
             num_calls=running.num_calls,
-            num_tokens=sum(len(s) * self.geometry.tokens(*samples.buckets[i]) for i, s in samples.samples.items()),
-            text_tokens={item.id: item.text_tokens for item in running.data.items.items},
+            num_tokens=sum(i.batch * self.geometry.tokens(i.frames, i.height, i.width) for i in items),
+            text_tokens={item.id: item.text_tokens for item in items},
         )
 
 
@@ -174,9 +176,18 @@ def step_metrics(
     dits = [s for of in cascades for s in of if s.module == "dit"]
     fbl_s = max((s.end for s in dits), default=0.0) - min((s.start for s in dits), default=0.0)
     computed = [sum(n * size.computed_tflop for n, size in of) for of in loads]
-    trained = sum(n * size.trained_tflop for of in loads for n, size in of)
+    trained = [sum(n * size.trained_tflop for n, size in of) for of in loads]
     peaks = [r.peak_tflops for r in reports] if work else []
-    waits = dict(zip(spans, wait_of(cascades, finish), strict=True))
+    waits = wait_of(cascades, finish)
+    exposed = exposed_of(spans.values(), waits)
+
+    def of_workers(values: Iterable[float | None], digits: int = 6) -> dict[str, float]:
+        return {w: round(value, digits) for w, value in zip(spans, values, strict=True) if value is not None}
+
+    def utilization(tflop: Sequence[float], seconds: float) -> dict[str, float]:
+        each = zip(tflop, (r.peak_tflops for r in reports), strict=True)
+        return of_workers((flops_utilization(own, seconds, [peak]) for own, peak in each), 4) if work else {}
+
     if history is not None and dits:
         history.add(facts.step_s, _samples_of(dits, sizes))
     with_load = history.with_load if history is not None else None
@@ -195,7 +206,7 @@ def step_metrics(
         ),
         cv_step=round(cv_step(tokens_of), 4),
         cv_compute=round(variation([sum(n * size.length**2 for n, size in of) for of in loads]), 4),
-        wir=_rounded(workload_imbalance([sum(s.end - s.start for s in of if s.module == "dit") for of in cascades])),
+        wir=_rounded(workload_imbalance([sum(work_of(s) for s in of if s.module == "dit") for of in cascades])),
         tokens_per_s=round(facts.num_tokens / step_s, 1),
         videos_per_s=round(facts.num_samples / step_s, 3),
         predicted_s=round(facts.plan.makespan_s + facts.plan.update_s, 6),
@@ -215,17 +226,20 @@ def step_metrics(
         tokens=round(tokens),
         tokens_per_s_with_text=round(tokens / step_s, 1),
         fbl_s=round(fbl_s, 6),
-        mfu=_rounded(flops_utilization(trained, step_s, peaks)),
+        mfu=_rounded(flops_utilization(sum(trained), step_s, peaks)),
         hfu=_rounded(flops_utilization(sum(computed), fbl_s, peaks)),
         tflops=round(statistics.fmean(computed) / step_s, 6) if work else math.nan,
         cv_tflops=round(variation(computed), 4) if work else math.nan,
-        wait_sync_s=round(statistics.fmean(waits.values()), 6),
-        exposed_s=round(statistics.fmean(exposed_of(spans.values(), waits.values())), 6),
+        wait_sync_s=round(statistics.fmean(waits), 6),
+        exposed_s=round(statistics.fmean(exposed), 6),
         corr_tokens=_rounded(history.with_tokens) if history is not None else None,
         corr_load=round(with_load[0], 4) if with_load is not None else None,
         load_exponent=with_load[1] if with_load is not None else None,
-        tflops_by_worker={w: round(done / step_s, 6) for w, done in zip(spans, computed, strict=True)} if work else {},
-        wait_sync_by_worker={worker: round(seconds, 6) for worker, seconds in waits.items()},
+        tflops_by_worker=of_workers(done / step_s for done in computed) if work else {},
+        mfu_by_worker=utilization(trained, step_s),
+        hfu_by_worker=utilization(computed, fbl_s),
+        wait_sync_by_worker=of_workers(waits),
+        exposed_by_worker=of_workers(exposed),
     )
 
 
@@ -250,11 +264,11 @@ def sizes_of(
     for piece in (piece for span in spans if span.module == "dit" for piece in span.pieces):
         if piece.item not in found:
             text, (frames, height, width) = text_tokens.get(piece.item, 0), geometry.token_grid(*piece.bucket)
-            length = frames * height * width + text
+            tokens = frames * height * width
             found[piece.item] = SampleSize(
-                length=length,
-                trained_tflop=work.model_tflop(1, length, text, frames) if work else 0.0,
-                computed_tflop=work.computed_tflop(1, length, text, frames) if work else 0.0,
+                length=tokens + text,
+                trained_tflop=work.model_tflop(1, tokens, text, frames) if work else 0.0,
+                computed_tflop=work.computed_tflop(1, tokens, text, frames) if work else 0.0,
             )
     return found
 

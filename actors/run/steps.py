@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import ray
 
 from actors.feed.step_source import StepSource
 from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, StepReport
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 from actors.planning.client import PlannerClient
+from actors.planning.room import left_gib
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
-from actors.run.communicators import Bag, Communicators, StepBags
+from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
+from ops.degrees import BagRanks
+from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +61,7 @@ class StepRunner:
     waits: StepWaits
     asides: AsideTurns
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
+    bags_gib: float = 0.0  # of a GPU that their communicators may come to take
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
@@ -73,12 +77,20 @@ class StepRunner:
         """Plan from now on with these speeds of the workers, in order of ranks."""
         self.cluster = replace(self.cluster, speed=speed)
 
-    def count_on_room(self, reports: Sequence[StepReport]) -> None:
-        """Plan from now on with the memory that workers had left for cascades, once it is another than was counted on:
-        plans that were asked for ahead count on what was known then."""
-        found = room_of([report.room_gib for report in reports])
+    def count_on_room(self, done: CollectedStep) -> tuple[float, ...]:
+        """Plan from now on with the memory that workers had left for cascades, less what bags will take that are not
+        connected yet, once it is another than was counted on: plans that were asked for ahead count on what was known
+        then. Returns it, in order of ranks."""
+        open_peers = done.running.open_peers or (0,) * len(done.reports)
+        found = room_of(
+            [
+                None if report.room_gib is None else left_gib(report.room_gib, self.bags_gib, peers)
+                for report, peers in zip(done.reports, open_peers, strict=True)
+            ]
+        )
         if changed(self.cluster.room_gib, found):
             self.cluster = replace(self.cluster, room_gib=found)
+        return found
 
     @property
     def at_end(self) -> bool:
@@ -97,12 +109,12 @@ class StepRunner:
         self._use_cache(data[step])
         submitting = time.perf_counter()
         bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
-        samples, aside_s = {s: d.samples for s, d in data.items()}, self.asides.deal(self.world)
-        shapes = shapes_of_bags(assignment.cascades, samples)
+        items, aside_s = {s: d.items for s, d in data.items()}, self.asides.deal(self.world)
+        shapes = shapes_of_bags(assignment.cascades, items)
         patience = self.waits.of(step, assignment.cascades, shapes, assignment.step.update_s, aside_s)
         calls = calls_of(
             assignment.cascades,
-            samples,
+            items,
             self.generation,
             step,
             self._holdings,
@@ -143,6 +155,7 @@ class StepRunner:
             planning_s=planning_s,
             patience=patience,
             speed=self.cluster.speed,
+            open_peers=tuple(self._communicators.peers(rank) for rank in range(len(self.world))),
         )
         self.running.append(running)
         self._remember_early(assignment, step)
@@ -154,7 +167,8 @@ class StepRunner:
         return running
 
     def collect(self, timeout_s: float) -> CollectedStep | None:
-        """The oldest running step if it ends within the timeout, else None. Raises GenerationLost."""
+        """The oldest running step if it ends within the timeout, else None. Raises GenerationLost, or PlanError and
+        ConfigError where the workers could not form the generation and no other one would be better."""
         running = self.running[0]
         self._check_forming()
         ready, waiting = wait(running.finishes, num_returns=len(running.finishes), timeout=timeout_s)
@@ -178,14 +192,14 @@ class StepRunner:
         for s in range(step, step + 1 + self.lookahead):
             items = self.source.items(s)
             if items is not None:
-                window.append(items.items)
+                window.append(items)
         self.source.request(step + 1 + self.lookahead)
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
     def _connect(self, bags: StepBags) -> None:
         """Have the members of bags close those that make room, and connect new ones while they work."""
-        connected: dict[int, list[Bag]] = {}
-        closed: dict[int, list[Bag]] = {}
+        connected: dict[int, list[BagRanks]] = {}
+        closed: dict[int, list[BagRanks]] = {}
         for of_rank, found in ((connected, bags.connected), (closed, bags.closed)):
             for bag in sorted(found):
                 for rank in bag:
@@ -199,8 +213,8 @@ class StepRunner:
         for (module, item), reference in data.cached.items():
             source = f"{_CACHED}{module}/{item}"
             self._results[source] = reference
-            for sample in data.samples.samples[item]:
-                self._holdings.published[cast(Module, module), sample.id] = source
+            for sample in data.items.items[item].samples:
+                self._holdings.published[module, sample.id] = source
 
     def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
         seat, task = self.world[call.rank], call.task
@@ -264,18 +278,24 @@ class StepRunner:
         if not self.forming:
             return
         done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
-        failed: dict[str, str] = {}
+        dead: list[str] = []
+        failed: dict[str, BaseException] = {}
         ended = set(done)
         for seat, reference in zip(self.world, self.forming, strict=False):
             if reference in ended:
                 try:
                     get(reference)
                 except ray.exceptions.RayTaskError as error:
-                    failed[seat.name] = f"could not form the generation: {error.cause}"
+                    failed[seat.name] = error.cause
                 except GONE:
-                    raise GenerationLost([seat.name], {}) from None
+                    dead.append(seat.name)
+        if dead:
+            raise GenerationLost(dead, {})
+        if refused := refusal_of(failed):
+            raise refused
         if failed:
-            raise GenerationLost([], failed)
+            whys = {name: f"could not form the generation: {error}" for name, error in failed.items()}
+            raise GenerationLost([], whys)
         if not waiting:
             self.forming = []
 
@@ -308,6 +328,8 @@ class StepRunner:
                 exceeded += exceeded_of(error)
         if not dead:
             failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
+        if failed and not dead:  # by a worker that is in no generation, as it could not form this one
+            self._check_forming()
         if dead or failed:
             raise GenerationLost(dead, failed, self._pixels_lost(), exceeded)
 
@@ -392,6 +414,15 @@ def by_rank(calls: Sequence[Call], ranks: int) -> list[list[Call]]:
 def shape_of(name: str) -> str:
     """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`ray_calls.bar`)."""
     return name.rpartition(" s")[0]
+
+
+def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError | None:
+    """What ends the run, of errors of workers that could not form a generation: a node without room for what they
+    share, or a setting that their devices cannot follow. Both would be so again."""
+    for name, error in failed.items():
+        if isinstance(error, MemoryError):
+            return PlanError(f"{name} could not form the generation: {error}")
+    return next((error for error in failed.values() if isinstance(error, ConfigError)), None)
 
 
 def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
-from actors.messages import Shape, StepReport
+from actors.messages import CascadeShape, StepReport
 from actors.plan.types import Cascade
 from ops.waiting import Patience
 
@@ -22,7 +22,7 @@ class StepWaits:
 
     config: WorkersConfig
     measured: bool = False
-    _ran: dict[int, set[Shape]] = field(default_factory=dict)  # by rank, in this generation
+    _ran: dict[int, set[CascadeShape]] = field(default_factory=dict)  # by rank, in this generation
     _end_s: float = 0.0  # the gradient sum, update and snapshot of the last step
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class StepWaits:
         self,
         step: int,
         cascades: Sequence[Cascade],
-        shapes: Sequence[tuple[Collection[int], set[Shape]]],
+        shapes: Sequence[tuple[Collection[int], set[CascadeShape]]],
         update_s: float = 0.0,
         aside_s: float | None = 0.0,
     ) -> Patience:
@@ -61,7 +61,7 @@ class StepWaits:
             (sum(s.end - s.start for s in r.spans if s.module == "finish") + r.snapshot_s for r in reports), default=0.0
         )
 
-    def _has_new(self, shapes: Sequence[tuple[Collection[int], set[Shape]]]) -> bool:
+    def _has_new(self, shapes: Sequence[tuple[Collection[int], set[CascadeShape]]]) -> bool:
         new = False
         for ranks, run in shapes:
             for rank in ranks:

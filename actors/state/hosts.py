@@ -30,10 +30,11 @@ class HostNeed:
     copies: float  # two versions of what is copied for other nodes
     store: float  # of the object store, in /dev/shm: pieces of copies on their way
     parameters: float = 0.0  # that are once there for GPUs
+    text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.copies + self.store
+        return self.state + self.gradient + self.parameters + self.text + self.copies + self.store
 
     def describe(self) -> str:
         """Its parts, for a person."""
@@ -42,6 +43,7 @@ class HostNeed:
             "copies for other nodes": self.copies,
             "gradient": self.gradient,
             "weights": self.parameters,
+            "text encoders": self.text,
             "object store": self.store,
         }
         return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib)
@@ -57,9 +59,11 @@ def host_need(
     nodes: int,
     node_gradient: bool,
     weights_gib: float = 0.0,
+    text_gib: float = 0.0,
 ) -> HostNeed:
-    """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `weights_gib`
-    of parameters lie there for its GPUs."""
+    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at so many bytes a weight.
+    `weights_gib` of parameters lie there for its GPUs, and of each worker `text_gib` of text encoders that are not
+    loaded yet."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,
@@ -67,6 +71,7 @@ def host_need(
         copies=TURNS * copies * state_gib / nodes,
         store=store_gib(state_gib, bytes_per_weight, snapshot, here=here, workers=workers, nodes=nodes),
         parameters=weights_gib,
+        text=here * text_gib,
     )
 
 
@@ -146,14 +151,18 @@ def _with_room(gib: float) -> int:
 
 
 def refuse_short_hosts(found: Iterable[tuple[str, HostNeed, float | None]]) -> None:
-    """`found` has (node, what it needs, GiB that it has for that or None). Raises PlanError with a sentence for each
-    node that has too little."""
-    short = [
+    """Raises PlanError with the sentences of `shortages`."""
+    if short := shortages(found):
+        raise PlanError("\n".join(short))
+
+
+def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
+    """A sentence for each node that has too little; `found` has (node, what it needs, GiB that it has for that or
+    None)."""
+    return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
         f"({need.describe()}). Add memory or nodes, lower snapshot.copies, or train fewer weights "
         f"(model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]
-    if short:
-        raise PlanError("\n".join(short))

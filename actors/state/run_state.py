@@ -149,11 +149,10 @@ class RunState:
         self._tell(KeepersSilent(silent=self._silent, seconds=patience))
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
-    def recover(self, world: Sequence[Seat], commits: CommitLog) -> Recovery:
-        """The newest whole state for a generation; `world` are workers of a cleanly ended one, which hand it over."""
+    def recover(self, commits: CommitLog) -> Recovery:
+        """The newest whole state for a generation, of keepers or on disk."""
         if self._first is not None:
             return Recovery(origin=self._first)
-        self.take_over(world, commits.newest)
         recovery = self._find(commits)
         if recovery.lost_steps:
             self._refuse_to_guess(recovery.step, commits.committed)

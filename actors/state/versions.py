@@ -22,7 +22,7 @@ from actors.step import Position
 from ops.shards import missing
 from ops.state_memory import BANKS, TURNS, BankOrder
 
-Range = tuple[int, int]
+ShardRange = tuple[int, int]
 
 
 @dataclass(kw_only=True)
@@ -32,7 +32,7 @@ class Version:
     step: int
     generation: int
     bank: int
-    ranges: set[Range] = field(default_factory=set)
+    ranges: set[ShardRange] = field(default_factory=set)
     updates: int = 0
     part_updates: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class VersionBook:
     next: int = 0  # the bank that is being filled
     versions: dict[int, Version] = field(default_factory=dict)  # by bank
     pinned: set[int] = field(default_factory=set)  # steps whose checkpoint is being written
-    expected: set[Range] = field(default_factory=set)
+    expected: set[ShardRange] = field(default_factory=set)
     _base: int = 0  # the bank of the version that training goes on from
 
     # -- what happens --------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class VersionBook:
         """The version that training goes on from; None where it was given up."""
         return self.versions.get(self._base) if self._base != self.next else None
 
-    def garbage(self, bank: int, total: int) -> list[Range]:
+    def garbage(self, bank: int, total: int) -> list[ShardRange]:
         """Parts of the flat vector of which nobody needs what is in this bank."""
         held = self.versions.get(bank)
         base = self.base

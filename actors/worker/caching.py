@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from actors.messages import CascadeTask
 from actors.worker.handoff import EncodeResult
-from data.cache import CacheWriter, Kind
+from data.cache import CacheWriter, EntryKind
 
 
 class ResultCache:
-    """Takes the results of every encode cascade that this worker leads (`Executor`'s `on_encoded`)."""
+    """Takes the results of every encode cascade that this worker leads (`Encoding`'s `on_encoded`)."""
 
     def __init__(self, writer: CacheWriter) -> None:
         self._writer = writer
 
     def __call__(self, task: CascadeTask, results: list[EncodeResult]) -> None:
-        kind: Kind = "latents" if task.module == "vae" else "text"
+        kind: EntryKind = "latents" if task.module == "vae" else "text"
         config = self._writer.cache.config
         if not (config.latents if kind == "latents" else config.text):
             return

@@ -1,4 +1,4 @@
-"""Encoding of captions and clips by the members of a bag: dealt out, encoded in parts, and shared.
+"""Encode cascades: captions and clips are dealt out to the members of a bag, encoded in parts, shared and delivered.
 
 Every member calls the same function with the same samples and ends with all results.
 """
@@ -6,12 +6,16 @@ Every member calls the same function with the same samples and ends with all res
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from actors.messages import CascadeTask
+from actors.worker.executor import CascadeMeasure, Executor
+from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from ops.comm import Group
 from ops.models.first_frame import FirstFrame
@@ -20,6 +24,63 @@ from ops.units import share_units
 
 if TYPE_CHECKING:
     from ops.models.text import TextEncoder
+
+
+Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
+
+
+def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
+    """No cache is kept: the encode results go to their DiT cascades alone."""
+
+
+class Encoding:
+    """The encode cascades of one worker, and where their results go."""
+
+    def __init__(self, executor: Executor, on_encoded: Encoded = nobody) -> None:
+        """`on_encoded` is told the results of each encode cascade that this worker leads."""
+        self.executor, self._on_encoded = executor, on_encoded
+
+    def text(
+        self,
+        task: CascadeTask,
+        captions: Sequence[str],
+        pictures: Sequence[np.ndarray] = (),
+        ok: Sequence[bool] = (),
+    ) -> list[EncodeResult]:
+        """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
+        encoder that sees them, of which `ok` says whether they were decoded."""
+        executor = self.executor
+        with CascadeMeasure(executor, task) as measure:
+            group = measure.meet()
+            rows = encode_texts(executor.modules.text, captions, group, measure, executor.device, pictures)
+            return self._deliver(task, rows, ok or [True] * len(rows))
+
+    def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
+        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
+        executor = self.executor
+        with CascadeMeasure(executor, task) as measure:
+            pixels, group = video if isinstance(video, Tensor) else torch.from_numpy(video), measure.meet()
+            rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device)
+            return self._deliver(task, rows, ok)
+
+    def _deliver(self, task: CascadeTask, rows: Sequence[Tensor], ok: Sequence[bool]) -> list[EncodeResult]:
+        """Keeps and publishes what the task asks for. Returns what is published, unless its copy has just begun."""
+        executor = self.executor
+        made = [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
+        if executor.groups is not None and executor.groups.rank == task.bag[0]:
+            self._on_encoded(task, made)
+        kept = [made[i] for i in task.keep]
+        if (outlasting := executor.own_outlasting()) is not None:
+            outlasting.kept = kept
+        else:
+            for result in kept:
+                executor.store.keep(task.module, result)
+        published = [made[i] for i in task.publish]
+        if executor.copies is None:
+            return [replace(result, rows=result.rows.cpu()) for result in published]
+        if published:
+            executor.copies.start((task.generation, task.cascade), published)
+        return []
 
 
 class EncodeMeasure(Protocol):

@@ -1,8 +1,9 @@
-"""Runs cascades on one device: text encode, VAE encode, DiT forward and backward, end of step. No Ray inside.
+"""Runs cascades on one device: admits and measures them, DiT forward and backward, end of step. No Ray inside.
 
-The worker actor feeds it; tests run it in threads or alone. Every member of a bag calls the same method with its own
-view of the same cascade, in the same order; partial gradients add up in the parameters until `finish`, whose one sum
-over all workers is the exact gradient of the step (whatever the plan was).
+Encode cascades are in `actors.worker.encoding`. The worker actor feeds both; tests run them in threads or alone. Every
+member of a bag calls the same method with its own view of the same cascade, in the same order; partial gradients add up
+in the parameters until `finish`, whose one sum over all workers is the exact gradient of the step (whatever the plan
+was).
 """
 
 from __future__ import annotations
@@ -15,24 +16,22 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from actors.messages import (
+    CascadeShape,
     CascadeTask,
     FinishTask,
     MemoryExceeded,
     OutOfMemory,
     SampleId,
-    Shape,
     Span,
     StaleGeneration,
     StepSample,
     SumStart,
     shapes_of,
 )
-from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.loading import Modules
 from actors.worker.meter import Meter, Unmetered, freed, ran_out, release
@@ -41,29 +40,21 @@ from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
-from ops.flow import is_first_frame_given, sequence_losses
+from ops.flow import sequence_losses
 from ops.groups import Groups
-from ops.models.experts import ExpertPair
+from ops.models.experts import slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.noise import NoiseKey
-from ops.objective import objective_of
+from ops.objective import is_first_frame_given, objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shard_banks import ShardBanks
 from ops.shards import ShardState
-from ops.sync import StepIncomplete, Sync
-from ops.train_pass import NoisyClip, train_pass
+from ops.sync import PhaseListener, StepIncomplete, Sync
+from ops.train_pass import PassClip, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
-
-Phase = Callable[[str], None]
-Encoded = Callable[[CascadeTask, list[EncodeResult]], None]
-
-
-def nobody(task: CascadeTask, results: list[EncodeResult]) -> None:
-    """No cache is kept: the encode results go to their DiT cascades alone."""
 
 
 class Executor:
@@ -75,17 +66,15 @@ class Executor:
         sync: Sync,
         train: TrainConfig,
         device: torch.device,
-        on_phase: Phase = lambda phase: None,
-        on_encoded: Encoded = nobody,
+        on_phase: PhaseListener = lambda phase: None,
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
     ) -> None:
-        """`on_phase` is told what the worker does now, `on_encoded` the results of each encode cascade that it leads.
-        With `copies`, on CUDA, published results are copied while the next cascades run, and taken from there. `name`
-        is the worker's."""
+        """`on_phase` is told what the worker does now. With `copies`, on CUDA, published results are copied while the
+        next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
-        self.on_phase, self.on_encoded, self.copies = on_phase, on_encoded, copies
+        self.on_phase, self.copies = on_phase, copies
         self.meter, self.name = meter or Unmetered(), name
         self.frame = FirstFrame.of(modules.config)
         self.objective = objective_of(modules.config.dit.diffusion, train.flow)
@@ -96,7 +85,7 @@ class Executor:
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self.work = WorkDone()
-        self._seen: set[Shape] = set()  # what has run here since the process began
+        self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
         self._outlasting: Outlasting | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
@@ -162,34 +151,9 @@ class Executor:
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
-    def text(
-        self,
-        task: CascadeTask,
-        captions: Sequence[str],
-        pictures: Sequence[np.ndarray] = (),
-        ok: Sequence[bool] = (),
-    ) -> list[EncodeResult]:
-        """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
-        encoder that sees them, of which `ok` says whether they were decoded."""
-        with CascadeMeasure(self, task) as measure:
-            rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
-            made = [
-                EncodeResult(id=s.id, rows=rows[i], ok=not len(ok) or bool(ok[i])) for i, s in enumerate(task.samples)
-            ]
-            return self._deliver(task, made)
-
-    def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
-        """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
-        with CascadeMeasure(self, task) as measure:
-            pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
-            rows = encode_clips(self.modules, self.frame, pixels, measure.meet(), measure, self.device)
-            return self._deliver(
-                task, [EncodeResult(id=s.id, rows=rows[i], ok=bool(ok[i])) for i, s in enumerate(task.samples)]
-            )
-
     def begin_outlasting(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
         """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
-        `end_outlasting`. `encode` is a call of `text` or `vae` with this task."""
+        `end_outlasting`. `encode` is a call of `Encoding` with this task."""
         self.admit(task.generation)
         self._wait_as(task)
         self._bag(task)  # connects it: the thread may not
@@ -272,16 +236,21 @@ class Executor:
                 group.rank,
                 self.device,
             )
-            modules.dit.rates = task.rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
-            if isinstance(modules.dit, ExpertPair):
-                (modules.dit.routed,) = {s.expert for s in task.samples}
+            slice_by(modules.dit, task.rates)
+            (expert,) = {s.expert for s in task.samples}
             done = train_pass(
-                modules.dit,
-                self._noisy_clips(task.samples, inputs),
+                transformers(modules.dit)[expert],
+                [
+                    PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
+                    for s, rows, text, good in zip(task.samples, inputs.rows, inputs.text, inputs.ok, strict=True)
+                ],
                 layout,
                 group,
-                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
                 objective=self.objective,
+                seed=self.train.seed,
+                step=task.step,
+                sigmas=modules.config.dit.experts[expert].sigmas,
+                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
@@ -362,38 +331,6 @@ class Executor:
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
 
-    def _noisy_clips(self, samples: Sequence[StepSample], inputs: Inputs) -> list[NoisyClip]:
-        """The samples' random draws, which depend on seed, step and sample alone."""
-        seed, experts = self.train.seed, self.modules.config.dit.experts
-        return [
-            NoisyClip(
-                rows=rows,
-                text=text,
-                noise=NoiseKey.of(seed, sample.step, sample.key),
-                level=self.objective.draw(
-                    seed, sample.step, sample.key, math.prod(sample.grid), experts[sample.expert].sigmas
-                ),
-                weight=sample.weight if good else 0.0,
-            )
-            for sample, rows, text, good in zip(samples, inputs.rows, inputs.text, inputs.ok, strict=True)
-        ]
-
-    def _deliver(self, task: CascadeTask, results: list[EncodeResult]) -> list[EncodeResult]:
-        if self.groups is not None and self.groups.rank == task.bag[0]:
-            self.on_encoded(task, results)
-        kept = [results[i] for i in task.keep]
-        if (outlasting := self.own_outlasting()) is not None:
-            outlasting.kept = kept
-        else:
-            for result in kept:
-                self.store.keep(task.module, result)
-        published = [results[i] for i in task.publish]
-        if self.copies is None:
-            return [replace(result, rows=result.rows.cpu()) for result in published]
-        if published:
-            self.copies.start((task.generation, task.cascade), published)
-        return []
-
 
 def _unseen(phase: str) -> None:
     """The worker is at the end of a step, and says so."""
@@ -402,7 +339,7 @@ def _unseen(phase: str) -> None:
 class _PhaseClock:
     """Seconds between calls, booked on the phase that ended."""
 
-    def __init__(self, marks: dict[str, float], then: Phase) -> None:
+    def __init__(self, marks: dict[str, float], then: PhaseListener) -> None:
         self._marks, self._then, self._current, self._since = marks, then, "", time.perf_counter()
 
     def __call__(self, phase: str) -> None:

@@ -70,7 +70,7 @@ class EncodeStore:
 # On the way to other workers ----------------------------------------------------------------------------------------
 
 
-Key = tuple[int, str]  # generation, cascade
+CascadeKey = tuple[int, str]  # generation, cascade
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,9 +106,9 @@ class HostCopies:
     def __init__(self, copy: Callable[[torch.Tensor], CopyInFlight]) -> None:
         self._copy = copy
         self._changed = threading.Condition()
-        self._started: dict[Key, list[tuple[EncodeResult, CopyInFlight]]] = {}
+        self._started: dict[CascadeKey, list[tuple[EncodeResult, CopyInFlight]]] = {}
 
-    def start(self, key: Key, results: list[EncodeResult]) -> None:
+    def start(self, key: CascadeKey, results: list[EncodeResult]) -> None:
         """Queue the copies of a cascade's results; returns at once."""
         copies = [self._copy(result.rows) for result in results]
         started = [(replace(result, rows=copying.host), copying) for result, copying in zip(results, copies)]
@@ -116,7 +116,7 @@ class HostCopies:
             self._started[key] = started
             self._changed.notify_all()
 
-    def take(self, key: Key, timeout_s: float) -> list[EncodeResult] | None:
+    def take(self, key: CascadeKey, timeout_s: float) -> list[EncodeResult] | None:
         """The results in host memory, when their copies have ended. None if the cascade has not run by then."""
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._started, timeout_s):

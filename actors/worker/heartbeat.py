@@ -14,6 +14,7 @@ import ray
 
 from actors.config import WorkersConfig
 from actors.messages import Orders, Progress
+from actors.plan.types import GpuPlace
 from actors.ray_calls import get
 from actors.refs import Method
 from ops.groups import Groups
@@ -96,6 +97,10 @@ class Heartbeat:
     def phase(self, phase: str) -> None:
         """The part of the activity that begins now."""
         self._set(replace(self.progress, phase=phase))
+
+    def sits(self, place: GpuPlace) -> None:
+        """Where the worker's GPU is."""
+        self._set(replace(self.progress, place=place))
 
     def idle(self) -> None:
         """The worker waits for a call."""

@@ -26,9 +26,9 @@ from ops.shards import ShardState
 from ops.sync import Sync, initial_shard, trainable
 
 if TYPE_CHECKING:
+    from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
 
 
 @dataclass(kw_only=True, slots=True)

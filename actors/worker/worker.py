@@ -40,7 +40,9 @@ from actors.ray_calls import bar, get, node_address, object_store_gib, own_handl
 from actors.refs import Ref
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache
-from actors.worker.executor import Executor, nobody
+from actors.worker.encoding import Encoding, nobody
+from actors.worker.executor import Executor
+from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.home import HomeMemory
@@ -53,9 +55,9 @@ from data.engines.blocks import as_batch
 from data.types import Batch
 from ops.comm import free_ended
 from ops.groups import Groups
+from ops.heap import give_back
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
-from ops.parameters import blocks_in
 from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
 from ops.sync import trainable
@@ -84,7 +86,10 @@ class Worker:
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
         self.heartbeat.start()
+        self._place = place_of(self.device)
+        self.heartbeat.sits(self._place)
         self.executor = self._load()
+        self.encoding = self._encoding()
         modules = self.executor.modules
         self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
         self._first_sums = checksums(trainable(modules.dit))
@@ -106,7 +111,7 @@ class Worker:
             born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=self._gpu_gib(),
-            room_gib=self._room_when_formed_gib(),
+            room_gib=self.executor.meter.room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
@@ -118,6 +123,8 @@ class Worker:
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
+            place=self._place,
+            nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )
 
     def form(self, task: FormTask) -> None:
@@ -214,7 +221,7 @@ class Worker:
         seen = task.samples if self.executor.modules.config.text.sees_picture else ()
         pictures = [batch_of[s.item].video[s.index, 0] for s in seen]
         ok = [batch_of[s.item].ok[s.index] for s in seen]
-        return self._encoded(task, lambda: self.executor.text(task, captions, pictures, ok))
+        return self._encoded(task, lambda: self.encoding.text(task, captions, pictures, ok))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
         self._activity_of(task)
@@ -222,7 +229,7 @@ class Worker:
         batch = as_batch(block)
         video = batch.video[first : first + len(task.samples)]
         ok = batch.ok[first : first + len(task.samples)]
-        return self._encoded(task, lambda: self.executor.vae(task, video, ok))
+        return self._encoded(task, lambda: self.encoding.vae(task, video, ok))
 
     def outlasted(self, task: CascadeTask) -> list[PublishedResult]:
         """The end of an encode that was begun with `outlasts`: comes after the end of the step that it outlasts, and
@@ -282,6 +289,8 @@ class Worker:
             started = time.perf_counter()
             export = done.result.export
             snapshot = self._handed_out(task.step, export) if export is not None else None
+        if self.device.type == "cpu":
+            give_back()
         spent_s = time.perf_counter() - started + done.copy_s + done.result.held_up_s
         report = self._report(task, done, snapshot_s=spent_s)
         self.heartbeat.idle()
@@ -316,19 +325,20 @@ class Worker:
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
         sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib)
-        cache = self.settings.cache
-        on_encoded = ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody
         return Executor(
             modules,
             sync,
             self.settings.train,
             self.device,
             self._phase,
-            on_encoded,
             copies=self._host_copies(),
             meter=meter_of(self.device, self.settings.workers.memory_gib),
             name=self.name,
         )
+
+    def _encoding(self) -> Encoding:
+        cache = self.settings.cache
+        return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody)
 
     def _gathering(self) -> Patience:
         """For the first collectives of a generation, in which all get all parameters."""
@@ -340,14 +350,6 @@ class Worker:
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
-
-    def _room_when_formed_gib(self) -> float | None:
-        """For cascades, but for the state: on a GPU whose blocks are fetched two buffers take the place of them all."""
-        room = self.executor.meter.room_gib()
-        if room is None or self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
-            return room
-        sizes = [sum(p.nbytes for p in block.parameters()) for block in blocks_in(self.executor.modules.dit)]
-        return room + (sum(sizes) - 2 * max(sizes)) / GIB
 
     def _host_weights_gib(self) -> float:
         """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""

@@ -76,7 +76,7 @@ def steps_of(data: Dataset) -> int:
 def jobs(data: Dataset) -> Iterator[DecodeJob]:
     for step in range(WARM_STEPS, WARM_STEPS + steps_of(data)):
         for item in data.step(step).items:
-            yield data.job(item)
+            yield item.job
 
 
 def plain(setting: Setting) -> Cost:
@@ -156,7 +156,7 @@ def webdataset_loader(setting: Setting) -> Cost:
     import webdataset
 
     data = dataset(setting)
-    job = data.job(data.step(0).items[0])
+    job = data.step(0).items[0].job
     decode = WebDecode(job)
     shards = sorted(str(path) for path in (setting.root / "shards").glob("*.tar"))
     source = webdataset.WebDataset(shards, shardshuffle=False, nodesplitter=None, empty_check=False).map(decode)
@@ -277,7 +277,7 @@ def import_decoder(rows: Any) -> Any:
 
 
 def index(setting: Setting) -> Cost:
-    from data.dataset.index import build_index
+    from data.dataset.index_build import build_index
     from data.ledger import Ledger
 
     source = config(setting).sources[0]
@@ -340,7 +340,7 @@ def first_batch_of_read_webdataset(setting: Setting) -> Cost:
     from data.engines.ray_data import await_executions
 
     data = dataset(setting)
-    decode = WebDecode(data.job(data.step(0).items[0]))
+    decode = WebDecode(data.step(0).items[0].job)
     shards = sorted(str(path) for path in (setting.root / "shards").glob("*.tar"))
     _init_ray(warm=True)
 

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from data.types import Batch
+    from ops.models.base.vae import VAE
     from ops.models.config import ModelConfig
     from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
 
 _KILL_AFTER = 8  # steps
 
@@ -193,9 +193,8 @@ def baseline_loop(settings: dict[str, str]) -> None:
     import torch.distributed as dist
     from ray import train
 
-    from actors.feed.encoders import Encoders
-    from actors.feed.feeder import Feeder
     from app.settings.config import RunConfig
+    from data.dataset.dataset import Dataset
     from data.engines.blocks import as_batch
     from data.engines.processes import PoolEngine
     from ops.models.config import geometry
@@ -208,10 +207,8 @@ def baseline_loop(settings: dict[str, str]) -> None:
     dit, vae, text = build_dit(model.dit, 0), build_vae(model.vae, "cpu"), build_text(model.text, "cpu")
     optimizer = torch.optim.AdamW(dit.parameters(), lr=1e-3)
     step = _restore(dit, optimizer, train.get_checkpoint())
-    feeder = Feeder(
-        config.data, geometry(config.model), 0, Encoders.of(config.model), str(Path(settings["log"]).parent)
-    )
-    engine = PoolEngine(feeder.dataset, config.data)
+    dataset = Dataset.open(config.data, geometry(config.model), 0, bad_list=Path(settings["log"]).parent / "bad.jsonl")
+    engine = PoolEngine(dataset)
     engine.start(step)
     rank, world = dist.get_rank(), dist.get_world_size()
     pids = [0] * world

@@ -8,7 +8,8 @@ all. A pass costs next to nothing but its gradients (a real one computes with ev
 ratio of the seconds is the worst that a run can see. The ways take turns, step by step in the same processes.
 
 Memory is the proportional set size (PSS) of each worker above what it is before the model: shared pages count once,
-divided by those who map them. Each way is measured in processes of its own; beside it stands what the layout asks for.
+divided by those who map them. Each way is measured in processes of its own; beside it stands what the layout asks for,
+and how far all workers together are from it. Exit code 1 if that is more than a tenth.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from app.bench.optimizer import FULL
 from ops.comm import Group
 from ops.gradient_places import GradientMemory
 from ops.groups import Groups
+from ops.heap import give_back
 from ops.parameters import ParameterMemory
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
@@ -45,6 +47,7 @@ WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parame
     "node, parameters too": ("node", "node"),
 }
 _PASSES = (3, 1, 0, 2)
+_TOLERANCE = 0.1  # of the memory that the layout asks for
 _LAYERS = 64
 _WAIT_S = 1800.0
 
@@ -116,6 +119,7 @@ class Steps:
         computed = time.perf_counter()
         self._sync.finish_step(step, 1.0, 1.0, float(self._group.size), lambda phase: None)
         self._sync.begin_step()
+        give_back()  # as workers do
         end = time.perf_counter()
         return end - begin, end - computed
 
@@ -187,8 +191,9 @@ def table(
     lines = [
         f"{workers} workers, {dtype} parameters; seconds of {sizes[0] / 1e6:g} M, memory of {sizes[1] / 1e6:g} M",
         "",
-        "| gradients | step, median s | x own | end, median s | PSS per worker, MiB | by the layout | of the node |",
-        "|---|---|---|---|---|---|---|",
+        "| gradients | step, median s | x own | end, median s | PSS per worker, MiB | by the layout | of the node "
+        "| above the layout |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     base = slowest(timed, "own")
     for way in WAYS:
@@ -198,9 +203,16 @@ def table(
         lines.append(
             f"| {way} | {statistics.median(seconds):.3f} | {ratio:.2f} | "
             f"{statistics.median(slowest(timed, way, end=True)):.3f} | {min(used):.0f} to {max(used):.0f} | "
-            f"{wanted_bytes(way, sizes[1], workers, dtype) / 2**20:.0f} | {sum(used):.0f} |"
+            f"{wanted_bytes(way, sizes[1], workers, dtype) / 2**20:.0f} | {sum(used):.0f} | "
+            f"{100 * above_layout(memory[way], way, sizes[1], dtype):.1f} % |"
         )
     return "\n".join(lines)
+
+
+def above_layout(ranks: Sequence[RankFigures], way: str, elements: int, dtype: str) -> float:
+    """How far the memory of all workers lies above what the layout asks for, as a share of that; negative below it."""
+    wanted = len(ranks) * wanted_bytes(way, elements, len(ranks), dtype)
+    return sum(rank.pss_bytes for rank in ranks) / wanted - 1
 
 
 def run(
@@ -210,10 +222,12 @@ def run(
     steps: Annotated[int, typer.Option(help="Timed steps of each way.")] = 12,
     dtype: Annotated[str, typer.Option(help="Of the parameters: float32 or bfloat16.")] = "float32",
 ) -> None:
-    """Seconds of all ways in turns, then the memory of each."""
+    """Seconds of all ways in turns, then the memory of each; exit code 1 if one is a tenth off the layout."""
     timed = measure(timed_elements, workers, dtype, steps, None)
     memory = {way: measure(elements, workers, dtype, 2, way) for way in WAYS}
     print(table(timed, memory, (timed_elements, elements), dtype))
+    if any(abs(above_layout(ranks, way, elements, dtype)) > _TOLERANCE for way, ranks in memory.items()):
+        raise typer.Exit(1)
 
 
 def _rank_main() -> None:

@@ -3,12 +3,14 @@
     heddle bench headroom --models wan2.1-14b,hunyuan-13b --workers 8,64
 
 For every model of `configs/models/`, trained in full and by LoRA, on some numbers of workers, with one clip of each
-size per cascade: states with gradients and optimizer state in each place (a gradient on each GPU or one per node, state
-on the device or the host), the cascades, what communicators take, and what stays free where `auto` puts them.
+size per cascade: states with gradients, optimizer state and parameters in each place (a gradient on each GPU or one per
+node, state on the device or the host, blocks on each GPU or fetched from their node), the cascades, what communicators
+take, and what stays free where `auto` puts them.
 *Measured* is the project's own code at full size and depth on tensors without data (`ops.models.forecast`), storage by
 storage.
 *Planned* is what the planner takes from the config: sums of weights, and lines through two short models. The last
-column compares the two. A clip runs at the smallest degree at which it fits in the place that takes least of a GPU.
+column compares the two. A clip runs at the smallest degree at which it fits in the place that takes least of a GPU;
+beside it stands the degree that leaves most free. Trained in full on one node at 720p a model should leave 20 GiB.
 
 With `--keep FILE` every model and mode is written there when it is done, and not computed again the next time.
 """
@@ -27,79 +29,44 @@ import typer
 
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
-from actors.plan.places import Places, gpu_places
+from actors.plan.places import Places, StatePlace, gpu_places
 from actors.plan.types import USABLE, Module
-from actors.planning.memory import CONTEXT_GIB, MemoryForecast, Shape, communicators_gib, forecast
+from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
-from ops.geometry import Geometry
+from ops.geometry import Geometry, PixelShape
+from ops.models.base.family import Family
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
-CLIPS: dict[str, Shape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
-WAYS = gpu_places("auto", "auto")
+CLIPS: dict[str, PixelShape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
+WAYS = gpu_places("auto", "auto", ("replicated", "node"))
+BESIDE = sum(way.parameters == "replicated" for way in WAYS)  # those that every model can have
 PER_NODE = 8  # GPUs
+_STATES: tuple[StatePlace, ...] = ("device", "host")
+_WANTED_GIB = 20.0  # that full training at 720p on the GPUs of one node leaves
 _RANK = 16  # of LoRA
 _MOST = 8  # degrees stay within a node
-_UMT5 = {"model_type": "umt5", "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24}
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128320,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
-_CLIP = {
-    "model_type": "clip_text_model",
-    "vocab_size": 49408,
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "max_position_embeddings": 77,
-}
-_T5 = {**_UMT5, "model_type": "t5", "vocab_size": 32128}
-_GATED = {"feed_forward_proj": "gated-gelu"}
-_TEXT: dict[str, dict[str, dict[str, object]]] = {  # encoders by the folders of the published pipelines
-    "wan": {"text_encoder": {**_UMT5, **_GATED}},
-    "hunyuan": {"text_encoder": {**_LLAMA}, "text_encoder_2": {**_CLIP}},
-    "flux": {"text_encoder": {**_CLIP}, "text_encoder_2": {**_T5, **_GATED}},
-    **{family: {"text_encoder": {**_T5, **_GATED}} for family in ("ltx", "cogvideox", "mochi", "latte", "stdit3")},
-}
-_PICTURES: dict[str, object] = {
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "block_out_channels": [128, 256, 512, 512],
-    "layers_per_block": 2,
-}
-_VAE: dict[str, dict[str, object]] = {  # where it is not its class's default
-    "flux": {**_PICTURES, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
-    "latte": _PICTURES,
-    "stdit3": _PICTURES,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """GiB of one GPU. `states`, in each of `WAYS`, has the frozen encoders that stay on it."""
+    """GiB of one GPU. `states`, in each of `WAYS` that the model can have, has the frozen encoders that stay on it;
+    `communicators` in each of them has CUDA's context. `fetched` is the DiT where its blocks are; 0: they cannot be."""
 
     states: tuple[float, ...]
     dit: float
     vae: float
     text: float
-    communicators: float
-
-    @property
-    def worst(self) -> float:
-        return max(self.dit, self.vae, self.text)
+    communicators: tuple[float, ...]
+    fetched: float = 0.0
 
     def free(self, memory_gib: float, way: int = 0) -> float:
         """Beside everything, and beside what is left for fragments."""
-        return USABLE * (memory_gib - self.communicators) - self.states[way] - self.worst
+        dit = self.dit if WAYS[way].parameters == "replicated" else self.fetched
+        worst = max(dit, self.vae, self.text)
+        return USABLE * (memory_gib - self.communicators[way]) - self.states[way] - worst
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,6 +81,8 @@ class Headroom:
     way: int
     measured: Figures
     planned: Figures
+    best_degree: int = 1  # at which most stays free, and how much by what is planned
+    best_gib: float = 0.0
 
     @property
     def over(self) -> float:
@@ -131,27 +100,39 @@ class Headroom:
             (self.planned.dit, self.measured.dit),
             (self.planned.vae, self.measured.vae),
             (self.planned.text, self.measured.text),
+            *([(self.planned.fetched, self.measured.fetched)] if self.measured.fetched else []),
         ]
         return [planned / measured - 1 for planned, measured in pairs]
+
+    @property
+    def short(self) -> str:
+        """A sentence where a model that is trained in full on one node should leave more; "" elsewhere."""
+        if self.lora or self.workers != PER_NODE or not self.clip.startswith("720p") or self.best_gib >= _WANTED_GIB:
+            return ""
+        return (
+            f"{self.model} in full on {self.workers} GPUs leaves {self.best_gib:.1f} GiB at {self.clip}, and should "
+            f"leave {_WANTED_GIB:g}"
+        )
 
 
 def published(name: str, folder: Path, lora: bool, text: str) -> tuple[ModelConfig, Geometry, TrainConfig]:
     """A model of `configs/models/` with encoders as published: their numbers alone are written to `folder`."""
-    family = "hunyuan" if name.startswith("hunyuan") else "wan"
-    _write_numbers(folder / family, family)
     rank = [f"model.dit.lora_rank={_RANK}", "train.optimizer.ema_decay=0"] if lora else []
-    paths = [f"model.{part}.path={folder / family}" for part in ("vae", "text")]
+    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     paths.append(f"model.text.place={text}")
     config = RunConfig.load(MODELS / f"{name}.yaml", [*paths, "run.name=headroom", "workers.device=cuda", *rank])
+    write_numbers(folder, FAMILIES[config.model.dit.architecture])
     return *resolve(config.model), config.train
 
 
-def _write_numbers(folder: Path, family: str) -> None:
+def write_numbers(folder: Path, family: Family) -> None:
+    """The config.json of each frozen part of the family's published pipelines."""
     import diffusers
 
-    kind = getattr(diffusers, FAMILIES[family].vae.name)
-    numbers = {name: one.default for name, one in inspect.signature(kind).parameters.items()} | _VAE.get(family, {})
-    for part, fields in {"vae": {**numbers, "_class_name": kind.__name__}, **_TEXT[family]}.items():
+    kind = getattr(diffusers, family.vae.name)
+    usual = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+    vae = {**usual, **family.parts.vae, "_class_name": kind.__name__}
+    for part, fields in {"vae": vae, **family.parts.text}.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(fields))
 
@@ -171,7 +152,7 @@ class Measured:
         )
         self._known: dict[tuple[object, ...], float] = {}
 
-    def figures(self, shape: Shape, workers: int, degree: int) -> Figures:
+    def figures(self, shape: PixelShape, workers: int, degree: int) -> Figures:
         """With one clip of this shape per cascade."""
         import torch
 
@@ -184,28 +165,38 @@ class Measured:
         text = text_need(model.text, 1, self._text_tokens, dtype)
         sequence = PackedSequence(self._geometry.token_grid(*shape), self._text_tokens)
         if ("dit", shape, degree) not in self._known:
-            peak, _ = pass_bytes(model.dit, [sequence], degree, self._precision)
-            self._known["dit", shape, degree] = peak / GIB
+            for fetched in (False, True) if model.dit.fetchable else (False,):
+                peak, _ = pass_bytes(model.dit, [sequence], degree, self._precision, fetched)
+                self._known["fetched" if fetched else "dit", shape, degree] = peak / GIB
         if ("vae", shape) not in self._known:
             vae = vae_need(model.vae, 1, *shape)
             self._known["vae", shape], self._known["vae",] = vae.peak_gib, vae.weights_gib
-        if ("own", "device", workers) not in self._known:
-            for place, per_node in (("own", 0), ("node", min(workers, PER_NODE))):
-                found = states_bytes(model.dit, self._train.optimizer, workers, self._precision, per_node)
-                for state, one in zip(("device", "host"), found, strict=True):
-                    self._known[place, state, workers] = one / GIB
+        ways = WAYS if model.dit.fetchable else WAYS[:BESIDE]
+        for way in ways:
+            if (way, workers) not in self._known:
+                per_node, fetched = 0 if way.gradients == "own" else min(workers, PER_NODE), way.parameters == "node"
+                found = states_bytes(model.dit, self._train.optimizer, workers, self._precision, per_node, fetched)
+                for state, one in zip(_STATES, found, strict=True):
+                    self._known[replace(way, state=state), workers] = one / GIB
         encoders = self._known["vae",] + text.weights_gib
         return Figures(
-            states=tuple(self._known[way.gradients, way.state, workers] + encoders for way in WAYS),
+            states=tuple(self._known[way, workers] + encoders for way in ways),
             dit=self._known["dit", shape, degree],
             vae=self._known["vae", shape],
             text=text.peak_gib,
-            communicators=0.0,
+            communicators=(0.0,) * len(ways),
+            fetched=self._known.get(("fetched", shape, degree), 0.0),
         )
 
 
 def _planned(
-    found: MemoryForecast, geometry: Geometry, shape: Shape, text_tokens: int, workers: int, degree: int, other: float
+    found: MemoryForecast,
+    geometry: Geometry,
+    shape: PixelShape,
+    text_tokens: int,
+    workers: int,
+    degree: int,
+    bags_gib: float,
 ) -> Figures:
     frames, height, width = shape
     one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
@@ -213,8 +204,15 @@ def _planned(
     dit, vae, text = (
         found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs)) or 0.0 for module, bag in at
     )
-    states = tuple(replace(found, places=way, per_node=PER_NODE).states(workers).total for way in WAYS)
-    return Figures(states=states, dit=dit, vae=vae, text=text, communicators=other)
+    ways = [replace(found, places=way, per_node=PER_NODE) for way in (WAYS if found.in_blocks else WAYS[:BESIDE])]
+    return Figures(
+        states=tuple(one.states(workers).total for one in ways),
+        dit=dit,
+        vae=vae,
+        text=text,
+        communicators=tuple(CONTEXT_GIB + bags_gib + one.exchange_gib(workers) for one in ways),
+        fetched=dit if found.in_blocks else 0.0,
+    )
 
 
 def rows(
@@ -229,12 +227,14 @@ def rows(
         measured, made = Measured(model, geometry, train), []
         for workers in counts:
             legal = [degree for degree in degrees if degree <= workers]
-            other = CONTEXT_GIB + communicators_gib(degrees, workers, PlannerConfig().bag_peers)
+            bags_gib = communicators_gib(degrees, workers, PlannerConfig().bag_peers)
             for clip in clips:
-                ways = {d: _planned(found, geometry, CLIPS[clip], text_tokens, workers, d, other) for d in legal}
-                degree = next((d for d in legal if ways[d].free(memory_gib, -1) >= 0), legal[-1])
-                fits = [number for number in range(len(WAYS)) if ways[degree].free(memory_gib, number) >= 0]
-                real = replace(measured.figures(CLIPS[clip], workers, degree), communicators=other)
+                at = {d: _planned(found, geometry, CLIPS[clip], text_tokens, workers, d, bags_gib) for d in legal}
+                ways = range(len(at[1].states))
+                degree = next((d for d in legal if at[d].free(memory_gib, ways[-1]) >= 0), legal[-1])
+                way = next((number for number in ways if at[degree].free(memory_gib, number) >= 0), ways[-1])
+                best = max(legal, key=lambda d: at[d].free(memory_gib, way))
+                real = measured.figures(CLIPS[clip], workers, degree)
                 made.append(
                     Headroom(
                         model=name,
@@ -242,9 +242,11 @@ def rows(
                         workers=workers,
                         clip=clip,
                         degree=degree,
-                        way=next(iter(fits), len(WAYS) - 1),
-                        measured=real,
-                        planned=ways[degree],
+                        way=way,
+                        measured=replace(real, communicators=at[degree].communicators),
+                        planned=at[degree],
+                        best_degree=best,
+                        best_gib=at[best].free(memory_gib, way),
                     )
                 )
         return made
@@ -253,25 +255,28 @@ def rows(
 def table(found: Sequence[Headroom], memory_gib: float) -> str:
     """Markdown, in GiB: what was measured / what is planned."""
     lines = [
-        f"| model | trained | GPUs | clip, degree | {' | '.join(_short(way) for way in WAYS)} | DiT | VAE | text "
-        "| communicators | auto takes | free | planned above measured |",
-        f"|{'---|' * (11 + len(WAYS))}",
+        f"| model | trained | GPUs | clip, degree | {' | '.join(_short(way) for way in WAYS)} | DiT | fetched | VAE "
+        "| text | CUDA, communicators | auto takes | free | most free, at degree | planned above measured |",
+        f"|{'---|' * (13 + len(WAYS))}",
     ]
     for row in found:
         real, plan = row.measured, row.planned
         states = " | ".join(f"{one:.2f} / {other:.2f}" for one, other in zip(real.states, plan.states, strict=True))
+        states += " | -" * (len(WAYS) - len(real.states))
+        fetched = f"{real.fetched:.2f} / {plan.fetched:.2f}" if real.fetched else "-"
         lines.append(
             f"| {row.model} | {'LoRA' if row.lora else 'full'} | {row.workers} | {row.clip}, {row.degree} | "
-            f"{states} | {real.dit:.2f} / {plan.dit:.2f} | {real.vae:.2f} / {plan.vae:.2f} | "
-            f"{real.text:.2f} / {plan.text:.2f} | {plan.communicators:.2f} | {_short(WAYS[row.way])} | "
+            f"{states} | {real.dit:.2f} / {plan.dit:.2f} | {fetched} | {real.vae:.2f} / {plan.vae:.2f} | "
+            f"{real.text:.2f} / {plan.text:.2f} | {plan.communicators[row.way]:.2f} | {_short(WAYS[row.way])} | "
             f"{real.free(memory_gib, row.way):.1f} / {plan.free(memory_gib, row.way):.1f} | "
+            f"{row.best_gib:.1f}, {row.best_degree} | "
             f"{100 * row.under:.1f} to {100 * row.over:.1f} % |"
         )
     return "\n".join(lines)
 
 
 def _short(way: Places) -> str:
-    return f"{way.gradients}, {way.state}"
+    return f"{way.gradients}, {way.state}{', fetched' if way.parameters == 'node' else ''}"
 
 
 def _kept(keep: Path | None, make: Callable[[], list[Headroom]], key: str) -> list[Headroom]:
@@ -288,10 +293,10 @@ def _kept(keep: Path | None, make: Callable[[], list[Headroom]], key: str) -> li
 
 
 def _row(fields: dict[str, Any]) -> Headroom:
-    figures = {
-        name: Figures(**{**fields[name], "states": tuple(fields[name]["states"])}) for name in ("measured", "planned")
-    }
-    return Headroom(**{**fields, **figures})
+    for name in ("measured", "planned"):
+        figures: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields[name].items()}
+        fields = {**fields, name: Figures(**figures)}
+    return Headroom(**fields)
 
 
 def run(
@@ -303,7 +308,8 @@ def run(
     keep: Annotated[Path | None, typer.Option(help="A file of what has been computed, to go on from.")] = None,
     out: Annotated[Path | None, typer.Option(help="A Markdown file for the table, besides the terminal.")] = None,
 ) -> None:
-    """Prints the table; exit code 1 if the planner says less than is needed, or more than a tenth more."""
+    """Prints the table; exit code 1 if the planner says less than is needed, or more than a tenth more, or if a model
+    that is trained in full on one node leaves too little at 720p."""
     found: list[Headroom] = []
     for name in models.split(","):
         for lora in (False, True):
@@ -318,5 +324,7 @@ def run(
     print(shown)
     if out is not None:
         out.write_text(shown + "\n")
-    if any(row.under < -1e-6 or row.over > 0.1 for row in found):
+    short = [row.short for row in found if row.short]
+    print("\n".join(short) or f"in full on {PER_NODE} GPUs at 720p {_WANTED_GIB:g} GiB and more stay free")
+    if short or any(row.under < -1e-6 or row.over > 0.1 for row in found):
         raise typer.Exit(1)

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from actors.names import NAMESPACE
 from actors.records.events import GenerationFormed, RunEvent, StepsRecovered, WorkerReady
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
@@ -48,7 +49,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
     },
     "train": {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}, "flow": {"flow_shift": 1.0}},
     "planner": {"strategy": "cascade", "budget_s": 0.02},
-    "snapshot": {"enabled": True},
+    "snapshot": {"enabled": True, "every": 1},  # steps of a tiny model are shorter than fifty of its snapshots
     "checkpoint": {"every": 0, "keep_last": 2},
 }
 
@@ -364,7 +365,7 @@ def _started_cluster() -> Cluster:
         head_node_args={"num_cpus": 1, "include_dashboard": False, "object_store_memory": 200 * 2**20},
     )
     try:
-        ray.init(address=cluster.address, namespace="heddle", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except BaseException:
         cluster.shutdown()
         raise

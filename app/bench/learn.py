@@ -30,7 +30,7 @@ from app.drawing.video import contact_sheet
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, mask, synthesize
-from ops.models.vae import VAE
+from ops.models.base.vae import VAE
 from ops.typed import ConfigError
 
 _LEAST_SHARE = 0.01  # of the pixels; a clip with less of every shape colour names none

@@ -24,12 +24,12 @@ import torch
 import typer
 
 from app.bench.ops_blocks import BlockResult, compare_block, mmdit_block, wan_block
+from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
-from app.bench.ops_variants import layouts
 from app.bench.timing import ceilings
 from ops.kernels.base import backend
-from ops.kernels.base.contest import Contest, RowLayout
+from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
 
 log = logging.getLogger(__name__)

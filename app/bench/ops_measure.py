@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from app.bench.ops_inputs import inputs_of
 from app.bench.ops_report import OpsRow
-from app.bench.ops_variants import inputs_of
 from app.bench.timing import Closure, measure, peak_bytes
-from ops.kernels.base.contest import Contest, RowLayout, Variant
+from ops.kernels.base.measured import Contest, OpVariant, RowLayout
 from ops.kernels.base.segments import Segments
 
 
@@ -21,7 +21,7 @@ class BenchCase:
     op: Contest
     layout: RowLayout
     width: int
-    variants: dict[str, Variant]
+    variants: dict[str, OpVariant]
     ablations: bool = False
 
 
@@ -52,21 +52,23 @@ def measure_case(case: BenchCase, device: torch.device, repeats: int) -> list[Op
 
     for name, function in case.variants.items():
 
-        def forward(_: int, function: Variant = function) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
+        def forward(_: int, function: OpVariant = function) -> Closure:
+            tensors = inputs_of(op.case.inputs, layout, width, device, torch.bfloat16)
             return lambda: function(tensors, layout, segments, rows)
 
-        def backward(_: int, function: Variant = function) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
+        def backward(_: int, function: OpVariant = function) -> Closure:
+            tensors = inputs_of(op.case.inputs, layout, width, device, torch.bfloat16)
             outs = function(tensors, layout, segments, rows)
             cotangents = [torch.randn_like(o) for o in outs]
-            wrt = [tensors[n] for n in op.inputs]
+            wrt = [tensors[n] for n in op.case.differentiable]
             return lambda: torch.autograd.grad(outs, wrt, cotangents, retain_graph=True)
 
-        def both(function: Variant = function) -> object:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
+        def both(function: OpVariant = function) -> object:
+            tensors = inputs_of(op.case.inputs, layout, width, device, torch.bfloat16)
             outs = function(tensors, layout, segments, rows)
-            return torch.autograd.grad(outs, [tensors[n] for n in op.inputs], [torch.ones_like(o) for o in outs])
+            return torch.autograd.grad(
+                outs, [tensors[n] for n in op.case.differentiable], [torch.ones_like(o) for o in outs]
+            )
 
         peak = peak_bytes(both, device)
         add("forward", name, forward, op.forward_T, peak)
@@ -85,7 +87,7 @@ def _ablations(
 
     def make(function: Callable[..., object]) -> Callable[[int], Closure]:
         def build(_: int) -> Closure:
-            tensors = inputs_of(op, layout, width, device, torch.bfloat16)
+            tensors = inputs_of(op.case.inputs, layout, width, device, torch.bfloat16)
             x, scale = tensors["x"].detach(), tensors["scale"].detach()
             dy = torch.randn_like(x)
             mean, rstd = x.float().mean(-1), torch.rsqrt(x.float().var(-1, correction=0) + 1e-6)

@@ -32,13 +32,15 @@ from actors.messages import CascadeTask, SampleId
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
 from actors.ray_calls import put
-from actors.step import Position, StepBatches, StepItems
+from actors.step import DrawnItem, Position, StepBatches
+from actors.worker.encoding import Encoding
 from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from actors.worker.worker import Worker
 from app.bench import host_memory, memory
 from app.bench.lab import Lab
+from app.inputs.workload import drawn_items
 from data.types import Batch
 from ops.sync import FlatSync
 
@@ -54,26 +56,36 @@ TEXT_S = 0.2  # the profile has no text encoder
 class TimedExecutor(Executor):
     """Waits where the real one computes: members of a bag meet, then wait for the planned length together."""
 
-    def text(
-        self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[object] = (), ok: Sequence[bool] = ()
-    ) -> list[EncodeResult]:
-        return self._wait(task)
-
-    def vae(self, task: CascadeTask, video: object, ok: Sequence[bool]) -> list[EncodeResult]:
-        return self._wait(task)
-
     def dit(
         self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
     ) -> None:
-        self._wait(task)
+        with CascadeMeasure(self, task) as measure:
+            _wait(task, measure)
         if self.groups is not None and self.groups.rank == task.bag[0]:  # the bag's samples count once
             self.work.add_weights(task.step, sum(sample.weight for sample in task.samples), 0.0)
 
-    def _wait(self, task: CascadeTask) -> list[EncodeResult]:
-        with CascadeMeasure(self, task) as measure:
-            measure.meet()
-            time.sleep(task.planned_end_s - task.planned_start_s)
-            return self._deliver(task, [EncodeResult(id=s.id, rows=torch.zeros(1, 1)) for s in task.samples])
+
+class TimedEncoding(Encoding):
+    """The same of encodes."""
+
+    def text(
+        self, task: CascadeTask, captions: Sequence[str], pictures: Sequence[object] = (), ok: Sequence[bool] = ()
+    ) -> list[EncodeResult]:
+        return self._waited(task)
+
+    def vae(self, task: CascadeTask, video: object, ok: Sequence[bool]) -> list[EncodeResult]:
+        return self._waited(task)
+
+    def _waited(self, task: CascadeTask) -> list[EncodeResult]:
+        with CascadeMeasure(self.executor, task) as measure:
+            _wait(task, measure)
+            count = len(task.samples)
+            return self._deliver(task, [torch.zeros(1, 1)] * count, [True] * count)
+
+
+def _wait(task: CascadeTask, measure: CascadeMeasure) -> None:
+    measure.meet()
+    time.sleep(task.planned_end_s - task.planned_start_s)
 
 
 class TimedWorker(Worker):
@@ -87,6 +99,9 @@ class TimedWorker(Worker):
         train = self.settings.train
         return TimedExecutor(modules, FlatSync(layer, train.optimizer, train.steps), train, self.device, self._phase)
 
+    def _encoding(self) -> Encoding:
+        return TimedEncoding(self.executor)
+
 
 class WorkloadFeeder(Answering):
     """Hands out the items of a workload file; the pixels are one byte."""
@@ -97,11 +112,8 @@ class WorkloadFeeder(Answering):
     def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
-    def items(self, step: int) -> StepItems:
-        items = tuple(self._steps[step])
-        return StepItems(
-            step=step, items=items, keys=tuple(tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch)) for i in items)
-        )
+    def items(self, step: int) -> tuple[DrawnItem, ...]:
+        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         references = tuple(

@@ -33,7 +33,7 @@ from actors.plan.costs.spanning import OVERLAP
 from actors.plan.registry import STRATEGIES
 from actors.plan.types import Cascade, Cluster, Item, Module
 from actors.planning.actor import Planner
-from actors.planning.observations import Part, parts_of
+from actors.planning.observations import PartShape, parts_of
 from actors.run.speeds import Speeds
 from app.device.measuring import EXCHANGES, spanning_point
 from app.device.points import ProfiledShape
@@ -78,13 +78,13 @@ class Machine:
     slow: int = SLOW_WORKER  # a worker that is slower; -1: none
     _ran: set[tuple[int, str, tuple[int, ...]]] = field(default_factory=set)
 
-    def seconds(self, module: Module, parts: Sequence[Part], workers: Sequence[int]) -> float:
+    def seconds(self, module: Module, parts: Sequence[PartShape], workers: Sequence[int]) -> float:
         """Of a cascade of these parts on these workers, without noise."""
         slowest = min(SLOW_SPEED if w == self.slow else 1.0 for w in workers)
         spanning = len({w // self.nodes[0] for w in workers}) > 1
         return self.normal(module, parts, len(workers), spanning) / slowest
 
-    def normal(self, module: Module, parts: Sequence[Part], degree: int, spanning: bool = False) -> float:
+    def normal(self, module: Module, parts: Sequence[PartShape], degree: int, spanning: bool = False) -> float:
         """The same on workers of normal speed."""
         if module == "text":
             return 0.004 + 2e-5 * sum(count * text for count, *_, text in parts)
@@ -343,7 +343,7 @@ def true_profile() -> Profile:
     )
 
 
-def _true(module: Module, part: Part, degree: int, *, spanning: bool = False) -> float:
+def _true(module: Module, part: PartShape, degree: int, *, spanning: bool = False) -> float:
     return Machine(np.random.default_rng(0)).normal(module, [part], degree, spanning)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Concatenate, ParamSpec
 
 import typer
 
+from app.commands.options import Overrides
 from data.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -21,11 +22,10 @@ P = ParamSpec("P")
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 
-Overrides = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a setting.")]
-Kind = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
-Media = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]
-Caption = Annotated[str, typer.Option(help="Caption fields: a|b tries in order, a+b offers both.")]
-Cache = Annotated[Path | None, typer.Option(help="Folder of the index; default: beside the data.")]
+KindOption = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
+MediaOption = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]
+CaptionOption = Annotated[str, typer.Option(help="Caption fields: a|b tries in order, a+b offers both.")]
+CacheOption = Annotated[Path | None, typer.Option(help="Folder of the index; default: beside the data.")]
 Workers = Annotated[int, typer.Option(help="Processes that read shards.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -39,10 +39,10 @@ class SourceOptions:
     ] = None
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Take all sources of this run instead.")] = None
     overrides: Overrides = None
-    kind: Kind = ""
-    media: Media = ""
-    caption: Caption = ""
-    cache: Cache = None
+    kind: KindOption = ""
+    media: MediaOption = ""
+    caption: CaptionOption = ""
+    cache: CacheOption = None
     workers: Workers = 1
 
     def sources(self) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
@@ -164,10 +164,10 @@ def stats(options: SourceOptions, as_json: AsJson = False) -> None:
 def convert(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Shards, table or folder to convert.")],
     out: Annotated[Path, typer.Argument(help="Empty folder for the shards.")],
-    kind: Kind = "",
-    media: Media = "",
-    caption: Caption = "",
-    cache: Cache = None,
+    kind: KindOption = "",
+    media: MediaOption = "",
+    caption: CaptionOption = "",
+    cache: CacheOption = None,
     workers: Workers = 1,
     shard_mb: Annotated[int, typer.Option(help="Largest shard in MB.", min=1)] = 500,
     shard_samples: Annotated[int, typer.Option(help="Most samples of a shard.", min=1)] = 10_000,

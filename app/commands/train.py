@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from app.commands.options import Config, Overrides
-from ops.typed import ConfigError
 
 
 def train(
@@ -17,17 +16,16 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in an existing folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, open the data, plan, show, stop.")] = False,
     cluster: Annotated[
-        str, typer.Option("--cluster", metavar="SPEC", help="With --dry-run: plan for NODESxGPUS or a YAML file.")
+        str, typer.Option("--cluster", metavar="SPEC", help="workers.cluster: NODESxGPUS, e.g. 2x8, or a YAML file.")
     ] = "",
 ) -> None:
     """Train a model as the config says."""
-    if cluster and not dry_run:
-        raise ConfigError("--cluster describes a cluster for --dry-run; a run takes the one that it is started on.")
+    settings = [*(overrides or []), *([f"workers.cluster={cluster}"] if cluster else [])]
     if dry_run:
         from app.plan.dry_run import dry_run as preview
 
-        preview(config, overrides or [], cluster)
+        preview(config, settings)
         return
     from app.run.launch import train as run
 
-    raise typer.Exit(run(config, overrides or [], resume=resume, overwrite=overwrite) or 0)
+    raise typer.Exit(run(config, settings, resume=resume, overwrite=overwrite) or 0)

@@ -30,14 +30,15 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 
 @app.command("list")
 def list_workers(run: Run) -> None:
-    """Every worker with what it does right now."""
+    """Every worker with what it does right now, and where its GPU sits."""
     report = answer(run, monitor(run).report.remote())
     print(f"generation {report.generation}")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
         leaving = "  leaving" if progress.leaving or name in report.wishes.drain else ""
         doing = f"{progress.activity} ({progress.phase}) for {max(report.now - seen.since, 0):.1f} s"
-        print(f"{name:8} step {progress.step:<6} heard {age:4.1f} s ago  {doing}{leaving}")
+        place = f"  [{progress.place}]" if progress.place.known else ""
+        print(f"{name:8} step {progress.step:<6} heard {age:4.1f} s ago  {doing}{place}{leaving}")
 
 
 @app.command()

@@ -36,7 +36,7 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
     out.mkdir(parents=True, exist_ok=True)
     written = []
     for bucket, items in sorted(_items_by_bucket(dataset, samples).items()):
-        rows = [row for item in items for row in _rows(dataset, item)][:samples]
+        rows = [row for item in items for row in _rows(item)][:samples]
         path = out / f"{bucket}.png"
         _sheet(bucket, rows, frames).save(path)
         written.append(path)
@@ -58,11 +58,11 @@ def _items_by_bucket(dataset: Dataset, samples: int) -> dict[Bucket, list[DataIt
     return found
 
 
-def _rows(dataset: Dataset, item: DataItem) -> list[tuple[np.ndarray, str]]:
+def _rows(item: DataItem) -> list[tuple[np.ndarray, str]]:
     """(frames of a clip, text beside them) of an item."""
     from data.decode import decode_job
 
-    batch: Batch = decode_job(dataset.job(item))
+    batch: Batch = decode_job(item.job)
     reasons = {fault.key: f"{fault.reason}: {fault.detail}" for fault in batch.faults}
     rows = []
     for sample, video, caption, ok in zip(item.samples, batch.video, batch.captions, batch.ok):

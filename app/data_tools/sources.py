@@ -48,7 +48,7 @@ def open_indexes(
 ) -> list[Index]:
     """The index of each source, read from `cache` or made by `workers` processes. Raises DataError for an empty source
     unless `allow_empty`."""
-    from data.dataset.index import build_index
+    from data.dataset.index_build import build_index
 
     with ProgressBar("indexing") as progress:
         return [
@@ -70,13 +70,13 @@ def admitted_rows(config: Path, overrides: list[str] | None, indexes: list[Index
     """Masks of the rows that a run trains; what its filters and buckets refuse is counted in the ledger."""
     from actors.planning.batching import TargetBatch
     from app.inputs.profiles import profile_of
-    from data.dataset.dataset import Dataset
+    from data.dataset.curriculum import Curriculum
     from ops.models.folders import resolve
 
     run = from_here(RunConfig.load(config, overrides or []))
     model, geometry = resolve(run.model)
     timed = TargetBatch(profile=profile_of(run, model, geometry), geometry=geometry)
-    return [codes >= 0 for codes in Dataset(run.data, indexes, run.train.seed, geometry, ledger, timed).codes]
+    return [codes >= 0 for codes in Curriculum(run.data, indexes, geometry, ledger, timed).codes]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from actors.worker.handoff import Inputs
     from ops.comm import Group
     from ops.gradients import Gradients
+    from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
-    from ops.models.vae import VAE
 
 _GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
 _PICTURE = (480, 832)  # height and width of what a text encoder sees, which it scales to its own
@@ -199,11 +199,13 @@ class Bench:
         device counts. `rates`: by which a bag slices spatial-temporal blocks, the same on all members."""
         import torch
 
+        from ops.models.experts import slice_by
+
         if self.device.type == "cuda":
             _ = self.dit, self.vae, self.text, self.image
         work = getattr(self, f"_{module}")(shape)
         if module == "dit":
-            self.dit.rates = rates  # type: ignore[assignment]  # torch knows of tensors and modules alone
+            slice_by(self.dit, rates)
         self._gathered.clear()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -253,8 +255,10 @@ class Bench:
 
         from ops.conditions import Conditions
         from ops.flow import flow_loss
+        from ops.models.experts import transformers
         from ops.packing import Layout, Sequence
 
+        dit = transformers(self.dit)[0]  # a pass is of one of two experts, which are alike
         bucket, patch, group = shape.bucket, self.geometry.patch, self.group
         grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         generator = torch.Generator().manual_seed(0)
@@ -268,7 +272,7 @@ class Bench:
         )
         times = torch.full((shape.batch,), 500.0, device=self.device)
         weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
-        dtype = next(self.dit.parameters()).dtype
+        dtype = next(dit.parameters()).dtype
         image = pooled = None
         if self.image is not None:
             image = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
@@ -283,7 +287,7 @@ class Bench:
             inputs = gather()
             self._gathered.append((inputs.bytes_received, inputs.seconds))
             with cast:
-                predicted = self.dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
+                predicted = dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
             flow_loss(predicted.float(), target, layout, weights).backward()
 
         return work

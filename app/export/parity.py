@@ -108,7 +108,8 @@ def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
     config = module.config
     assert isinstance(config, DiTConfig)
     image = 0 if sample.conditions.image is None else len(sample.conditions.image)
-    grid = _grid(config)
+    t, h, w = (size // patch for size, patch in zip(sample.latent.shape[1:], config.patch, strict=True))
+    grid = (t, h, w)
     layout = Layout([Sequence(grid, len(sample.text), image, sample.clean_frames)])
     rows = patchify(sample.latent, config.patch)
     tokens = module(rows, sample.timestep, sample.text, layout, Group.solo(), sample.conditions)

@@ -15,7 +15,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.places import Places, chosen
 from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import MemoryForecast, Shape, clips_of, communicators_gib, forecast
+from actors.planning.memory import Demand, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig
@@ -38,18 +38,14 @@ def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None,
 def placed(
     found: MemoryForecast,
     config: RunConfig,
-    model: ModelConfig,
-    geometry: Geometry,
-    clips: Sequence[Shape],
+    demand: Demand,
     degrees: Sequence[int],
     memory_gib: float,
     per_node: int,
 ) -> MemoryForecast:
     """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
-    tokens = min(config.data.batch.text_tokens, model.text.most_tokens)
-    fewest, peers = config.workers.min, config.planner.bag_peers
     possible = found.possible(config.train, per_node)
-    least = [one.least_gib(geometry, clips, tokens, degrees, fewest, peers) for one in possible]
+    least = [demand.least_gib(one, degrees, config.workers.min) for one in possible]
     return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
 
 
@@ -62,9 +58,9 @@ def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device:
         return config.train.places(num_trained(model.dit), device, model.dit.fetchable)[0]
     most = max(model.dit.num_heads, config.workers.min)
     degrees = config.planner.degrees or model.dit.degrees(most, config.planner.sequence)
-    clips = clips_of(config.data, geometry)
-    found = forecast(model, geometry, config.train, clips, degrees, True)
-    return placed(found, config, model, geometry, clips, degrees, memory, found.per_node).places
+    demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+    found = forecast(model, geometry, config.train, demand.clips, degrees, True)
+    return placed(found, config, demand, degrees, memory, found.per_node).places
 
 
 def batch_room_gib(
@@ -75,14 +71,15 @@ def batch_room_gib(
     memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf
-    clips, workers, peers = clips_of(config.data, geometry), config.workers.min, config.planner.bag_peers
+    workers, peers = config.workers.min, config.planner.bag_peers
+    demand = Demand.of(config.data, model, geometry, peers)
     degrees = config.planner.degrees or profile.degrees.get("dit", (1,))
-    found = forecast(model, geometry, config.train, clips, degrees, cuda)
+    found = forecast(model, geometry, config.train, demand.clips, degrees, cuda)
     profile.needs = found.needs
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node
-        found = placed(found, config, model, geometry, clips, degrees, memory, per_node)
-    return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers) if cuda else 0.0, cuda)
+        found = placed(found, config, demand, degrees, memory, per_node)
+    return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers))
 
 
 def with_limits(

@@ -6,16 +6,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.plan.types import Cluster, PlanError
+from actors.plan.types import Cluster, PlanError, places_in
+from app.settings.config import RunConfig
+from ops.ranges import between, check_numbers
 from ops.typed import ConfigError, build, parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterFile:
-    """A cluster as a YAML file gives it.
+    """A cluster as a YAML file gives it. GPUs of a node are in the order of `nvidia-smi`.
 
     nodes: [8, 8, 4]        # GPUs of each node; or `nodes: 2` with `gpus: 8`
+    hosts: [a, b, c]        # names of the nodes, for a run whose nodes are not alike
     nics: AABBCCDD          # NIC rail of each GPU of a node
+    islands: AABBCCDD       # NVLink island of each GPU of a node; without it any two are taken for as near
+    numa: [0, 0, 0, 0, 1, 1, 1, 1]  # memory node of each GPU of a node
+    island_gbps: 25         # GB/s that a GPU sends to another island of its node; without it bags over islands are not
+                            # priced, and only avoided where that costs nothing
     speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
     memory_gib: 80          # of each GPU; without it plans know no limit of memory
     host_gib: 1024          # of each node, for training; without it that of the nodes is not looked at
@@ -23,7 +30,11 @@ class ClusterFile:
 
     nodes: int | tuple[int, ...] | None = None
     gpus: int | None = None
+    hosts: tuple[str, ...] = ()
     nics: str = ""
+    islands: str = ""
+    numa: tuple[int, ...] = ()
+    island_gbps: float = 0.0
     speed: Mapping[str, float] | tuple[float, ...] = ()
     memory_gib: float = 0.0
     host_gib: float = 0.0
@@ -37,18 +48,21 @@ class ClusterFile:
                 f"nodes {nodes} with gpus {self.gpus} is not a number of GPUs for each node; write nodes: [8, 8] or "
                 f"nodes: 2 and gpus: 8."
             )
-        if self.nics and len(self.nics) != max(self.counts):
+        for name, given in (("nics", self.nics), ("islands", self.islands), ("numa", self.numa)):
+            if given and len(given) != max(self.counts):
+                shown = given if isinstance(given, str) else list(given)
+                raise ValueError(f"{name} {shown!r} names {len(given)} GPUs; the largest node has {max(self.counts)}.")
+        if self.hosts and (len(self.hosts) != len(self.counts) or len(set(self.hosts)) != len(self.hosts)):
             raise ValueError(
-                f"nics {self.nics!r} names {len(self.nics)} GPUs; the largest node has {max(self.counts)}."
+                f"hosts {list(self.hosts)} must be {len(self.counts)} different names, one for each of nodes."
             )
-        if not 0 <= self.memory_gib < 1 << 20:
-            raise ValueError(
-                f"memory_gib {self.memory_gib:g} is not the GiB of a GPU; write for example 80, or nothing."
-            )
-        if not 0 <= self.host_gib < 1 << 20:
-            raise ValueError(
-                f"host_gib {self.host_gib:g} is not the GiB of a node's memory; write for example 1024, or nothing."
-            )
+        check_numbers(
+            "cluster",
+            self,
+            memory_gib=between(0, 1 << 20),
+            host_gib=between(0, 1 << 20),
+            island_gbps=between(0, 1 << 20),
+        )
         for worker, factor in self._factors():
             if not factor > 0 or not worker.isdecimal() or int(worker) >= sum(self.counts):
                 raise ValueError(
@@ -70,13 +84,35 @@ class ClusterFile:
         speeds = [1.0] * sum(self.counts)
         for worker, factor in self._factors():
             speeds[int(worker)] = factor
+        told = self.nics or self.islands or self.numa
         return Cluster(
             nodes=self.counts,
-            rails=self.nics,
+            hosts=self.hosts,
+            places=places_in(self.counts, self.nics, self.islands, self.numa) if told else (),
+            island_gbps=self.island_gbps,
             speed=tuple(speeds) if self.speed else (),
             memory_gib=self.memory_gib,
             host_gib=self.host_gib,
         )
+
+
+def cluster_of(config: RunConfig) -> Cluster:
+    """What a preview plans for: `workers.cluster`, else one node of `workers.max`. Raises ConfigError."""
+    return read_cluster(config.workers.cluster) if config.workers.cluster else Cluster(nodes=(config.workers.max,))
+
+
+def given_cluster(config: RunConfig) -> Cluster | None:
+    """`workers.cluster` of a run; None where it names none. Raises ConfigError, also where it has too few GPUs for
+    `workers.max`."""
+    if not config.workers.cluster:
+        return None
+    found = read_cluster(config.workers.cluster)
+    if config.workers.max > found.num_workers:
+        raise ConfigError(
+            f"workers.max is {config.workers.max}, and workers.cluster {config.workers.cluster} has "
+            f"{found.num_workers} GPUs. Lower workers.max, or describe all nodes."
+        )
+    return found
 
 
 def read_cluster(spec: str) -> Cluster:

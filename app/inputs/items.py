@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.plan.costs.profile import Profile
-from actors.plan.types import Item, Module
+from actors.plan.types import Item
 from actors.planning.batching import TargetBatch
 from app.settings.config import RunConfig
 from data.buckets import BucketTable, planned_batch
@@ -30,32 +30,17 @@ def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dat
 
 def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: ModelConfig) -> list[tuple[Item, ...]]:
     """The items of the first steps as a run's planner sees them: text lengths of their captions, and what is cached."""
-    from actors.feed.encoders import Encoders, modules_in_cache, plan_item, text_keys
-    from actors.feed.experts import ExpertDraw
-    from data.cache import Cache, CachedLatents
+    from actors.feed.item_cache import CacheNames, ItemCache
+    from actors.feed.step_source import item_facts
 
-    experts = ExpertDraw.of(model.dit, config.train, dataset.geometry)
-    if not config.data.cache.path:
-        encoders = Encoders.of(model, named=False)
-        return [
-            experts.routed(step, [plan_item(item, encoders, ()) for item in dataset.step(step).items])
-            for step in range(steps)
-        ]
-    from actors.pool.workers import uses_gpu
-    from ops.models.text import text_dtype
+    facts = item_facts(config.data, config.train, config.workers, model, dataset.geometry)
+    cache = ItemCache(config.data, facts.encoders, dataset.geometry) if config.data.cache.path else None
 
-    encoders = Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu"))
-    cache = Cache(config.data.cache)
-    latents = CachedLatents(cache, encoders.vae, config.data) if config.data.cache.latents else None
+    def planned(item: DataItem) -> Item:
+        names = cache.names(item) if cache is not None else CacheNames()
+        return facts.drawn(item, names, cache.named(names) if cache is not None else ()).plan
 
-    def known(item: DataItem) -> set[Module]:
-        texts = text_keys(item, dataset.job(item), encoders, config.data)
-        return modules_in_cache(item, texts, cache, latents)
-
-    return [
-        experts.routed(step, [plan_item(item, encoders, known(item)) for item in dataset.step(step).items])
-        for step in range(steps)
-    ]
+    return [tuple(planned(item) for item in dataset.step(step).items) for step in range(steps)]
 
 
 def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:

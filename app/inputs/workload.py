@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.plan.types import Item, refuse_below
+from actors.step import DrawnItem
 from ops.typed import ConfigError, as_plain, build, node_of, read_json
 
 
@@ -70,3 +71,8 @@ def read_workload(path: Path) -> Workload:
         return build(WorkloadFile, node_of(held)).workload()
     except ConfigError as error:
         raise ConfigError(f"workload {path}: {error}") from None
+
+
+def drawn_items(step: int, items: Sequence[Item]) -> tuple[DrawnItem, ...]:
+    """These items as a feeder without data tells of them: every sample has a key of its own."""
+    return tuple(DrawnItem(plan=i, keys=tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch))) for i in items)

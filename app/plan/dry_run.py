@@ -1,8 +1,8 @@
 """`heddle train --dry-run`: everything that can be known before a worker starts, and the exit code a run would get.
 
 Resolves the config and the model folders, opens the data (index, ledger, batch sizes), forms the items of the first
-steps and plans them on `workers.max` workers. A missing synthetic set is made, as a run would. Starts neither Ray nor a
-worker.
+steps and plans them on `workers.cluster`, else on `workers.max` workers. A missing synthetic set is made, as a run
+would. Starts neither Ray nor a worker.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.plan.schedule.check import check
-from actors.plan.types import Cluster, Plan
+from actors.plan.types import Plan
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
 from app.inputs.batches import with_limits
-from app.inputs.cluster import read_cluster
+from app.inputs.cluster import cluster_of
 from app.inputs.items import items_from_data, open_dataset
+from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
-from app.plan.memory import memory_lines, view_memory, with_room
+from app.plan.memory import memory_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, from_here
 from app.settings.notes import notes
@@ -36,8 +37,8 @@ from ops.shards import bytes_per_weight
 STEPS = 8  # planned as one rolling sequence
 
 
-def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
-    """Print the preview, on the cluster of `spec` where one is given. Raises what a run would: ConfigError, DataError,
+def dry_run(path: Path, overrides: Sequence[str]) -> None:
+    """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError."""
     config = from_here(RunConfig.load(path, overrides))
     check_place(run_dir(config))
@@ -52,7 +53,7 @@ def dry_run(path: Path, overrides: Sequence[str], spec: str = "") -> None:
         check_weights(model)
     except (FileNotFoundError, ValueError) as error:
         print(f"          warning: {error} This can be planned, not trained.")
-    cluster = read_cluster(spec) if spec else Cluster(nodes=(config.workers.max,))
+    cluster = cluster_of(config)
     profile = profile_of(config, model, geometry)
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
@@ -131,3 +132,5 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
     print(f"          {config.train.steps} steps take about {whole * config.train.steps / 60:.1f} minutes")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
+        for note in inputs.profile.notes:
+            print(f"          {note}")

@@ -28,20 +28,21 @@ from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
 from app.inputs.batches import with_limits
-from app.inputs.cluster import read_cluster
+from app.inputs.cluster import cluster_of, read_cluster
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.limits import longest_clips
+from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
-from app.plan.memory import MemoryView, cascade_gib, memory_lines, view_memory, with_room
+from app.plan.memory import cascade_gib, memory_lines, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
 from ops.degrees import exchanged
 from ops.ranges import SECONDS
 from ops.typed import ConfigError
 
-Steps = Sequence[Sequence[Item]]
+PlannedSteps = Sequence[Sequence[Item]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ class PlanRequest:
 class PlanInputs:
     """What is planned, wherever it came from."""
 
-    steps: Steps
+    steps: PlannedSteps
     profile: Profile
     cluster: Cluster
     options: PlanOptions
@@ -166,11 +167,11 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
     profile = profile_of(config, model, geometry)
-    cluster = read_cluster(request.cluster) if request.cluster else Cluster(nodes=(config.workers.max,))
+    cluster = read_cluster(request.cluster) if request.cluster else cluster_of(config)
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
-    steps: Steps
+    steps: PlannedSteps
     if request.codes:
         steps = items_from_codes(request.codes, cluster.num_workers, request.steps or 8, request.seed, geometry)
     elif request.from_data:

@@ -82,13 +82,9 @@ def final_times(spans: Iterable[SpanRecord]) -> dict[int, WindowTimes]:
     return dict(sorted({window.step: window.times for window in windows(spans)}.items()))
 
 
-def trace(spans: Iterable[SpanRecord], events: Iterable[RunEvent] = ()) -> JsonObject:
-    """A Chrome trace of executed spans and run events. Times are microseconds from the first span."""
-    return {"traceEvents": list(_entries(spans, events)), "displayTimeUnit": "ms"}
-
-
 def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterator[JsonObject]:
-    """Entries of the trace, one at a time; `spans` is gone through three times."""
+    """Entries of a Chrome trace, one at a time; times are microseconds from the first span. `spans` is gone through
+    three times."""
     origin, nodes = math.inf, {}
     for span in spans:
         origin = min(origin, span.start, span.step_start)

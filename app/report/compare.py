@@ -10,12 +10,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from actors.plan.costs.flops import flop_coefficients
-from actors.plan.costs.forms import Load
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
@@ -169,14 +167,8 @@ class SampleFlops:
     def _of_one(self, bucket: tuple[int, int, int]) -> float:
         if bucket not in self.known:
             tokens, frames = self.geometry.tokens(*bucket), self.geometry.token_grid(*bucket)[0]
-            fit = flop_coefficients(
-                replace(self.dit, gradient_checkpointing=False),
-                tflops=1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0,
-            )["dit"]  # fmt: skip
-            load = Load(
-                batch=1, frames=1, height=1, width=1, text_tokens=0, tokens=tokens, degree=1, token_frames=frames
-            )
-            self.known[bucket] = fit.predict(load)
+            forward = self.dit.flops.linear(tokens, 0) + self.dit.flops.attention(tokens, 0, frames)
+            self.known[bucket] = 3 * forward / 1e12
         return self.known[bucket]
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import PieceRecord, SpanRecord
+from ops.geometry import PixelShape
 
 CASCADES = ("text", "vae", "dit")
-Shape = tuple[int, int, int]
-Key = tuple[int, str]  # of a cascade: step of its samples, id
+StepCascade = tuple[int, str]  # of a cascade: step of its samples, id
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class Deviation:
 class BucketRow:
     """Work done in one bucket over the whole run."""
 
-    bucket: Shape
+    bucket: PixelShape
     items: int
     samples: int
     batch: float  # mean samples per cascade
@@ -69,9 +69,9 @@ class UsualStep:
     predicted_s: float
 
 
-def worst_deviations(spans: Sequence[SpanRecord]) -> dict[Key, Deviation]:
+def worst_deviations(spans: Sequence[SpanRecord]) -> dict[StepCascade, Deviation]:
     """Per cascade, how far it was from its plan on the worker where it differed most."""
-    worst: dict[Key, Deviation] = {}
+    worst: dict[StepCascade, Deviation] = {}
     for span in spans:
         times = span.planned
         if times is None:
@@ -103,7 +103,7 @@ def _longest_phase(span: SpanRecord) -> str:
     return f"{name} {phases[name]:.2f} s"
 
 
-def pieces(span: SpanRecord) -> list[tuple[Shape, str, int, float]]:
+def pieces(span: SpanRecord) -> list[tuple[PixelShape, str, int, float]]:
     """(bucket, item, samples, share of the seconds) of what one cascade holds; seconds go by pixels. A record without
     pieces is of one bucket."""
     held = span.pieces

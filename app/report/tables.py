@@ -10,10 +10,11 @@ from html import escape
 from actors.records.events import RunEvent
 from app.records.progress import clock
 from app.records.rundir import RunDir
-from app.report.facts import Shape, UsualStep, why_slow
+from app.report.facts import UsualStep, why_slow
 from app.report.gathered import RunFacts
 from app.report.totals import DataAccount, SourceAccount, SpanTotals
 from app.settings.config import RunConfig
+from ops.geometry import PixelShape
 from ops.models.folders import resolve
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ def buckets_html(run: RunDir, spans: SpanTotals) -> str:
     return f"<div class='wide'><table>{head}{''.join(body)}</table></div>{note}"
 
 
-def _tokens_of(run: RunDir, shapes: Iterable[Shape]) -> dict[Shape, int]:
+def _tokens_of(run: RunDir, shapes: Iterable[PixelShape]) -> dict[PixelShape, int]:
     """Tokens of one sample per bucket; empty when the model's folders are not on this machine."""
     try:
         _, geometry = resolve(RunConfig.load(run.path / "config.yaml").model)

@@ -25,13 +25,13 @@ from app.report.facts import (
     BucketRow,
     Deviation,
     Generation,
-    Key,
-    Shape,
+    StepCascade,
     is_telling,
     pieces,
     worst_deviations,
 )
 from app.report.figures import Curve, Smoothed, Values, mean_of
+from ops.geometry import PixelShape
 
 MAX_GENERATIONS = 100  # listed from the start and from the end of the run
 MAX_SLOW = 8
@@ -162,9 +162,9 @@ class SpanTotals:
     def __init__(self, final: Mapping[int, WindowTimes], wanted: Iterable[int]) -> None:
         self._final, self._wanted = final, set(wanted)
         self.windows: dict[int, StepWindow] = {}  # of the wanted steps
-        self._buckets: dict[Shape, BucketTotals] = defaultdict(BucketTotals)
+        self._buckets: dict[PixelShape, BucketTotals] = defaultdict(BucketTotals)
         self._errors = Values()
-        self._worst: dict[Key, Deviation] = {}
+        self._worst: dict[StepCascade, Deviation] = {}
 
     def add(self, window: StepWindow) -> None:
         """Take in the next window; one that was executed again later does not count."""
@@ -188,7 +188,7 @@ class SpanTotals:
 
     def _add_buckets(self, spans: Sequence[SpanRecord]) -> None:
         """A bag counts its samples once: all its workers report the same cascade, in the same window."""
-        batches: dict[Shape, dict[tuple[str, str], int]] = defaultdict(dict)
+        batches: dict[PixelShape, dict[tuple[str, str], int]] = defaultdict(dict)
         for span in spans:
             if span.module not in CASCADES:
                 continue
@@ -213,10 +213,10 @@ class SpanTotals:
         return sorted(self._worst.values(), key=lambda found: -found.size)
 
     @property
-    def shapes(self) -> set[Shape]:
+    def shapes(self) -> set[PixelShape]:
         return set(self._buckets)
 
-    def buckets(self, tokens_of: Mapping[Shape, int]) -> list[BucketRow]:
+    def buckets(self, tokens_of: Mapping[PixelShape, int]) -> list[BucketRow]:
         """Samples, batch size, tokens and seconds of each bucket, heaviest first."""
         total = sum(sum(found.seconds.values()) for found in self._buckets.values()) or 1.0
         rows = [

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from actors.names import NAMESPACE
+from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
@@ -161,6 +162,27 @@ def check_capacity(config: RunConfig) -> None:
             f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs.",
             flush=True,
         )
+
+
+def check_nodes(config: RunConfig) -> None:
+    """Raises ConfigError where `workers.cluster` describes none of the nodes with GPUs that are there: it is another
+    cluster's. Who of the others it describes is seen when the workers tell of their GPUs."""
+    from actors.pool.workers import uses_gpu
+    from actors.ray_calls import nodes
+
+    given = given_cluster(config)
+    if given is None or not uses_gpu(config.workers):
+        return
+    sizes = sorted({int(node["Resources"].get("GPU", 0)) for node in nodes() if node["Alive"]} - {0})
+    if sizes and not set(sizes) & set(given.nodes):
+        raise ConfigError(
+            f"workers.cluster {config.workers.cluster} describes nodes of {_listed(given.nodes)} GPUs, and the cluster "
+            f"has nodes of {_listed(sizes)}. Correct the file, or leave it out: a run takes what its workers tell."
+        )
+
+
+def _listed(sizes: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(set(sizes))))
 
 
 class RayGone(RuntimeError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
+from actors.plan.types import Cluster
 from app.run.lock import FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
@@ -40,6 +41,7 @@ class ControllerStart(TypedDict):
     run_dir: str
     token: str  # of this start; "": of whoever holds the folder
     changes: list[str]  # settings that differ from those of the start before
+    cluster: Cluster | None  # what `workers.cluster` names, which may lie where the driver alone sees it
 
 
 def controller_loop(settings: ControllerStart) -> EndedRun | None:
@@ -85,7 +87,8 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         guard()
         samples = LiveSamples(config, folder)
         with Recorder(folder, samples, guard, config, settings["changes"]) as recorder:
-            controller = start_controller(runtime_config(config, folder), recorder, asides=samples)
+            runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
+            controller = start_controller(runtime, recorder, asides=samples)
             outcome = controller.train()
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason

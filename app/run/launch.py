@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
+from app.inputs.cluster import given_cluster
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
 from app.records.trackers import check_installed
@@ -27,6 +28,7 @@ from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     RayGone,
     check_capacity,
+    check_nodes,
     connect,
     is_on_a_cluster,
     joined,
@@ -43,6 +45,7 @@ from app.run.controller_process import (
 )
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
+from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
 from app.run.resume import Change, check_resume
 from app.run.signals import stops_on_signal
@@ -53,6 +56,8 @@ from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 
 if TYPE_CHECKING:
     from ray.train import Result
+
+    from actors.pool.device import WorkersDevice
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +72,7 @@ def train(
     """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start."""
     config = from_here(RunConfig.load(config_path, overrides))
     check_installed(config.track)
+    given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
     if is_inner() or is_on_a_cluster():
         return _run(config, resume=resume, overwrite=overwrite)
@@ -91,9 +97,13 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         make_missing(config.data.sources)
         try:
             connect(config)
-            config = _with_limits(config)
+            check_nodes(config)
+            device = _device(config, folder)
+            config = _with_limits(config, device)
+            check_memory(config, device, fresh=fresh)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
+            device.keep(folder)
             (folder / OUTCOME).unlink(missing_ok=True)
             joined().write(folder)
             predecessor.release()
@@ -113,11 +123,21 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
     return outcome.code
 
 
-def _with_limits(config: RunConfig) -> RunConfig:
+def _device(config: RunConfig, folder: Path) -> WorkersDevice:
+    """What the workers compute on; a note where plans have to assume how fast that is."""
+    from actors.planning.options import assumption
+    from actors.pool.device import workers_device
+
+    found = workers_device(config, folder)
+    if found.assumed and not config.planner.profile:
+        _note(assumption(found.name))
+    return found
+
+
+def _with_limits(config: RunConfig, device: WorkersDevice) -> RunConfig:
     """Where a `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
     from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
-    from actors.pool.workers import device_of
     from actors.ray_calls import gpus_of_a_node
     from ops.models.folders import resolve
 
@@ -125,8 +145,9 @@ def _with_limits(config: RunConfig) -> RunConfig:
     if not before:
         return config
     model, geometry = resolve(config.model)
-    profile = profile_of(config.planner, model, geometry, device_of(config.workers))
-    found, fit = with_limits(config, model, geometry, profile, Cluster(nodes=(gpus_of_a_node(),)))
+    profile = profile_of(config.planner, model, geometry, device.name, device.measured)
+    cluster = given_cluster(config) or Cluster(nodes=(gpus_of_a_node(),))
+    found, fit = with_limits(config, model, geometry, profile, cluster)
     for name, limits in ((name, batch_limits(found)[name]) for name in before):
         source = ""
         if fit is not None and name == "data.batch":
@@ -214,7 +235,11 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
         loop,
         train_loop_config=dict(
             ControllerStart(
-                yaml=config.to_yaml(), run_dir=str(folder), token=token, changes=[str(change) for change in changes]
+                yaml=config.to_yaml(),
+                run_dir=str(folder),
+                token=token,
+                changes=[str(change) for change in changes],
+                cluster=given_cluster(config),
             )
         ),
         torch_config=TorchConfig(backend="gloo"),

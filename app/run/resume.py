@@ -20,8 +20,8 @@ from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from ops.typed import ConfigError, as_plain
 
-Tree = Mapping[str, object]  # settings as YAML has them
-Kind = Literal["function", "weights", "sources", "schedule", "free"]
+SettingsTree = Mapping[str, object]  # settings as YAML has them
+SettingKind = Literal["function", "weights", "sources", "schedule", "free"]
 
 
 def _names(text: str) -> list[str]:
@@ -49,14 +49,14 @@ SCHEDULE = _names("""
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
 FREE = ["run", "sample", "track"]
-_TABLES: tuple[tuple[list[str], Kind], ...] = (
+_TABLES: tuple[tuple[list[str], SettingKind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),
     (SOURCES, "sources"),
     (SCHEDULE, "schedule"),
     (FREE, "free"),
 )
-KINDS: dict[str, Kind] = {name: kind for names, kind in _TABLES for name in names}
+KINDS: dict[str, SettingKind] = {name: kind for names, kind in _TABLES for name in names}
 
 MOVABLE = ("path", "media", "index", "name", "synthetic")  # of a source
 RUNTIME = (
@@ -83,7 +83,7 @@ class Change:
         return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
 
 
-def kind_of(key: str) -> Kind:
+def kind_of(key: str) -> SettingKind:
     """Raises KeyError for a setting that nobody has classified."""
     name = key
     while name not in KINDS:
@@ -99,7 +99,7 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
     saved, where = _trained(folder)
     if saved is None:
         return []
-    now: Tree = as_plain(config)
+    now: SettingsTree = as_plain(config)
     refused = [change for change in differences(saved, now) if is_refused(change, saved, now)]
     if refused:
         raise ConfigError(
@@ -111,7 +111,7 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
 
 
-def differences(old: Tree, new: Tree) -> list[Change]:
+def differences(old: SettingsTree, new: SettingsTree) -> list[Change]:
     """Settings whose values differ. A setting that the older file lacks had its default; one that no longer exists is
     ignored."""
     architecture = _value(new, "model", "dit", "architecture")  # whose settings `new` has
@@ -125,7 +125,7 @@ def differences(old: Tree, new: Tree) -> list[Change]:
     ]
 
 
-def leaves(tree: Tree, known: Tree | None = None, path: str = "") -> Iterator[tuple[str, object]]:
+def leaves(tree: SettingsTree, known: SettingsTree | None = None, path: str = "") -> Iterator[tuple[str, object]]:
     """(section.key, value). Lists end a path, and so does a mapping that is itself a value of `known`."""
     for name, value in tree.items():
         key = f"{path}.{name}" if path else str(name)
@@ -135,7 +135,7 @@ def leaves(tree: Tree, known: Tree | None = None, path: str = "") -> Iterator[tu
             yield key, value
 
 
-def is_refused(change: Change, old: Tree, new: Tree) -> bool:
+def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
     """Whether going on with this change would train something else."""
     if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
@@ -151,7 +151,7 @@ def is_refused(change: Change, old: Tree, new: Tree) -> bool:
     return False
 
 
-def _ignored(key: str, old: Tree, new: Tree) -> bool:
+def _ignored(key: str, old: SettingsTree, new: SettingsTree) -> bool:
     """Whether a setting has no effect: with weights from a folder, before and now, the folder's own config.json
     counts."""
     section, _, name = key.rpartition(".")
@@ -191,12 +191,12 @@ def _contents(folder: Path) -> dict[str, bytes | int]:
     }
 
 
-def _without_places(sources: object) -> list[Tree]:
+def _without_places(sources: object) -> list[SettingsTree]:
     listed = [source for source in sources if isinstance(source, Mapping)] if isinstance(sources, list) else []
     return [{name: value for name, value in source.items() if name not in MOVABLE} for source in listed]
 
 
-def _value(tree: Tree, *names: str) -> object:
+def _value(tree: SettingsTree, *names: str) -> object:
     """The value under these names, one below the other; None where there is none."""
     value: object = tree
     for name in names:
@@ -204,7 +204,7 @@ def _value(tree: Tree, *names: str) -> object:
     return value
 
 
-def _trained(folder: Path) -> tuple[Tree | None, str]:
+def _trained(folder: Path) -> tuple[SettingsTree | None, str]:
     """The settings of the state that a resume would continue, and where they are written; None if nothing was
     trained."""
     checkpoints = sorted((folder / "checkpoints").glob("step-*/COMPLETE"), key=lambda path: -_step(path.parent))
@@ -222,7 +222,7 @@ def _trained(folder: Path) -> tuple[Tree | None, str]:
     return _yaml(folder / "config.yaml"), f"{folder / 'config.yaml'} says"
 
 
-def _yaml(path: Path) -> Tree | None:
+def _yaml(path: Path) -> SettingsTree | None:
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):

@@ -72,7 +72,7 @@ class ClipSettings:
             token_shift=flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
-            wan_steps=family.wan_steps,
+            whole_times=family.whole_times,
             spacing=family.spacing,
         )
         return ClipSettings(
@@ -219,7 +219,7 @@ def clip_requests(
     """What the sampler is asked for, one for each prompt."""
     kind = model.config.model.text
     texts, vectors = split(model.text.encode(list(prompts), list(first) if kind.sees_picture else []), kind)
-    return [
+    requests = [
         SampleRequest(
             text=text,
             pooled=None if vectors is None else vectors[index],
@@ -227,10 +227,10 @@ def clip_requests(
             height=settings.height,
             width=settings.width,
             seed=settings.seed + index,
-            **(_told(model, first[index], settings.frames) if first else {}),
         )
         for index, text in enumerate(texts)
     ]
+    return [_told_of(model, *pair) for pair in zip(requests, first, strict=True)] if first else requests
 
 
 def negative_of(model: Model, prompt: str, first: Sequence[np.ndarray] = ()) -> tuple[Tensor, Tensor | None]:
@@ -243,18 +243,21 @@ def negative_of(model: Model, prompt: str, first: Sequence[np.ndarray] = ()) -> 
 
 
 @torch.no_grad()
-def _told(model: Model, picture: np.ndarray, frames: int) -> dict[str, Tensor]:
-    """What a `SampleRequest` says of the first frame [H, W, 3] of a clip."""
+def _told_of(model: Model, request: SampleRequest, picture: np.ndarray) -> SampleRequest:
+    """The request with what the first frame [H, W, 3] of its clip says."""
     frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None], model.geometry.patch
     if not frame.channels:
         first = patchify(model.vae.encode(pixels[:, None])[0], patch)
-        return {"first": first} | ({"hint": first} if frame.given else {})
-    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, frames, -1, -1, -1)))[0]
-    grid = model.geometry.latent_grid(frames, *picture.shape[:2])
-    told = {"condition": patchify(frame.joined(still.new_empty(0, *grid), still), patch)}
-    if frame.alone:
-        told["hint"] = patchify(still, patch)
-    return told | ({"image": model.image.encode(pixels)[0]} if model.image else {})
+        return replace(request, first=first, hint=first if frame.hint_share else None, hint_share=frame.hint_share)
+    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, request.frames, -1, -1, -1)))[0]
+    grid = model.geometry.latent_grid(request.frames, *picture.shape[:2])
+    return replace(
+        request,
+        condition=patchify(frame.joined(still.new_empty(0, *grid), still), patch),
+        image=model.image.encode(pixels)[0] if model.image else None,
+        hint=patchify(still, patch) if frame.hint_share else None,
+        hint_share=frame.hint_share,
+    )
 
 
 def _batches(requests: list[SampleRequest], size: int) -> Iterator[list[SampleRequest]]:

@@ -15,13 +15,13 @@ from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
+from ops.models.base.vae import VAE
 from ops.models.config import ModelConfig
 from ops.models.experts import transformers
 from ops.models.folders import resolve
 from ops.models.image import ImageEncoder
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.text import TextEncoder
-from ops.models.vae import VAE
 from ops.models.weights import check_state
 from ops.sampling import LowNoiseExpert
 from ops.typed import ConfigError, build, parse

@@ -175,6 +175,7 @@ class ClipWorker:
 
         from actors.planning.options import flop_profile
         from ops.groups import Groups
+        from ops.models.experts import slice_by
         from ops.waiting import CancelToken
 
         store = self._store or dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
@@ -187,7 +188,7 @@ class ClipWorker:
         model = self._model.config.model
         if model.dit.spatial_temporal:  # nothing is measured; equal on all ranks, whatever GPUs they have
             device = "H100" if self._model.device.type == "cuda" else "cpu"
-            self._model.dit.rates = flop_profile(model, self._model.geometry, device).slice_rates()
+            slice_by(self._model.dit, flop_profile(model, self._model.geometry, device).slice_rates())
         if in_halves(size, self._model.config.model.dit, self._job.settings.sampler):
             middle = size // 2
             self._half = groups.get(members[:middle] if rank < middle else members[middle:])

@@ -115,9 +115,15 @@ def from_here(config: RunConfig) -> RunConfig:
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
         ),
         data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
+        workers=replace(config.workers, cluster=_absolute_file(config.workers.cluster)),
         planner=replace(planner, profile=_absolute(planner.profile)),
         sample=replace(config.sample, images=tuple(_absolute(image) for image in config.sample.images)),
     )
+
+
+def _absolute_file(spec: str) -> str:
+    """A YAML file's absolute path; other values, such as 2x8, as they are."""
+    return os.path.abspath(os.path.expanduser(spec)) if spec.endswith((".yaml", ".yml")) else spec
 
 
 def _absolute(path: MaybePath) -> MaybePath:

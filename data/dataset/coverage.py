@@ -76,8 +76,8 @@ def account(dataset: Dataset, steps: int | None = None) -> Accounting:
     """Where every sample goes: per bucket, trained, repeated, dropped and why. Runs the order of draws alone, about
     30 000 samples/s; without `steps` until every admitted sample is trained, or 5 epochs of draws are over."""
     planner, state = dataset.planner, dataset.planner.start()
-    times = [np.zeros(len(code), np.int32) for code in dataset.codes]
-    drawn_rows = [np.zeros(len(code), bool) for code in dataset.codes]
+    times = [np.zeros(len(code), np.int32) for code in dataset.curriculum.codes]
+    drawn_rows = [np.zeros(len(code), bool) for code in dataset.curriculum.codes]
     draws, items, short, rows = Counter[Bucket](), Counter[Bucket](), Counter[Bucket](), Counter[Bucket]()
     planned = dataset.ledger.planned
     while state.step < steps if steps is not None else rows.total() < planned and state.drawn < PATIENCE * planned:
@@ -121,7 +121,7 @@ def account(dataset: Dataset, steps: int | None = None) -> Accounting:
 def _passed_over(dataset: Dataset, times: list[np.ndarray], waits: list[np.ndarray], state: OrderState) -> int:
     """Rows of complete epochs that were drawn and met no bucket, by the probabilities of the table."""
     passed = 0
-    for source, (code, count, wait) in enumerate(zip(dataset.codes, times, waits)):
+    for source, (code, count, wait) in enumerate(zip(dataset.curriculum.codes, times, waits)):
         if state.cursors[source].epoch > 0:
             passed += int(((code >= 0) & (count == 0) & ~wait).sum())
     return passed
@@ -131,7 +131,7 @@ def _bucket_account(
     dataset: Dataset, bucket: Bucket, samples: int, draws: int, items: int, short: int
 ) -> BucketAccount:
     number, stage = next((n, stage) for n, stage in enumerate(dataset.planner.stages) if bucket in stage.batch)
-    batch, limit = dataset.batches[number][bucket]
+    batch, limit = dataset.curriculum.batches[number][bucket]
     return BucketAccount(
         bucket=bucket,
         batch=batch,
@@ -147,7 +147,7 @@ def _bucket_account(
 def _dropped(dataset: Dataset) -> list[DroppedSample]:
     """Rows that are indexed and not planned, by name."""
     named: list[DroppedSample] = []
-    for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.codes):
+    for index, source, code in zip(dataset.indexes, dataset.config.sources, dataset.curriculum.codes):
         masks = [(rule, index.filter_mask(rule)) for rule in source.filters]
         for row in np.flatnonzero(code < 0)[: NAMED - len(named)]:
             record = index.row(int(row))
@@ -155,6 +155,6 @@ def _dropped(dataset: Dataset) -> list[DroppedSample]:
                 why = str(record.reject)
             else:
                 why = next((f"filtered({rule})" for rule, passes in masks if not passes[row]), "")
-                why = why or dataset.refusal(index.ordinal, int(row)).detail
+                why = why or dataset.curriculum.refusal(index.ordinal, int(row)).detail
             named.append(DroppedSample(source=index.name, key=record.key, reason=why))
     return named

@@ -2,26 +2,22 @@
 
 dataset = Dataset.open(config.data, geometry, seed=0)
 step = dataset.step(41)                 # the items of step 41, for any number of workers
-job = dataset.job(step.items[0])        # what a decoder needs to read it
+job = step.items[0].job                 # what a decoder needs to read it
 token = dataset.token(42)               # saved with committed step 41; dataset.resume(token) continues there
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-
-from data.buckets import BatchSize, BucketTable, Choice, ClipShape, Refusal, available_frames, last_start, planned_batch
-from data.cache import CachedLatents
-from data.config import DataConfig, SegmentConfig
-from data.dataset.index import Index, IndexRow, build_index
+from data.buckets import BatchSize, ClipShape, last_start
+from data.config import DataConfig
+from data.dataset.curriculum import Curriculum
+from data.dataset.index import Index, IndexRow
+from data.dataset.index_build import build_index
 from data.dataset.order import (
     DROP,
     PICK,
@@ -30,23 +26,19 @@ from data.dataset.order import (
     BatchSizes,
     DataToken,
     OrderState,
-    Population,
     SampleDraw,
     SampleOrder,
-    Stage,
     digest,
     uniform,
 )
 from data.dataset.positions import Positions
-from data.errors import DataError
-from data.ledger import DrawsRecord, Fault, Ledger, LedgerRecord, Reason
+from data.ledger import DrawsRecord, Fault, Ledger, LedgerRecord
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef, StepOfItems
 from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
 KEPT_STEPS = 64  # steps with their samples, and counts of draws before the last steps
-KEPT_ROWS = 4096
 NO_DRAWS: DrawsRecord = {"sources": {}}
 MOST_AHEAD = 1024  # steps that an engine may have planned when the token of an earlier one is asked for
 
@@ -62,30 +54,15 @@ class Dataset:
         geometry: Geometry,
         ledger: Ledger,
         timed: BatchSize | None = None,
-        latents: CachedLatents | None = None,
     ) -> None:
         """Use `open`."""
-        if not indexes:
-            raise DataError("data.sources is empty. Give at least one source with its path.")
         self.config, self.indexes, self.seed = config, tuple(indexes), seed
-        self.geometry, self.ledger, self.timed, self.latents = geometry, ledger, timed, latents
-        self.shapes, codes = _shapes(self.indexes)
-        segments = config.segments or (SegmentConfig(until_step=0),)
-        self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
-        self.options = [_choices(table, self.shapes, config.fps) for table in self.tables]
-        self.codes = self._admit(codes)
-        self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]
-        self._warn_of_single_samples(segments)
-        stages = [self._stage(number, segment) for number, segment in enumerate(segments)]
-        populations = [
-            Population(name=index.name, shard_bounds=index.shard_bounds, shape=shape, window=source.shuffle_window)
-            for index, shape, source in zip(self.indexes, self.codes, config.sources)
-        ]
-        self.planner = SampleOrder(populations, stages, seed, self._identity())
+        self.geometry, self.ledger, self.timed = geometry, ledger, timed
+        self.curriculum = Curriculum(config, self.indexes, geometry, ledger, timed)
+        self.planner = SampleOrder(self.curriculum.populations, self.curriculum.stages, seed, self._identity())
         self._positions = self._known(self.planner.start())
         self._steps: OrderedDict[int, StepOfItems] = OrderedDict()
         self._draws: OrderedDict[int, DrawsRecord] = OrderedDict({0: ledger.draw_state()})  # of the steps before
-        self._row = lru_cache(maxsize=KEPT_ROWS)(self._load_row)  # a row is asked for by the plan, then by the job
 
     @classmethod
     def open(
@@ -96,13 +73,11 @@ class Dataset:
         *,
         bad_list: str | Path | None = None,
         timed: BatchSize | None = None,
-        latents: CachedLatents | None = None,
     ) -> Dataset:
         """Load or build the index of every source, then plan. Raises DataError when no item can be formed or more is
         bad than data.limits allow, ValueError for settings that make no sense.
 
-        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`. `latents`: what a
-        cache holds; items that it holds whole need no pixels.
+        `bad_list`: where bad.jsonl goes. `timed` sizes the batches of buckets with a `target_s`.
         """
         ledger = Ledger(config.limits, bad_list)
         indexes = [
@@ -111,7 +86,7 @@ class Dataset:
             )
             for ordinal, source in enumerate(config.sources)
         ]
-        dataset = cls(config, indexes, seed, geometry, ledger, timed, latents)
+        dataset = cls(config, indexes, seed, geometry, ledger, timed)
         ledger.check()
         ledger.check_limits()
         return dataset
@@ -130,28 +105,6 @@ class Dataset:
                 )
             )
         return self._steps[index]
-
-    def needs_pixels(self, item: DataItem) -> bool:
-        """False when a cache holds the latents of all its samples, and texts that are made of pixels."""
-        return self.latents is None or not self.latents.spares_pixels(item)
-
-    def latents_denied(self, item: DataItem) -> bool:
-        """Whether a cache named all latents of this item, and one of them then could not be read."""
-        return self.latents is not None and self.latents.denied(item)
-
-    def job(self, item: DataItem, pixels: bool = True) -> DecodeJob:
-        """Everything a decoder needs to make the item's batch."""
-        clips = tuple(self._clip(ref) for ref in item.samples)
-        return DecodeJob(
-            item=item.id,
-            bucket=item.bucket,
-            clips=clips,
-            fps=self.config.fps,
-            crop=self.config.buckets.oversize == "crop",
-            limits=self.config.limits,
-            decoder=self.config.engine.decoder,
-            pixels=pixels,
-        )
 
     # position
 
@@ -236,14 +189,6 @@ class Dataset:
         """The ledger as JSON: indexed, planned, rejected by reason; scheduled, delivered, skipped. Costs nothing."""
         return self.ledger.summary()
 
-    def refusal(self, source: int, row: int) -> Refusal:
-        """Why no bucket of the last segment takes a row that the index admits."""
-        columns = self.indexes[source].columns("height", "width", "num_frames", "fps", "image")
-        shape = _shape(*(columns[name][row].item() for name in ("height", "width", "num_frames", "fps", "image")))
-        refused = self.tables[-1].choices(shape, self.config.fps)
-        assert isinstance(refused, Refusal), f"row {row} of source {source} fits {refused}"
-        return refused
-
     def batch_sizes(self, stage: int = 0) -> dict[Bucket, int]:
         """Clips per batch of every bucket of a curriculum segment."""
         return dict(self.planner.stages[stage].batch)
@@ -261,18 +206,27 @@ class Dataset:
             self._steps.popitem(last=False)
 
     def _item(self, name: str, micro: BatchDraw) -> DataItem:
-        return DataItem(
-            id=name, bucket=micro.bucket, samples=tuple(self._sample(draw, micro.bucket) for draw in micro.draws)
+        drawn = [self._sample(draw, micro.bucket) for draw in micro.draws]
+        job = DecodeJob(
+            item=name,
+            bucket=micro.bucket,
+            clips=tuple(clip for _, clip in drawn),
+            fps=self.config.fps,
+            crop=self.config.buckets.oversize == "crop",
+            limits=self.config.limits,
+            decoder=self.config.engine.decoder,
         )
+        return DataItem(job=job, samples=tuple(sample for sample, _ in drawn))
 
-    def _sample(self, draw: SampleDraw, bucket: Bucket) -> SampleRef:
-        row = self._row(draw.source, draw.row)
+    def _sample(self, draw: SampleDraw, bucket: Bucket) -> tuple[SampleRef, Clip]:
+        """What chance decides about a clip, and where it lies."""
+        row = self.indexes[draw.source].row(draw.row)
         who = (self.seed, draw.source, draw.epoch, draw.row)
         drop = uniform(*who, DROP) < self.config.caption_dropout
         shape = ClipShape(frames=row.num_frames, height=row.height, width=row.width, fps=0.0 if row.image else row.fps)
         latest = last_start(shape, bucket, self.config.fps) if self.config.start_frame == "random" else 0
         chosen = uniform(*who, PICK)
-        return SampleRef(
+        sample = SampleRef(
             source=draw.source,
             epoch=draw.epoch,
             row=draw.row,
@@ -283,115 +237,7 @@ class Dataset:
             caption_drop=drop,
             caption_chars=0 if drop else _caption_chars(row, chosen),
         )
-
-    def _clip(self, ref: SampleRef) -> Clip:
-        return self._row(ref.source, ref.row).clip(ref.start_frame, ref.caption_pick, ref.caption_drop)
-
-    def _load_row(self, source: int, row: int) -> IndexRow:
-        return self.indexes[source].row(row)
-
-    def _admit(self, codes: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """Shape codes with -1 where the index, a filter or every table refuses the row; refusals go to the ledger."""
-        fits = np.array(
-            [
-                any(not isinstance(options[shape], Refusal) for options in self.options)
-                for shape in range(len(self.shapes))
-            ]
-            + [False]
-        )
-        admitted = []
-        for index, source, code in zip(self.indexes, self.config.sources, codes):
-            alive = index.columns("ok")["ok"].copy()
-            for rule in source.filters:
-                passes = index.filter_mask(rule)
-                self.ledger.reject_many(Reason.FILTERED, int((alive & ~passes).sum()), rule, index.ordinal)
-                alive &= passes
-            for shape, count in zip(*np.unique(code[alive & ~fits[code]], return_counts=True)):
-                refusal = self.options[-1][shape]
-                assert isinstance(refusal, Refusal)
-                reason = Reason.TOO_FEW_FRAMES if refusal.reason == "too_short" else Reason.NO_BUCKET
-                self.ledger.reject_many(reason, int(count), refusal.summary, index.ordinal)
-            alive &= fits[code]
-            self.ledger.add_planned(int(alive.sum()), index.ordinal)
-            admitted.append(np.where(alive, code, -1).astype(np.int32))
-        if not any((code >= 0).any() for code in admitted):
-            raise DataError(self._nothing_fits(codes))
-        return admitted
-
-    def _nothing_fits(self, codes: Sequence[np.ndarray]) -> str:
-        counts = ", ".join(f"{count} {reason}" for reason, count in self.ledger.rejected.most_common(4))
-        usable = np.concatenate([code[index.columns("ok")["ok"]] for index, code in zip(self.indexes, codes)])
-        sentence = f"no sample can be trained: of {self.ledger.indexed} indexed, {counts or 'none is left'}. "
-        refused = {shape: option for shape, option in enumerate(self.options[-1]) if isinstance(option, Refusal)}
-        shapes = Counter(code for code in usable.tolist() if code in refused)
-        if not shapes:
-            return sentence + "Relax the filters."
-        reasons = Counter[str]()
-        for code, count in shapes.items():
-            reasons[refused[code].reason] += count
-        ((reason, number),) = reasons.most_common(1)
-        usual = next(code for code, _ in shapes.most_common() if refused[code].reason == reason)
-        shape = self.shapes[usual]
-        near = ", ".join(f"{name}: {bucket}" for name, bucket in self.tables[-1].nearest_by_class(shape).items())
-        return (
-            f"{sentence}Buckets refuse {number} as {reason}, most often {shape.width}x{shape.height} with "
-            f"{shape.frames} frames ({refused[usual].detail}). Nearest bucket of each resolution class: {near}. "
-            f"Widen data.buckets or relax the filters."
-        )
-
-    def _stage(self, number: int, segment: SegmentConfig) -> Stage:
-        table, options, config = self.tables[number], self.options[number], self.config
-        limits = segment.batch or config.batch
-        batch = {bucket: size for bucket, (size, _) in self.batches[number].items()}
-        choices = tuple(() if isinstance(option, Refusal) else option for option in options)
-        return Stage(
-            until_step=segment.until_step,
-            choices=choices,
-            batch=batch,
-            weights=self._weights(segment, choices),
-            tokens={bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets},
-            items_per_step=segment.items_per_step or config.items_per_step,
-            max_wait=config.max_wait or 10 * max(batch.values()) * len(batch),
-            by_tokens=config.mixture == "tokens",
-            settings=digest(asdict(segment.buckets or config.buckets)),
-        )
-
-    def _planned_batches(self, table: BucketTable, segment: SegmentConfig) -> dict[Bucket, tuple[int, str]]:
-        limits = segment.batch or self.config.batch
-        return {bucket: planned_batch(table, bucket, limits, self.geometry, self.timed) for bucket in table.buckets}
-
-    def _warn_of_single_samples(self, segments: Sequence[SegmentConfig]) -> None:
-        """A batch has one sample at least: where that alone is above the limit, it does not protect the device."""
-        for table, segment in zip(self.tables, segments):
-            limits = segment.batch or self.config.batch
-            sizes = {bucket: limits.text_tokens + self._visual_tokens(bucket) for bucket in table.buckets}
-            above = {bucket: size for bucket, size in sizes.items() if size > limits.memory_tokens}
-            if above and not limits.from_table:
-                bucket = max(above, key=above.__getitem__)
-                log.warning(
-                    "one sample of bucket %s has %d tokens, more than data.batch.memory_tokens %g allows at "
-                    "once (so do %d of %d buckets): batches of 1 are made all the same. Raise memory_tokens if "
-                    "the device holds it, or leave the bucket out.",
-                    bucket,
-                    above[bucket],
-                    limits.memory_tokens,
-                    len(above),
-                    len(sizes),
-                )
-
-    def _visual_tokens(self, bucket: Bucket) -> int:
-        return self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
-
-    def _weights(self, segment: SegmentConfig, choices: Sequence[Sequence[Choice]]) -> tuple[float, ...]:
-        """Shares of the sources: the segment's, the sources', or by their number of samples that fit."""
-        if segment.weights:
-            return segment.weights
-        given = tuple(source.weight for source in self.config.sources)
-        if any(given):
-            return given
-        takes = np.array([bool(options) for options in choices] + [False])
-        counts = [int(takes[code].sum()) for code in self.codes]
-        return tuple(count / max(sum(counts), 1) for count in counts)
+        return sample, row.clip(sample.start_frame, chosen, drop)
 
     def _identity(self) -> dict[str, str]:
         config = self.config
@@ -401,58 +247,6 @@ class Dataset:
             "sources": digest(rules),
             "samples": digest([config.fps, config.start_frame, config.caption_dropout]),
         }
-
-
-def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> list[tuple[Choice, ...] | Refusal]:
-    """Of every shape. A million clips have a hundred thousand shapes, but few differ in size and in the bucket lengths
-    that they fill."""
-    lengths = sorted({entry.frames for entry in table.entries})
-    known: dict[tuple[int, int, bool, int], tuple[Choice, ...] | Refusal] = {}
-    found = []
-    for shape in shapes:
-        filled = bisect.bisect_right(lengths, available_frames(shape, fps))
-        key = (shape.height, shape.width, shape.is_image, filled)
-        option = known.get(key)
-        if option is None or isinstance(option, Refusal):  # a refusal names its number of frames
-            option = known[key] = table.choices(shape, fps)
-        found.append(option)
-    return found
-
-
-def _shapes(indexes: Sequence[Index]) -> tuple[list[ClipShape], list[np.ndarray]]:
-    """The distinct shapes of all sources, and the number of each row's shape."""
-    names = ("height", "width", "num_frames", "fps", "image")
-    numbers: dict[tuple[int, int, int, float, bool], int] = {}
-    codes = []
-    for index in indexes:
-        columns = index.columns(*names)
-        inverse, count = _joint_codes([columns[name] for name in names])
-        first = np.full(count, -1, np.int64)
-        first[inverse[::-1]] = np.arange(len(inverse) - 1, -1, -1)
-        keys = [tuple(columns[name][row].item() for name in names) for row in first]
-        codes.append(
-            np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)[inverse]
-            if count
-            else np.zeros(0, np.int32)
-        )
-    return [_shape(*key) for key in numbers], codes
-
-
-def _shape(height: int, width: int, frames: int, fps: float, image: bool) -> ClipShape:
-    """Rows the index rejected have zeros here; they are never looked up."""
-    return ClipShape(
-        frames=max(frames, 1), height=max(height, 1), width=max(width, 1), fps=0.0 if image else max(fps, 1e-3)
-    )
-
-
-def _joint_codes(columns: Sequence[np.ndarray]) -> tuple[np.ndarray, int]:
-    """Numbers 0.. of the distinct combinations of values, and how many there are."""
-    codes = np.zeros(len(columns[0]), np.int64)
-    for column in columns:
-        values, inverse = np.unique(column, return_inverse=True)
-        codes = codes * max(len(values), 1) + inverse
-        _, codes = np.unique(codes, return_inverse=True)  # keeps the product of the counts from overflowing
-    return codes, int(codes.max()) + 1 if len(codes) else 0
 
 
 def _caption_chars(row: IndexRow, chosen: float) -> int:

@@ -1,22 +1,18 @@
-"""The index of a source: one row per sample, made from headers once and verified at every start.
+"""The index of a source: one row per sample, made from headers once (`data.dataset.index_build`).
 
-Each shard has a Parquet file keyed by path, size and modification time; only changed shards are read again. Columns
-are loaded when asked for, rows and captions group by group, so 36 million rows do not have to fit in memory.
+Each shard has a Parquet file. Columns are loaded when asked for, rows and captions group by group, so 36 million rows
+do not have to fit in memory.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import logging
-import multiprocessing
 import operator
-import os
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
@@ -27,27 +23,22 @@ import pyarrow.parquet as pq
 from data import storage
 from data.captions import read_caption
 from data.config import LimitsConfig, SourceConfig
-from data.errors import DataError, DataIOError
+from data.errors import DataError
 from data.ledger import Fault, Ledger, Reason
 from data.media_info import CropBox
 from data.readers.part import (
     CAPTION_FILE,
     MEDIA_FILE,
     SCORE,
-    VERSION,
     IndexPart,
     PartMeta,
-    PartWriter,
     StoredCaption,
     StoredRow,
-    read_meta,
 )
-from data.readers.registry import reader_of
 from data.types import CaptionRef, Clip
 
 log = logging.getLogger(__name__)
 
-MANY_SHARDS = 64  # worth a hint that processes help
 GROUPS_KEPT = 64  # row groups held for row(); reads of a shuffle window stay within few shards
 RULE = re.compile(r"\s*(.+?)\s*(>=|<=|==|!=|>|<)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*")
 COMPARE = {
@@ -360,100 +351,6 @@ class Index:
         )
 
 
-def build_index(
-    source: SourceConfig,
-    cache_dir: Path | None,
-    ledger: Ledger,
-    *,
-    limits: LimitsConfig | None = None,
-    ordinal: int = 0,
-    workers: int = 1,
-    allow_empty: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-) -> Index:
-    """The index of a source, from the cache where shards are unchanged, and filed into the ledger.
-
-    Raises DataError when the source has no usable sample (unless `allow_empty`), DataIOError when storage fails.
-    `progress(done, total)` counts the shards that have to be read.
-    """
-    limits = limits or LimitsConfig()
-    folder = cache_dir or index_folder(source)
-    located = replace(source, path=storage.absolute(source.path), media=storage.absolute(source.media))
-    reader = reader_of(located, limits)
-    settings = _settings(located, limits)
-    parts = reader.parts()
-    files = [
-        folder / f"{_stem(part.uri)}-{blake2b((part.uri + settings).encode(), digest_size=8).hexdigest()}.parquet"
-        for part in parts
-    ]
-    metas = [read_meta(file) for file in files]
-    stale = [i for i, part in enumerate(parts) if not _fresh(part, metas[i])]
-    if stale:
-        log.info(
-            "index of %s: %d of %d shards are read%s",
-            source.path,
-            len(stale),
-            len(parts),
-            "; `heddle data index --workers N` does it in parallel" if len(stale) >= MANY_SHARDS > workers else "",
-        )
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            jobs = [(located, limits, parts[i], files[i]) for i in stale]
-            for count, _ in enumerate(_build_parts(jobs, workers), 1):
-                if progress:
-                    progress(count, len(jobs))
-        except OSError as error:
-            raise DataIOError(
-                f"index of {source.path} in {folder}: {error}. Free space or name another folder in data.sources index."
-            ) from error
-    for i in stale:
-        metas[i] = read_meta(files[i])
-    done = []
-    for part, file, meta in zip(parts, files, metas, strict=True):
-        assert meta is not None, f"{file} was just written"
-        done.append(IndexedPart(part, file, meta))
-    index = Index(source, limits, ordinal, done)
-    index.file_into(ledger)
-    if not index.num_ok and not allow_empty:
-        raise DataError(_why_empty(index))
-    return index
-
-
-def index_folder(source: SourceConfig) -> Path:
-    """Where the index of a source lies: as set, else beside local data, else in the user's cache."""
-    if source.index:
-        return Path(source.index)
-    first = source.path.split("::")[0]
-    if storage.is_local(first):
-        path = Path(storage.local_path(re.split(r"[{*?\[]", first)[0]))
-        beside = path if path.is_dir() else path.parent
-        if os.access(beside, os.W_OK):
-            return beside / ".heddle-index"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "heddle" / "index"
-
-
-def _build_parts(jobs: list[tuple[SourceConfig, LimitsConfig, IndexPart, Path]], workers: int) -> Iterator[None]:
-    if workers <= 1 or len(jobs) == 1:
-        yield from map(_build_part, jobs)
-        return
-    # spawn: a fork would copy the threads of Ray and PyArrow in a locked state
-    with ProcessPoolExecutor(min(workers, len(jobs)), mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield from pool.map(_build_part, jobs)
-
-
-def _build_part(job: tuple[SourceConfig, LimitsConfig, IndexPart, Path]) -> None:
-    source, limits, part, file = job
-    reader = reader_of(source, limits)
-    writer = PartWriter(file, part, reader.score_names(part))
-    try:
-        reader.read(part, writer)
-        writer.close()
-    except BaseException:
-        writer.abandon()
-        raise
-
-
 def _stored(name: str, known: set[str]) -> str:
     """Parquet column that a name stands for; empty if this part has none."""
     name = "reject" if name == "ok" else name
@@ -466,24 +363,6 @@ def _array(name: str, values: pa.ChunkedArray) -> np.ndarray:
     if name in TEXTUAL:
         return np.array(values.to_pylist(), dtype=object)
     return values.to_numpy(zero_copy_only=False)
-
-
-def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
-    return meta is not None and (meta["size"], meta["mtime_ns"], meta["fingerprint"]) == (
-        part.size,
-        part.mtime_ns,
-        part.fingerprint,
-    )
-
-
-def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
-    """All settings that decide the rows; with the bytes of a shard they name its part."""
-    bounds = {name: value for name, value in asdict(limits).items() if name.startswith("max_") and "bad" not in name}
-    return json.dumps([VERSION, source.kind, source.caption, source.media, bounds])
-
-
-def _stem(uri: str) -> str:
-    return re.sub(r"[^\w.-]", "_", storage.name_of(uri)).removesuffix(".tar")[:80]
 
 
 def _media_path(part: IndexedPart, values: StoredRow) -> str:
@@ -505,22 +384,3 @@ def _content(part: IndexedPart, path: str, values: StoredRow) -> str:
         *(values["crop"] or ()),
     )
     return blake2b(repr(identity).encode("utf-8", "backslashreplace"), digest_size=16).hexdigest()
-
-
-def _why_empty(index: Index) -> str:
-    reasons = Counter({str(reason): count for reason, count in index.rejects.items()})
-    if index.missing:
-        reasons[str(Reason.FILE_MISSING)] += index.missing
-    for part in index.parts:
-        reasons.update(fault["reason"] for fault in part.meta["faults"])
-    total = len(index) + index.missing
-    if not total and not reasons:
-        return (
-            f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
-            f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind."
-        )
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4)) or "no sample is listed"
-    return (
-        f"source {index.name}: none of its {total} samples in {index.num_shards} shards can be used ({why}). "
-        f"Check data.sources path, media and caption; `heddle data lint` lists every case."
-    )

@@ -20,17 +20,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 
 from data.decode import caption_or_empty, fault_of
 from data.errors import DataIOError
 from data.ledger import Fault, Reason
-from data.types import Batch, DataItem, DecodeJob
-
-if TYPE_CHECKING:
-    from data.dataset.dataset import Dataset  # the child has no use for it
+from data.types import Batch, DecodeJob
 
 HEADER = struct.Struct("<Q")
 START_SECONDS = 120.0  # a decode process comes up in one second, on a busy machine in many
@@ -137,11 +134,6 @@ def decode_isolated(job: DecodeJob, clip_timeout_s: float) -> Batch:
             faults += found
     whole.faults = tuple(faults)
     return whole
-
-
-def with_pixels(dataset: Dataset, item: DataItem, batch: Batch, clip_timeout_s: float) -> Batch:
-    """The batch, decoded now if its pixels were left out for latents of a cache that then could not be read."""
-    return batch if batch.video.shape[1] else decode_isolated(dataset.job(item), clip_timeout_s)
 
 
 def _send(pipe: IO[bytes], value: object) -> None:

@@ -20,6 +20,7 @@ from typing import Protocol
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
 from data.ledger import LedgerRecord
+from data.types import NeedsPixels
 
 
 class Engine(Protocol):
@@ -43,12 +44,14 @@ class Engine(Protocol):
         """End all work and processes."""
 
 
-def make_engine(dataset: Dataset, config: DataConfig | None = None) -> Engine:
-    """The engine that data.engine.kind names."""
+def make_engine(
+    dataset: Dataset, config: DataConfig | None = None, needs_pixels: NeedsPixels = lambda item: True
+) -> Engine:
+    """The engine that data.engine.kind names. `needs_pixels` is asked as the work on an item begins."""
     if (config or dataset.config).engine.kind == "pool":
         from data.engines.processes import PoolEngine
 
-        return PoolEngine(dataset, config)
+        return PoolEngine(dataset, config, needs_pixels)
     from data.engines.ray_data import RayEngine  # imports ray.data, which takes seconds
 
-    return RayEngine(dataset, config)
+    return RayEngine(dataset, config, needs_pixels)

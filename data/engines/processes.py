@@ -8,12 +8,13 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
 
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated, with_pixels
+from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import LedgerRecord
-from data.types import Batch, DecodeJob
+from data.types import Batch, DecodeJob, NeedsPixels
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,11 @@ RECYCLE_AFTER = 500  # jobs; a decoder that leaks is replaced before it matters
 class PoolEngine:
     """See `data.engines.engine.Engine`. `batches` returns Batches."""
 
-    def __init__(self, dataset: Dataset, config: DataConfig | None = None) -> None:
-        self.dataset, self.config = dataset, (config or dataset.config).engine
+    def __init__(
+        self, dataset: Dataset, config: DataConfig | None = None, needs_pixels: NeedsPixels = lambda item: True
+    ) -> None:
+        """`needs_pixels` is asked as the work on an item begins."""
+        self.dataset, self.config, self._needs_pixels = dataset, (config or dataset.config).engine, needs_pixels
         self.processes = [DecodeProcess() for _ in range(self.config.decode_workers)]
         self._work: queue.Queue[tuple[DecodeJob, Future[Batch]] | None] = queue.Queue()
         self._steps: dict[int, list[Future[Batch]]] = {}
@@ -49,12 +53,6 @@ class PoolEngine:
         for ahead in range(step, step + self.config.lookahead + 1):
             self._submit(ahead)
         found = [self._wait(step, slot, future) for slot, future in enumerate(self._steps[step])]
-        found = [
-            with_pixels(self.dataset, item, batch, self.config.clip_timeout_s)
-            if self.dataset.latents_denied(item)
-            else batch
-            for item, batch in zip(self.dataset.step(step).items, found)
-        ]
         faults = [fault for batch in found for fault in batch.faults]
         self.dataset.count_draws(step, faults)
         return found
@@ -82,7 +80,7 @@ class PoolEngine:
         for item in self.dataset.step(step).items:
             future: Future[Batch] = Future()
             futures.append(future)
-            self._work.put((self.dataset.job(item, self.dataset.needs_pixels(item)), future))
+            self._work.put((replace(item.job, pixels=self._needs_pixels(item)), future))
         self._steps[step] = futures
 
     def _drop(self, steps: Sequence[int]) -> None:

@@ -44,18 +44,18 @@ from data.config import DataConfig, EngineConfig
 from data.dataset.dataset import Dataset
 from data.dataset.order import DataToken
 from data.decode import decode_job
-from data.engines.blocks import as_batch, fault_from_json, fault_to_json, to_block
-from data.engines.child import decode_isolated, with_pixels
+from data.engines.blocks import fault_from_json, fault_to_json, to_block
+from data.engines.child import decode_isolated
 from data.engines.gate import Gate, GateHandle, RemoteMethod
 from data.engines.placement import beside_me, kill
 from data.errors import DataIOError
-from data.ledger import Fault, LedgerRecord
-from data.types import DataItem, DecodeJob
+from data.ledger import LedgerRecord
+from data.types import DataItem, DecodeJob, NeedsPixels
 from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
 
-Share = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
+StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 EXECUTION_END_S = 25.0
 LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
@@ -74,7 +74,7 @@ class ShareHandle(Protocol):
     @property
     def start(self) -> RemoteMethod[[DataToken], None]: ...
     @property
-    def take(self) -> RemoteMethod[[int], Share]: ...
+    def take(self) -> RemoteMethod[[int], StepShare]: ...
     @property
     def release(self) -> RemoteMethod[[int], None]: ...
 
@@ -122,17 +122,22 @@ class RayEngine:
     """
 
     def __init__(
-        self, dataset: Dataset, config: DataConfig | None = None, share: tuple[int, int] | None = None
+        self,
+        dataset: Dataset,
+        config: DataConfig | None = None,
+        needs_pixels: NeedsPixels = lambda item: True,
+        share: tuple[int, int] | None = None,
     ) -> None:
-        """`share` is (number, feeders) of an engine that is one of several; the first one makes the others."""
-        self.dataset = dataset
+        """`needs_pixels` is asked as the work on an item begins; `share` is (number, feeders) of an engine that is one
+        of several: the first one makes the others, which decode all pixels."""
+        self.dataset, self._needs_pixels = dataset, needs_pixels
         self.config: EngineConfig = (config or dataset.config).engine
         self.share = share or (0, self.config.feeders)
         self._leads = share is None
         self._others: list[ShareHandle] = []
         self._gate: GateHandle | None = None
         self._blocks: Blocks | None = None
-        self._held: dict[int, Share] = {}  # by step
+        self._held: dict[int, StepShare] = {}  # by step
         self._next = 0
 
     def start(self, first_step: int) -> None:
@@ -143,7 +148,7 @@ class RayEngine:
         self.dataset.rewind_draws(first_step)
         started = [other.start.remote(self.dataset.token(first_step)) for other in self._others]
         self._held, self._next = {}, first_step
-        self._blocks = Blocks(self._work(first_step), self.dataset, self.config, gate, self._ahead)
+        self._blocks = Blocks(self._work(first_step), self._needs_pixels, self.config, gate, self._ahead)
         ray.get(started)
 
     def batches(self, step: int) -> list[ray.ObjectRef[object]]:
@@ -152,25 +157,10 @@ class RayEngine:
         items = self.dataset.step(step).items
         references = [parts[item.slot % len(parts)][0][item.slot // len(parts)] for item in items]
         faults = [fault_from_json(text) for _, found in parts for text in found]
-        for slot, item in enumerate(items):
-            if self.dataset.latents_denied(item):
-                references[slot], faults = self._with_pixels(item, references[slot], faults)
         self.dataset.count_draws(step, faults)
         return references
 
-    def _with_pixels(
-        self, item: DataItem, reference: ray.ObjectRef[object], faults: list[Fault]
-    ) -> tuple[ray.ObjectRef[object], list[Fault]]:
-        """The reference of a batch with pixels, and the step's faults with those of this batch as they then are."""
-        spared = as_batch(ray.get(reference))
-        whole = with_pixels(self.dataset, item, spared, self.config.clip_timeout_s)
-        if whole is spared:
-            return reference, faults
-        for fault in spared.faults:
-            faults.remove(fault)
-        return ray.put(to_block(whole)), [*faults, *whole.faults]
-
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> StepShare:
         """References of this engine's share of a step, and the faults found in them."""
         if self._blocks is None or self._gate is None:
             raise RuntimeError("RayEngine.batches before start.")
@@ -246,7 +236,7 @@ class ShareOfFeeder:
     def start(self, token: DataToken) -> None:
         self._engine.start(self._engine.dataset.resume(token))
 
-    def take(self, step: int) -> Share:
+    def take(self, step: int) -> StepShare:
         return self._engine.take(step)
 
     def release(self, step: int) -> None:
@@ -260,9 +250,15 @@ class Blocks:
     """
 
     def __init__(
-        self, items: Iterator[DataItem], dataset: Dataset, config: EngineConfig, gate: GateHandle, ahead: int
+        self,
+        items: Iterator[DataItem],
+        needs_pixels: NeedsPixels,
+        config: EngineConfig,
+        gate: GateHandle,
+        ahead: int,
     ) -> None:
-        self._items, self._dataset, self._config, self._gate, self._ahead = items, dataset, config, gate, ahead
+        self._items, self._config, self._gate, self._ahead = items, config, gate, ahead
+        self._needs_pixels = needs_pixels
         self._numbers = itertools.count()
         self._coming: deque[DataItem] = deque()  # in a window, not yet admitted by the gate
         self._ended: deque[str] = deque(maxlen=LOGS_WATCHED)  # Ray Data's names of the last windows
@@ -312,16 +308,16 @@ class Blocks:
     def _open(self, size: int) -> DecodeWindow:
         items = list(itertools.islice(self._items, size))
         self._coming.extend(items)
-        work = [(number, self._dataset.job(item)) for item, number in zip(items, self._numbers)]
+        work = [(number, item.job) for item, number in zip(items, self._numbers)]
         return DecodeWindow(work, self._config, self._gate, self._ended)
 
     def _admit(self) -> None:
-        """Open the gate as far as the bounds allow. Whether pixels are wanted is decided now, not when the window was
+        """Open the gate as far as the bounds allow. Whether pixels are wanted is asked now, not when the window was
         made: meanwhile an item's latents may have been cached."""
         before, spared = self._opened, []
         while self._coming and len(self._begun) < self._ahead:
             item = self._coming[0]
-            wanted = self._dataset.needs_pixels(item)
+            wanted = self._needs_pixels(item)
             size = pixel_bytes(item) if wanted else 0
             if self._begun and sum(self._begun) + size > self._config.object_store_mb << 20:
                 break

@@ -26,8 +26,10 @@ from diffusers.models.transformers import transformer_wan as wan
 from diffusers.models.transformers.cogvideox_transformer_3d import CogVideoXBlock
 from torch import Tensor, nn
 
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 
 FUSED: dict[type, type] = {}  # Diffusers class -> its fused subclass
 Rope = tuple[Tensor, Tensor]

@@ -6,9 +6,9 @@
 Rules: no spills (stack 0), activations move in 128-bit (or, where the table says so, 64-bit) accesses, no layout
 conversion inside a row loop, and registers and shared memory leave room for as many programs per multiprocessor as the
 table starts. Each with bf16 and with fp32 modulation tables, which is how models under autocast have them. Needs
-triton, which brings ptxas and cuobjdump, and nothing else. What counts is the triton that the torch of the GPU machines
-brings, since versions differ in spills: constraints.txt pins it, also where a CPU build of torch brings none. Another
-one is put first on PYTHONPATH:
+torch, of which a CPU build will do, and triton, which brings ptxas and cuobjdump. What counts is the triton that the
+torch of the GPU machines brings, since versions differ in spills: constraints.txt pins it, also where a CPU build of
+torch brings none. Another one is put first on PYTHONPATH:
 
     pip install --no-deps --target .cache/triton-3.6.0 triton==3.6.0
     PYTHONPATH=.cache/triton-3.6.0 python -m ops.kernels.aot
@@ -31,7 +31,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ops.kernels.base.compile_case import CompileCase
+from ops.kernels.base.compiled import CompileCase
 from ops.kernels.base.tuning import Launch
 from ops.kernels.folders import compiled_ops
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from ops.geometry import Geometry
 from ops.models.base.family import EmptyText, TextRecipe
+from ops.models.base.tiles import Tiles
 from ops.models.families import TEXT_RECIPES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
@@ -47,6 +48,11 @@ class VAEConfig:
                 f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
                 f"(3 * temporal * spatial^2)."
             )
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """How clips are cut over height and width; None: they are not."""
+        return Tiles(least=self.tile_sample_min, step=self.tile_sample_stride) if self.tiling else None
 
 
 EncoderPlace = Literal["device", "host"]

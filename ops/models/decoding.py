@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.models.tiles import Tile
-from ops.models.vae import VAE
+from ops.models.base.tiles import Tile
+from ops.models.base.vae import VAE
 from ops.units import share_units
 
 

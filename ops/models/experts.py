@@ -1,35 +1,37 @@
 """Two transformers in one module, for high and for low noise, as Wan2.2 A14B has them: one run trains both.
 
-A forward pass is that of one of them (`routed`), for clips whose noise levels are its own. Parameters are
+A forward pass is that of one of them (`transformers`), for clips whose noise levels are its own. Parameters are
 `high.NAME` and `low.NAME`, so in the flat vector those of one expert lie behind those of the other.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from torch import nn
 
-from torch import Tensor, nn
+from ops.models.base.transformer import PackedTransformer
+from ops.spatial_temporal.choice import SliceRates
 
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
 class ExpertPair(nn.Module):
-    """Called as each of the two is (`PackedTransformer`)."""
+    """Holds both. Nobody calls it: a pass is of one of them."""
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()
         self.high, self.low = high, low
-        self.routed = 0  # the number of the expert, of `EXPERTS`, that the next forward passes are of
-
-    def forward(self, *inputs: Any, **named: Any) -> Tensor:
-        """As the expert's."""
-        velocity: Tensor = transformers(self)[self.routed](*inputs, **named)
-        return velocity
 
 
 def transformers(module: nn.Module) -> tuple[nn.Module, ...]:
     """Both experts of a pair, for high noise first; else the transformer itself."""
     return (module.high, module.low) if isinstance(module, ExpertPair) else (module,)
+
+
+def slice_by(module: nn.Module, rates: SliceRates | None) -> None:
+    """From now on a bag slices spatial-temporal blocks by these rates, equal on all its ranks."""
+    for one in transformers(module):
+        if isinstance(one, PackedTransformer):
+            one.rates = rates
 
 
 def parts_of(module: nn.Module) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The model families, found by their folders beside this file; and the autoencoders.
 
 A family is a folder with `config.py`, `model.py` and `family.py`, whose last statement names its `FAMILY`.
-`tests/ops/test_families.py` runs every family through loading, export, LoRA, parity and plans. Imports neither torch
+`tests/families/test_NAME.py` declares sizes with which the tests of all families run it. Imports neither torch
 nor Ray.
 """
 
@@ -25,6 +25,10 @@ FAMILIES: dict[str, Family] = {  # by model.dit.architecture
 
 TEXT_RECIPES: dict[str, TextRecipe] = {  # by model.text.kind
     kind: recipe for family in FAMILIES.values() for kind, recipe in family.texts.items()
+}
+
+PUBLISHED_HEADS: dict[str, int] = {  # attention heads by the names of published models in profiles
+    name: heads for family in FAMILIES.values() for name, heads in family.published_heads.items()
 }
 
 if TYPE_CHECKING:

@@ -37,11 +37,12 @@ class FirstFrame:
     tell: Callable[[Tensor, int], Tensor] | None
     alone: bool  # the VAE sees the frame without grey behind it
     given: bool  # its latent stands in place of the clip's first latent frame
+    hint_share: float  # of its latent in the noise that sampling begins with
 
     @staticmethod
     def of(model: ModelConfig) -> FirstFrame:
         """For a resolved model."""
-        dit, image = model.dit, model.image
+        dit, image, family = model.dit, model.image, FAMILIES[model.dit.architecture]
         channels = dit.in_channels - dit.out_channels
         return FirstFrame(
             channels=channels,
@@ -49,9 +50,10 @@ class FirstFrame:
             image_tokens=image.tokens if image else 0,
             image_dim=image.d_model if image else 0,
             stride_t=model.vae.temporal,
-            tell=FAMILIES[dit.architecture].first_frame,
+            tell=family.first_frame,
             alone=dit.encodes_frame_alone,
             given=dit.gives_first_frame,
+            hint_share=family.hint_share,
         )
 
     @property

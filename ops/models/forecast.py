@@ -27,29 +27,32 @@ from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.models.base.config import DiTConfig
+from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.experts import slice_by
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.models.vae import DiffusersVAE, vae_without_weights
-from ops.node_gradients import NodeGradients, routes
-from ops.noise import NoiseKey
+from ops.models.vae import vae_without_weights
+from ops.node_gradients import NodeGradients
+from ops.node_parameters import Held, NodeParameters
+from ops.node_routes import routes
 from ops.objective import FlowObjective
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
+from ops.parameters import Received
 from ops.peer_sum import PeerSum
 from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
-from ops.train_pass import NoisyClip, train_pass
+from ops.train_pass import PassClip, train_pass
 from ops.waiting import Pending
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
-_SIGMA = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,12 +111,63 @@ class _Flash:
         return out
 
 
+class _PretendBlocks:
+    """Two buffers of a GPU for blocks, into which nothing is copied."""
+
+    computes_there = False
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self._held: Held = lambda block: []
+        self._turn = 0
+
+    def hold(self, memory: Tensor, held: Held, largest: int) -> None:
+        self._held, self.buffers = held, [torch.empty(largest, dtype=memory.dtype) for _ in range(2)]
+
+    def let_go(self) -> None:
+        self.buffers = []
+
+    def fetch(self, block: int) -> list[Tensor]:
+        self._turn = 1 - self._turn
+        sources = self._held(block)
+        parts = self.buffers[self._turn][: sum(one.numel() for one in sources)].split([one.numel() for one in sources])
+        return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
+
+    def settle(self) -> None: ...
+
+
+class _Fetched(NodeParameters):
+    """Parameters of a node whose other workers are not there. `host_bytes` of them are no device's."""
+
+    def __init__(
+        self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], layout: Sequence[Slot], received: Received
+    ) -> None:
+        self.blocks_here = _PretendBlocks()
+        super().__init__(module, named, layout, self.blocks_here, received)
+
+    @property
+    def host_bytes(self) -> int:
+        return self._flat.untyped_storage().nbytes()
+
+    def form(self, group: Group, bounds: Bounds, current: bool) -> None:
+        self._let_go()
+        self._group, self._bounds = group, bounds
+        self._flat = torch.empty(self._layout[-1].hi, dtype=self._flat.dtype)
+        self._place.hold(self._flat, self._held, max(block.elements for block in self._blocks))
+        self._take_up()
+
+
 def pass_bytes(
-    config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision
+    config: DiTConfig,
+    sequences: Sequence[PackedSequence],
+    degree: int,
+    precision: Precision,
+    fetched: bool = False,
 ) -> tuple[int, int]:
     """(peak of a forward and backward of these sequences on rank 0 of `degree`, bytes of the parameters and gradient).
 
-    The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many.
+    The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many;
+    with `fetched` their parameters come from memory of the host.
     """
     layout = Layout(sequences, degree)
     for part in (
@@ -132,16 +186,17 @@ def pass_bytes(
     width = config.in_channels * math.prod(config.patch)
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
-        dit.rates = WHOLE  # type: ignore[assignment]  # torch knows of tensors and modules alone
-        sync = FlatSync(dit, OptimizerConfig(), 1)
+        slice_by(dit, WHOLE)
+        sync = FlatSync(dit, OptimizerConfig(), 1, parameters=_Fetched if fetched else "replicated")
+        if fetched:
+            sync.form(Group.solo(), None)
         sync.begin_step()
         dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32
         clips = [
-            NoisyClip(
+            PassClip(
                 rows=torch.empty(layout.chunk(i).stop - layout.chunk(i).start, width, dtype=dtype),
                 text=torch.empty(sequence.text_tokens, config.text_dim, dtype=dtype),
-                noise=NoiseKey(0, i),
-                level=_SIGMA,
+                key=str(i),
                 weight=1 / len(sequences),
             )
             for i, sequence in enumerate(sequences)
@@ -154,12 +209,24 @@ def pass_bytes(
                 _PretendGroup(degree) if degree > 1 else Group.solo(),
                 latent_width=config.out_channels * math.prod(config.patch),
                 objective=FlowObjective(FlowConfig()),
+                seed=0,
+                step=0,
                 dtype=dtype,
                 autocast=precision.autocast,
                 conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
             )
-        held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers()])
+        held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers(), *_buffers(sync)]) - _on_host(sync)
     return count.peak_bytes, held
+
+
+def _buffers(sync: FlatSync) -> list[Tensor]:
+    """Buffers of a device through which blocks come."""
+    return sync.parameters.blocks_here.buffers if isinstance(sync.parameters, _Fetched) else []
+
+
+def _on_host(sync: FlatSync) -> int:
+    """Bytes of parameters that lie in memory of the host."""
+    return sync.parameters.host_bytes if isinstance(sync.parameters, _Fetched) else 0
 
 
 def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
@@ -212,21 +279,29 @@ class _Reserved(NodeGradients):
 
 
 def states_bytes(
-    config: DiTConfig, optimizer: OptimizerConfig, workers: int, precision: Precision, per_node: int = 0
+    config: DiTConfig,
+    optimizer: OptimizerConfig,
+    workers: int,
+    precision: Precision,
+    per_node: int = 0,
+    fetched: bool = False,
 ) -> tuple[int, int]:
-    """What the first of so many workers keeps between two cascades, as FlatSync makes it: (bytes of parameters,
-    gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is its own or,
-    with `per_node` workers on each node, the part that it holds in its GPU's memory for its node."""
+    """What the first of so many workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
+    parameters, gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is
+    its own or, with `per_node` workers on each node, the part that it holds in its GPU's memory for its node. With
+    `fetched` parameters of lower precision than the state lie in memory of the host, but for those outside of blocks.
+    """
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
         dit = _without_data(config, precision.parameters)
-        sync = FlatSync(dit, optimizer, 1, gradients=_Reserved if per_node else gradients_in("own"))
+        gradients_of = _Reserved if per_node else gradients_in("own")
+        sync = FlatSync(dit, optimizer, 1, gradients=gradients_of, parameters=_Fetched if fetched else "replicated")
         group = _PretendGroup(workers)
         group.nodes = tuple(rank // (per_node or workers) for rank in range(workers))
         sync.form(group, None)
         gradients = sync.gradients
         staged = gradients.part_here.buffers if isinstance(gradients, _Reserved) else []
-        without_state = storage_bytes([sync.gradient(), *staged, *dit.parameters(), *dit.buffers()])
-        return count.live_bytes, without_state
+        held = [sync.gradient(), *staged, *dit.parameters(), *dit.buffers(), *_buffers(sync)]
+        return count.live_bytes - _on_host(sync), storage_bytes(held) - _on_host(sync)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

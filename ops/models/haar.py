@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ops.models.base.tiles import Tile, whole
 from ops.models.config import VAEConfig
-from ops.models.tiles import Tile, whole
 
 # Expected statistics of pixel blocks, from which the order and the scale of the channels come: neighbours at distance
 # d correlate as rho^d. Measured on rendered shapes and close to the 0.9-0.97 usually quoted for natural video.

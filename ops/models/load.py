@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder, Tokenizer
-    from ops.models.vae import VAE
 
 
 def build_dit(

@@ -26,10 +26,10 @@ from ops.spatial_temporal.schedule import Grid, SendPart, axis_of, forward_progr
 
 # (block [B, t, S, C] or [B, T, s, C], the frames or positions of the block [t] or [s]) -> a block of the same shape.
 # A spatial layer must treat each frame by itself, a temporal one each position.
-Layer = Callable[[Tensor, Tensor], Tensor]
+LayerFunction = Callable[[Tensor, Tensor], Tensor]
 
 
-def run_layers(x: Tensor, layers: Sequence[Layer], grid: Grid, group: Group) -> Tensor:
+def run_layers(x: Tensor, layers: Sequence[LayerFunction], grid: Grid, group: Group) -> Tensor:
     """x [B, T, s, C] (all frames, own positions in the order of grid.positions_of_slices) through spatial and temporal
     layers in turn, a spatial one first; the same shape back.
 
@@ -74,7 +74,7 @@ def run_layers(x: Tensor, layers: Sequence[Layer], grid: Grid, group: Group) -> 
     return torch.cat(finished, dim=2)
 
 
-def _alone(x: Tensor, layers: Sequence[Layer]) -> Tensor:
+def _alone(x: Tensor, layers: Sequence[LayerFunction]) -> Tensor:
     """One device: whole layers, nothing to hide."""
     for number, layer in enumerate(layers):
         x = layer(x, torch.arange(x.shape[1 + number % 2], device=x.device))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.comm import Group
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Layout
 from ops.spatial_temporal.choice import ScheduleOf
 from ops.spatial_temporal.schedule import Grid
@@ -168,7 +168,7 @@ class _ToRest(torch.autograd.Function):
         return _move(rows, rest.leaving, rest.arriving, rest.sent, rest.received, group)
 
     @staticmethod
-    def backward(ctx: _Way, grad: Tensor) -> Gradients:
+    def backward(ctx: _Way, grad: Tensor) -> InputGradients:
         rest = ctx.rest
         return None, None, _move(grad, rest.departing, rest.returned, rest.received, rest.sent, ctx.group)
 
@@ -180,6 +180,6 @@ class _FromRest(torch.autograd.Function):
         return _move(rows, rest.departing, rest.returned, rest.received, rest.sent, group)
 
     @staticmethod
-    def backward(ctx: _Way, grad: Tensor) -> Gradients:
+    def backward(ctx: _Way, grad: Tensor) -> InputGradients:
         rest = ctx.rest
         return None, None, _move(grad, rest.leaving, rest.arriving, rest.sent, rest.received, ctx.group)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ops.comm import Group
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.spatial_temporal.schedule import Grid, axis_of, length_of, returned_at_once, returned_later
 from ops.waiting import Pending
 
@@ -171,7 +171,7 @@ class _Depart(Function):
         return relayout.pack(block)
 
     @staticmethod
-    def backward(ctx: _Slice, *tokens: Tensor) -> Gradients:
+    def backward(ctx: _Slice, *tokens: Tensor) -> InputGradients:
         return None, None, ctx.relayout.unpack_gradient(ctx.index, tokens[0])
 
 
@@ -185,7 +185,7 @@ class _Arrive(Function):
         return relayout.unpack(target, parts[0])
 
     @staticmethod
-    def backward(ctx: _Slice, gradient: Tensor) -> Gradients:
+    def backward(ctx: _Slice, gradient: Tensor) -> InputGradients:
         ctx.relayout.return_gradient(ctx.index, gradient)
         token = gradient.new_zeros(())
         return None, None, *(token.expand(shape) for shape in ctx.shapes)

@@ -1,5 +1,5 @@
 """Workers that kill themselves with SIGKILL, in given phases of a step or in the middle of an addition, of an update or
-of writing parameters, and workers that run out of memory."""
+of writing parameters, workers that run out of memory, and workers that cannot form a generation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import ops.node_memory
 from actors.worker.executor import Executor
 from actors.worker.worker import Worker
+from app.bench.gpu.node_peers import NodePeers
 from ops.node_gradients import NodeGradients
 from ops.node_sum import SharedSum
+from ops.peer_sum import PeerSum
 from ops.shards import Slot
 from ops.sync import FlatSync
 
@@ -91,6 +94,27 @@ class HalfWritingWorker(Worker):
 
         sync._update = half  # type: ignore[method-assign]
         return executor
+
+
+class DeafWorker(Worker):
+    """Its additions to memory of other workers of its node, which stands for that of GPUs, arrive nowhere."""
+
+    def _load(self) -> Executor:
+        executor = super()._load()
+        sync = executor.sync
+        assert isinstance(sync, FlatSync)
+        dtype, parameters = torch.float32, sync._parameters
+        part = PeerSum(sync.total, dtype, dtype, NodePeers(deaf=True))
+        sync.gradients = NodeGradients(parameters, sync.layout, [part])
+        return executor
+
+
+class FullNodeWorker(Worker):
+    """Its node has nothing left for memory that workers share."""
+
+    def _load(self) -> Executor:
+        ops.node_memory.node_room = lambda: 10  # type: ignore[assignment]
+        return super()._load()
 
 
 class ShortWorker(Worker):

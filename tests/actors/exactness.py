@@ -20,92 +20,25 @@ from actors.plan.places import StatePlace
 from actors.plan.types import Cascade, Item, Part
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
-from actors.step import StepSamples
+from actors.worker.encoding import Encoded, Encoding, nobody
 from actors.worker.executor import Executor
 from actors.worker.loading import Modules
 from actors.worker.work_done import FinishedStep
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
-from ops.models.cogvideox.config import CogVideoXConfig
-from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ModelConfig
 from ops.models.experts import parts_of
-from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
-from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit, build_image, build_text, build_vae
-from ops.models.ltx.config import LTXConfig
-from ops.models.mochi.config import MochiConfig
-from ops.models.stdit3.config import STDiT3Config
-from ops.models.wan.config import WanConfig
 from ops.parameter_places import ParametersOf
 from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync
 from ops.waiting import CancelToken
+from tests.actors.fakes import step_items
+from tests.families.kit import MODEL
 
-MODEL = ModelConfig(
-    dit=WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq_dim=16),
-    vae=VAEConfig(kind="haar", temporal=4, spatial=8, channels=8),
-    text=TextConfig(max_length=40, d_model=16, num_layers=1, num_heads=2),
-)
-I2V = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16, num_layers=1))
-MODELS = {  # one of each family and variant
-    "wan": MODEL,
-    "wan i2v": I2V,
-    "wan, part of it trained": replace(
-        MODEL, dit=replace(MODEL.dit, train_only=("blocks.1.attn1", "blocks.0.ffn", "condition_embedder.text_embedder"))
-    ),
-    "ltx": replace(MODEL, dit=LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
-    "hunyuan": replace(
-        MODEL,
-        dit=HunyuanConfig(
-            num_layers=1, num_single_layers=1, num_refiner_layers=1, num_heads=12, head_dim=8, ffn_dim=96
-        ),
-    ),
-}
-MODELS["hunyuan of two text encoders"] = replace(
-    MODELS["hunyuan"],
-    dit=replace(MODELS["hunyuan"].dit, num_heads=3),
-    text=TextConfig(kind="hunyuan", max_length=40, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
-)
-for _variant in ("latent_concat", "token_replace"):  # text of captions and first frames
-    MODELS[f"hunyuan i2v {_variant}"] = replace(
-        MODELS["hunyuan"],
-        dit=replace(MODELS["hunyuan"].dit, first_frame=_variant),
-        text=replace(MODELS["hunyuan of two text encoders"].text, kind="hunyuan_i2v"),
-    )
-MODELS["flux"] = replace(
-    MODEL,
-    dit=FluxConfig(num_layers=1, num_single_layers=1, num_heads=12, head_dim=8, ffn_dim=384, guidance_embeds=True),
-    text=TextConfig(kind="flux", max_length=20, d_model=16, num_layers=1, num_heads=2, pooled_dim=20),
-)
-MODELS["cogvideox 2b"] = replace(
-    MODEL,
-    dit=CogVideoXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, time_dim=16, rotary=False, snr_shift=3.0),
-    text=replace(MODEL.text, max_length=20, unmasked=20, pad_to=20),
-)
-MODELS["cogvideox 5b"] = replace(
-    MODELS["cogvideox 2b"],
-    dit=CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
-)
-MODELS["latte"] = replace(  # clips have fewer frames than some bags have workers
-    MODEL, dit=LatteConfig(num_layers=1, num_heads=3, head_dim=16, ffn_dim=192, temporal_slices=3, sample_size=4)
-)
-MODELS["mochi"] = replace(  # one caption is no text at all
-    MODEL,
-    dit=MochiConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, freq_dim=16, context_dim=20),
-    text=replace(MODEL.text, cleaned=False, empty="none"),
-)
-MODELS["stdit3"] = replace(  # one caption is the fixed rows that stand for none
-    MODEL,
-    dit=STDiT3Config(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, spatial_slices=3, caption_rows=6),
-    text=replace(MODEL.text, empty="none"),
-)
-MODELS["wan of 3 heads"] = replace(  # fewer than some bags have workers
-    MODEL, dit=WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
-)
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
@@ -113,9 +46,10 @@ CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwar
 
 @dataclass
 class Host:
-    """One executor and what came of it."""
+    """One executor, its encodes, and what came of it."""
 
     executor: Executor
+    encoding: Encoding
     error: BaseException | None = None
     done: FinishedStep | None = None  # of the last step
 
@@ -145,6 +79,7 @@ def make_hosts(
     gradients: GradientMemory | GradientsOf = "own",
     parameters: ParameterMemory | ParametersOf = "replicated",
     executor: type[Executor] = Executor,
+    on_encoded: Encoded = nobody,
     **hooks: Any,
 ) -> list[Host]:
     """Executors that have formed one generation; `hooks` go to each of them. `nodes` are the nodes of each of them,
@@ -174,7 +109,8 @@ def make_hosts(
             image=build_image(model.image, "cpu"),
         )
         sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters, parts_of(dit))
-        hosts.append(Host(executor(modules, sync, train, torch.device("cpu"), **hooks)))
+        made = executor(modules, sync, train, torch.device("cpu"), **hooks)
+        hosts.append(Host(made, Encoding(made, on_encoded)))
     everyone = tuple(range(world))
 
     def form(rank: int) -> None:
@@ -252,12 +188,13 @@ def run_step(
     nor do those that wait for their results. `account` closes and opens bags as the controller does.
     """
     geometry = hosts[0].executor.modules.geometry
-    samples = StepSamples.of(
+    samples = step_items(
         step,
         [(i.id, (i.frames, i.height, i.width), [f"0/0/{i.id}/{n}" for n in range(i.batch)]) for i in items],
         geometry,
         loss_weight,
-    ).routed({i.id: i.expert for i in items})
+        {i.id: i.expert for i in items},
+    )
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)
     calls = calls_of(cascades, {step: samples}, generation, step, Holdings(), bags.left)
@@ -279,7 +216,7 @@ def run_step(
                 assert ready[needed].wait(timeout=HANGS_S), f"{needed} was never published"
             if gone & set(call.needs):
                 continue
-            results = execute(executor, call, published, bad)
+            results = execute(hosts[rank].encoding, call, published, bad)
             if call.task.publish:
                 published[call.task.cascade] = results or []
                 ready[call.task.cascade].set()
@@ -294,8 +231,8 @@ def run_step(
     return next(iter(losses.values()), float("nan"))
 
 
-def execute(executor: Executor, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
-    task = call.task
+def execute(encoding: Encoding, call: Call, published: dict[str, list], bad: frozenset[tuple[str, int]]) -> list | None:
+    task, executor = call.task, encoding.executor
     if task.module in ("text", "vae"):
         buckets = {piece.item: piece.bucket for piece in task.pieces}
         clips = [
@@ -306,9 +243,9 @@ def execute(executor: Executor, call: Call, published: dict[str, list], bad: fro
     if task.module == "text":
         seen = clips if executor.modules.config.text.sees_picture else []
         captions = [CAPTIONS[(len(s.key) + s.index) % len(CAPTIONS)] for s in task.samples]
-        return executor.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
+        return encoding.text(task, captions, [clip[0] for clip in seen], ok if seen else [])
     if task.module == "vae":
-        return executor.vae(task, np.stack(clips), ok)
+        return encoding.vae(task, np.stack(clips), ok)
     fetched = {("text" if "/text/" in needed else "vae", e.id): e for needed in call.needs for e in published[needed]}
     executor.dit(task, fetched)
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from actors.config import (
 from actors.feed.step_source import StepSource
 from actors.messages import HeldShard, Origin, Snapshot
 from actors.outcome import Events
+from actors.plan.types import Item
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.records.events import RunEvent
@@ -32,7 +33,7 @@ from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
-from actors.step import DataLost
+from actors.step import DataLost, DrawnItem, StepItems
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -301,6 +302,24 @@ def collected(step: int, generation: int, *snapshots: Snapshot, at: float = 0.0)
         reports=(),
         collected_at=at,
     )
+
+
+def step_items(
+    step: int,
+    shapes: Iterable[tuple[str, tuple[int, int, int], Sequence[str]]],
+    geometry: Geometry,
+    loss_weight: str = "sample",
+    experts: Mapping[str, int] | None = None,
+) -> StepItems:
+    """A step of these items: id, (frames, height, width), and keys of the samples; `experts` by id."""
+    drawn = [
+        DrawnItem(
+            plan=Item(id=item, batch=len(keys), frames=t, height=h, width=w, expert=(experts or {}).get(item, 0)),
+            keys=tuple(keys),
+        )
+        for item, (t, h, w), keys in shapes
+    ]
+    return StepItems.of(step, drawn, geometry, loss_weight)
 
 
 def snapshot(step: int, total: int = 10, generation: int = 1, **more: Any) -> Snapshot:

@@ -11,7 +11,8 @@ from actors.plan.types import Cascade, Cluster, Item
 from actors.planning.make_plan import make_plan, rolling_cut
 from actors.run.communicators import Communicators
 from ops.models.folders import resolve
-from tests.actors.exactness import MODEL, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.actors.exactness import items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.families.kit import MODEL
 
 STRATEGIES = ("static", "knapsack", "cascade", "genetic", "flexsp", "mixed")
 CLUSTER = Cluster(nodes=(2, 2))

@@ -22,6 +22,7 @@ from actors.records.events import (
     KeeperLost,
     MemoryRanOut,
     MonitorRestarted,
+    PlanAdapted,
     StepsLost,
     WorkerDied,
     WorkerDrained,
@@ -117,18 +118,29 @@ def test_the_pool_follows_its_target_up_and_down(lab: Lab, undisturbed: list[flo
 
 
 PHASES = ("encode", "forward", "backward", "reduce", "update", "gather", "snapshot")
+PLACES = (  # of gradients, optimizer state and parameters
+    {"gradients": "own", "state": "device"},
+    {"gradients": "node", "state": "host"},
+    {"gradients": "node", "state": "host", "parameters": "node"},
+)
 
 
 @pytest.mark.faults
-def test_sigkill_in_every_phase_of_a_step_loses_no_step(lab: Lab, undisturbed: list[float], tmp_path: Path) -> None:
-    """Static plans on bags of three, so that forward and backward die inside a bag."""
+@pytest.mark.parametrize("memory", PLACES, ids=lambda places: "-".join(places.values()))
+def test_sigkill_in_every_phase_of_a_step_loses_no_step(
+    lab: Lab, undisturbed: list[float], memory: dict[str, str]
+) -> None:
+    """Static plans on bags of three, so that forward and backward die inside a bag, and workers of several nodes."""
     folder = Path(os.environ[chaos.FOLDER])
+    for fired in folder.glob("fired-*"):
+        fired.unlink()
     (folder / "order").write_text("\n".join(PHASES))
+    dit = {**MODEL["dit"], "gradient_checkpointing": True}  # as blocks that are fetched need
     run = lab.start(
         lab.config(
-            "phases",
-            model=MODEL,
-            train={"steps": OPEN_END},
+            f"phases-{'-'.join(memory.values())}",
+            model={**MODEL, "dit": dit},
+            train={"steps": OPEN_END, "memory": memory},
             workers={"min": 3, "max": 3},
             planner={"strategy": "static", "static_degree": 3},
         ),
@@ -183,6 +195,37 @@ def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, alone: Alone) ->
     run.stop()
     assert_same_training(run, alone.losses(len(run.steps())))
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
+
+
+@pytest.mark.long
+def test_a_topology_that_no_longer_fits_gives_way_until_the_pool_is_whole_again(lab: Lab, alone: Alone) -> None:
+    """Two bags of two; a worker dies, and three are left until another has come."""
+    planner = {"strategy": "knapsack", "topology": "g2n2"}
+    workers = {"min": 3, "max": 4, **PATIENT}
+    run = lab.start(lab.config("topology", model=MODEL, train={"steps": OPEN_END}, workers=workers, planner=planner))
+    run.wait_for_workers(4)
+    run.wait_for_more_steps(2)
+    whole, told = max(m.generation for m in run.metrics), len([e for e in run.events if isinstance(e, PlanAdapted)])
+    run.kill_worker()
+    run.wait_for_recoveries(1)
+    run.wait_for_workers(4)
+    run.wait_for_more_steps(2)
+    run.stop()
+    assert_same_training(run, alone.losses(len(run.steps())))
+    assert any(isinstance(e, WorkerDied) for e in run.events)
+    sizes = {m.generation: m.workers for m in run.metrics}
+    degrees: dict[int, set[int]] = {}
+    for span in run.spans:
+        if span.module == "dit":
+            degrees.setdefault(span.generation, set()).add(span.degree)
+    for generation, count in sizes.items():
+        assert count != 4 or degrees[generation] == {2}, f"generation {generation}: {degrees[generation]}"
+    adapted = [e.settings for e in run.events if isinstance(e, PlanAdapted)][told:]
+    if any(count == 3 for generation, count in sizes.items() if generation > whole):
+        (short,), after = adapted
+        assert short.startswith("planner.topology g2n2 does not fit 3 workers: ") and after == ()
+    else:  # the new worker came before three had taken a step
+        assert adapted == []
 
 
 def assert_avoided(run: LabRun, event: MemoryRanOut) -> None:

@@ -17,23 +17,16 @@ from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig
-from ops.models.families import FAMILIES
+from ops.node_routes import peers
 from ops.parameter_places import ParametersOf
 from ops.parameters import ParameterMemory
 from ops.peer_sum import PeerSum
 from ops.waiting import GroupError
-from tests.actors.exactness import (
-    MODELS,
-    Host,
-    items_of,
-    make_hosts,
-    one_worker,
-    random_cascades,
-    run_step,
-    train_config,
-)
+from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.families.registry import MODELS
 from tests.nccl_rules import nccl_rules
 from tests.ops.block_copies import in_buffers
+from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
@@ -145,10 +138,6 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
     assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
 
 
-def test_every_family_runs_through_random_plans() -> None:
-    assert {model.dit.architecture for model in MODELS.values()} == set(FAMILIES)
-
-
 def test_the_gradient_depends_on_the_first_frame() -> None:
     """Image to video: other condition channels, or another image embedding, is another gradient."""
     rng = np.random.default_rng(3)
@@ -234,7 +223,7 @@ def test_every_family_trains_to_equal_parameters_on_other_workers_and_after_a_re
     hosts = make_hosts(3, torch.float64, train_config(), config=model)
     for step in range(20):
         if step == 10:
-            shards = [host.executor.sync.export_shard() for host in hosts]
+            shards = [own_shard(host.executor.sync) for host in hosts]
             for host in hosts:
                 host.executor.leave()
             hosts = make_hosts(2, torch.float64, train_config(), config=model, shards=shards)
@@ -269,7 +258,7 @@ def test_any_plan_with_parameters_once_per_node_trains_as_one_worker(
     hosts = make_hosts(4, torch.float64, train_config(), nodes=(0, 0, 0, 1), **places)
     for step in range(4):
         if step == 2:
-            shards = [host.executor.sync.export_shard() for host in hosts]
+            shards = [own_shard(host.executor.sync) for host in hosts]
             for host in hosts:
                 host.executor.leave()
             hosts = make_hosts(2, torch.float64, train_config(), nodes=(0, 0), shards=shards, **places)
@@ -335,26 +324,46 @@ def test_a_failed_cascade_refuses_the_rest_of_its_generation(
 
 
 @pytest.mark.parametrize(
-    ("memory", "nodes"),
+    ("memory", "nodes", "parameters"),
     [
-        ("shared", None),
-        ("in GPUs", (0, 0, 0, 1)),
-        pytest.param("beside GPUs", (0,) * 4, marks=pytest.mark.long),
+        ("shared", None, "replicated"),
+        ("in GPUs", (0, 0, 0, 1), "replicated"),
+        ("in GPUs", (0, 0, 1, 1), in_buffers),
+        pytest.param("beside GPUs", (0,) * 4, "replicated", marks=pytest.mark.long),
     ],
 )
-def test_plans_keep_the_rules_of_nccl(memory: str, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bags that are left and made anew, early sums, one-sided gradients: one order of launches, and equal sizes."""
-    peers, rng = 5, np.random.default_rng(4)
+def test_plans_keep_the_rules_of_nccl(
+    memory: str, nodes: Nodes, parameters: ParameterMemory | ParametersOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bags that are left and made anew, early sums, one-sided gradients, blocks that are fetched: one order of
+    launches, and equal sizes."""
+    most, rng = 5, np.random.default_rng(4)
     with nccl_rules(monkeypatch) as rules:
-        gradients = "own" if nodes is None else SHARED[memory]
-        hosts = make_hosts(4, torch.float32, train_config(), nodes=nodes, gradients=gradients)
-        account = Communicators(peers)
+        places = {"gradients": "own" if nodes is None else SHARED[memory], "parameters": parameters}
+        hosts = make_hosts(4, torch.float32, train_config(), nodes=nodes, **places)
+        account = Communicators(most)
         for step in range(3):
             items = items_of(rng, 2, step)
             run_step(hosts, items, random_cascades(rng, items, 4, step), step, account=account)
         assert rules.collectives > 150 and rules.made_late == 0, "no cascade waits for its communicator to be made"
         for rank in range(4):
-            assert 3 < rules.most_peers(rank) <= 3 + peers, "the world's, and bags within the limit"
+            assert 3 < rules.most_peers(rank) <= 3 + most, "the world's, and bags within the limit"
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2, 3)])
+def test_between_nodes_a_worker_meets_no_more_peers_than_memory_is_set_aside_for(
+    nodes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the communicator of all: gradients go one way, parameters back."""
+    items = items_of(np.random.default_rng(4), 2)
+    with nccl_rules(monkeypatch) as rules:
+        hosts = make_hosts(
+            4, torch.float32, train_config(), nodes=nodes, gradients=SHARED["in GPUs"], parameters=in_buffers
+        )
+        run_step(hosts, items, one_worker(items))
+        met = [rules.partners(rank, (0, 1, 2, 3)) for rank in range(4)]
+    assert [len(partners) for partners in met] == peers(nodes)
+    assert all(nodes[other] != nodes[rank] for rank, partners in enumerate(met) for other in partners)
 
 
 @pytest.mark.parametrize("kind", ["alltoall_base", "reduce_scatter", "all_gather"])
@@ -367,7 +376,7 @@ def test_a_step_in_which_a_collective_failed_without_a_word_counts_nowhere(
     plan = random_cascades(np.random.default_rng(7), items, 2)
     with nccl_rules(monkeypatch) as rules:
         hosts = make_hosts(2, torch.float64, train_config())
-        before = [host.executor.sync.export_shard() for host in hosts]
+        before = [own_shard(host.executor.sync) for host in hosts]
         run_step(hosts, items, plan)
         called = rules.kinds[kind] // 2
         assert called > 0

@@ -10,13 +10,13 @@ import torch
 
 from actors.plan.types import Cascade, Item
 from actors.run.dispatch import Holdings, calls_of, finish_of
-from actors.step import StepSamples
 from actors.worker.executor import Executor
 from actors.worker.handoff import HandoffError
 from ops.geometry import Geometry
 from ops.sync import StepIncomplete
 from ops.waiting import GroupError
 from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
+from tests.actors.fakes import step_items
 
 ITEMS = [Item(id=f"s0.{n}", batch=2, frames=5, height=32, width=32, text_tokens=12) for n in range(2)]
 
@@ -50,7 +50,7 @@ def test_an_early_encode_that_did_not_run_is_noticed_at_the_end_of_the_step_that
     hosts = make_hosts(1, torch.float32, train_config())
     early = [replace(c, step=1) for c in one_worker([replace(ITEMS[0], id="s1.0")]) if c.module == "vae"]
     geometry = hosts[0].executor.modules.geometry
-    steps = {s: StepSamples.of(s, [(f"s{s}.0", (5, 32, 32), ["a", "b"])], geometry, "sample") for s in (0, 1)}
+    steps = {s: step_items(s, [(f"s{s}.0", (5, 32, 32), ["a", "b"])], geometry, "sample") for s in (0, 1)}
     calls = calls_of([*one_worker(ITEMS[:1]), *early], steps, 1, 0, Holdings())
     finish = finish_of(0, calls, 1, 0, export=False)
     assert early[0].id in finish.cascades and finish.weight == pytest.approx(1)
@@ -73,7 +73,7 @@ def test_what_the_workers_must_have_run_is_the_whole_step_once(seed: int) -> Non
     items = items_of(rng, 3)
     shapes = [(i.id, (i.frames, i.height, i.width), ["k"] * i.batch) for i in items]
     plan = random_cascades(rng, items, 4)
-    samples = StepSamples.of(0, shapes, Geometry(vae_stride=(4, 8, 8)), "token")
+    samples = step_items(0, shapes, Geometry(vae_stride=(4, 8, 8)), "token")
     calls = calls_of(plan, {0: samples}, 1, 0, Holdings())
     finishes = [finish_of(rank, calls, 1, 0, export=False) for rank in range(4)]
     assert sum(finish.weight for finish in finishes) == pytest.approx(1, rel=1e-12)

@@ -20,12 +20,12 @@ from actors.run.asides import AsideTurns, NoAsides
 from actors.run.dispatch import Holdings, calls_of, end_of
 from actors.run.steps import StepRunner, early_encodes
 from actors.run.waits import StepWaits
-from actors.step import Seat, StepAssignment, StepSamples
+from actors.step import Seat, StepAssignment, StepItems
 from ops.geometry import Geometry
 from ops.models.config import TextConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 from ops.spatial_temporal.choice import WHOLE
-from tests.actors.fakes import Handle
+from tests.actors.fakes import Handle, step_items
 
 GEOMETRY = Geometry()
 WORKER: Any = Handle(
@@ -61,7 +61,7 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         check(plan, window, profile, Cluster(nodes=nodes), done=done)
         cascades = rolling_cut(plan)
         samples = {
-            s: StepSamples.of(
+            s: step_items(
                 s,
                 [(i.id, (i.frames, i.height, i.width), [f"{s}/{i.id}/{n}" for n in range(i.batch)]) for i in items],
                 GEOMETRY,
@@ -73,7 +73,7 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
         trained = sorted(
             s.id for c in {c.task.cascade: c for c in calls if c.task.module == "dit"}.values() for s in c.task.samples
         )
-        assert trained == sorted(s.id for of in samples[step].samples.values() for s in of)
+        assert trained == sorted(s.id for of in samples[step].items.values() for s in of.samples)
         ahead = [c for c in cascades if c.step > step]
         early += len(ahead)
         done = [one for c in ahead for one in early_encodes(c, end_of(cascades, step))]
@@ -81,20 +81,20 @@ def test_forty_rolling_steps_never_miss_an_encode_result(strategy: str, nodes: t
     assert early > 0 or strategy != "cascade", "the cascade strategy never used a gap"
 
 
-def samples_of(step: int, seed: int) -> StepSamples:
+def samples_of(step: int, seed: int) -> StepItems:
     shapes = [(i.id, (i.frames, i.height, i.width), ["k"] * i.batch) for i in items_of(step, seed)]
-    return StepSamples.of(step, shapes, GEOMETRY, "sample")
+    return step_items(step, shapes, GEOMETRY, "sample")
 
 
 class Source:
     """Steps without pixels."""
 
     def items(self, step: int) -> Any:
-        return SimpleNamespace(items=tuple(items_of(step, 1)))
+        return tuple(items_of(step, 1))
 
     def data(self, step: int) -> Any:
-        samples = samples_of(step, 1)
-        return SimpleNamespace(samples=samples, cached={}, batches=dict.fromkeys(samples.samples))
+        items = samples_of(step, 1)
+        return SimpleNamespace(items=items, cached={}, batches=dict.fromkeys(items.items))
 
     def request(self, step: int) -> None:
         pass

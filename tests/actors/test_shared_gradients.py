@@ -8,8 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.types import PlanError
 from actors.records.events import GenerationFormed, StepsLost, WorkerDied
+from actors.worker.worker import Worker
 from app.bench.lab import OPEN_END, Lab, LabRun
+from app.run.controller_process import code_of
+from app.run.memory import _asked
+from ops.typed import ConfigError
 from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -74,3 +79,36 @@ def test_workers_join_leave_and_die_in_an_addition_and_the_training_is_that_of_o
     assert [1, 3] in [sorted(event.cluster) for event in formed(run)]
     assert len([e for e in run.events if isinstance(e, WorkerDied)]) == 1
     assert not [e for e in run.events if isinstance(e, StepsLost)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("worker", "ends", "says"),
+    [
+        (chaos.DeafWorker, ConfigError, r"of \d workers of a node 0 could write into memory of one\)\. Set it to auto"),
+        (
+            chaos.FullNodeWorker,
+            PlanError,
+            r"could not form the generation: .*no room for .* shared memory \(gradients\)",
+        ),
+    ],
+)
+def test_workers_that_cannot_share_a_gradient_end_the_run_at_once(
+    lab: Lab, worker: type[Worker], ends: type[Exception], says: str
+) -> None:
+    """Another generation would be no better."""
+    name = f"unable-{worker.__name__}"
+    run = lab.start(lab.config(name, model=MODEL, train=SHARED, workers={"min": 2, "max": 2}), worker)
+    with pytest.raises(ends, match=says):
+        run.join()
+    lab.runs.remove(run)  # it has ended, and would say why once more
+    assert len(formed(run)) == 1 and not run.metrics
+    assert code_of(run.error, run.run_dir) == (2 if ends is ConfigError else 3)  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+def test_every_node_of_a_cluster_says_what_it_has(lab: Lab) -> None:
+    nodes = [node.node_id for node in lab.nodes]
+    told = _asked(nodes)
+    assert set(told) == set(nodes)
+    assert all(sizes.gpus == () and sizes.room > 0 and sizes.host for sizes in told.values())

@@ -11,6 +11,7 @@ from actors.plan.costs.needs import SOLO, NeedLine, Needs
 from actors.plan.types import Cluster
 from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
+from actors.pool.device import WorkersDevice
 from app.device.write_limits import edited, flow, write_limits
 from app.inputs.account import print_buckets
 from app.inputs.batches import is_open, with_limits, with_limits_of
@@ -78,7 +79,7 @@ def test_a_run_finds_the_numbers_of_every_auto_and_says_them(
 ) -> None:
     monkeypatch.setattr("actors.pool.workers.resources", lambda free: {"CPU": 2.0})
     monkeypatch.setattr("actors.ray_calls.nodes", lambda: [])
-    found = launch._with_limits(load(tmp_path, text))
+    found = launch._with_limits(load(tmp_path, text), WorkersDevice(name="cpu"))
     assert not any(is_open(one) for one in [found.data.batch, *(s.batch for s in found.data.segments if s.batch)])
     said = capsys.readouterr().out.splitlines()
     assert [line.split(":")[1].strip() for line in said if "auto is" in line] == notes

@@ -17,8 +17,8 @@ def test_both_sides_of_every_family_agree_on_a_whole_batch_and_are_timed(
     contest = UniformBatch.of(name, layers=1, heads=2, head_dim=32, grid=(2, 2, 3), batch=2)
     found = contest.run(rounds=1)
     assert found.ours_s > 0 and found.ratio == pytest.approx(found.theirs_s / found.ours_s)
-    frames = {"flux": 1, "latte": 16}.get(name, 2)  # Latte's class takes clips of one length
-    assert found.tokens == 2 * frames * 6
+    frames = contest.clips[0].latent.shape[1] // contest.config.patch[0]
+    assert found.tokens == 2 * frames * 6 and (frames == 1) == contest.config.images_only
     ours = UniformBatch.ours
 
     def wrong(self: UniformBatch, weights: dict[str, torch.Tensor]) -> object:

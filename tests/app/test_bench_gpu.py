@@ -19,7 +19,7 @@ from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, count
 from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
 from app.bench.gpu.idle import use_of
 from app.bench.gpu.lines import FILE, Facts, ResultLine, append_line, read_lines
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import CLIP_480P81, HUNYUAN_13B, WAN_1_3B, WAN_14B, PackedCall, build, small
 from app.bench.gpu.report import report
 from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_all
@@ -46,7 +46,7 @@ class Mute:
     def why_not(self, place: Place) -> str | None:
         raise ImportError("no such symbol")
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         raise AssertionError("it was not asked to run")
 
 
@@ -62,7 +62,7 @@ class Fake:
     def why_not(self, place: Place) -> str | None:
         return self.reason
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         if self.error:
             raise self.error
         return {"value": float(len(earlier))}
@@ -276,7 +276,7 @@ def test_flops_of_a_step_are_those_of_its_products(config) -> None:
     rows = CLIP_480P81.tokens + (CLIP_480P81.text_tokens if config is HUNYUAN_13B else 0)
     again = 2.0 * sum(config.block_counts) * config.dim * rows**2
     share = step_flops(config, [CLIP_480P81], recompute=False) / (counter.get_total_flops() - again)
-    assert 0.92 < share < 1.01
+    assert 0.985 < share < 1.0005  # modulation, embeddings and the refiner of the text are left out
     assert step_flops(config, [CLIP_480P81], recompute=True) == pytest.approx(
         step_flops(config, [CLIP_480P81], recompute=False) * 4 / 3
     )

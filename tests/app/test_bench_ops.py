@@ -6,13 +6,13 @@ from typer.testing import CliRunner
 
 from app.bench import ops as bench
 from app.bench.ops_blocks import BlockResult
+from app.bench.ops_inputs import inputs_of, layouts
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
-from app.bench.ops_variants import inputs_of, layouts
 from app.bench.timing import Timing, peak_bytes
 from app.cli import app
 from ops.kernels.base.segments import Segments
 from ops.kernels.folders import OPS, contests
-from ops.kernels.norm_modulate.variants import liger_rms
+from ops.kernels.norm_modulate.op import liger_rms
 
 BF16_CHAIN_ERROR = 2e-2  # eager rounds after every op
 
@@ -23,7 +23,7 @@ def test_all_variants_of_an_op_agree(op, layout) -> None:
     torch.manual_seed(0)
     segments = Segments.packed(layout.lengths)
     rows = segments.run2mod.long()[segments.run.long()]
-    tensors = inputs_of(op, layout, 128, torch.device("cpu"), torch.bfloat16)
+    tensors = inputs_of(op.case.inputs, layout, 128, torch.device("cpu"), torch.bfloat16)
     expected = op.variants["fused"](tensors, layout, segments, rows)
     for name, variant in op.variants.items():
         if name == "one-line eager" and layout.name != "B=1":

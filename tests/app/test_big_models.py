@@ -12,26 +12,19 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import MemoryForecast, Shape
-from app.bench.headroom import _write_numbers
+from actors.planning.memory import Forecasts, MemoryForecast
+from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
+from app.settings.config import RunConfig
+from ops.geometry import PixelShape
+from ops.models.families import FAMILIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CASES = {  # the config, its family, and a described cluster
-    "wan2.1-14b-full": ("wan", "gpu-8x80gb"),
-    "hunyuan-13b-full": ("hunyuan", "gpu-8x80gb"),
-    "wan2.1-14b-lora-80gb": ("wan", "gpu-1x80gb"),
-    "wan2.1-1.3b-lora-24gb": ("wan", "gpu-1x24gb"),
-    "hunyuan-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
-    "hunyuan-i2v-13b-lora-80gb": ("hunyuan", "gpu-1x80gb"),
-    "ltx-2b-lora-80gb": ("ltx", "gpu-1x80gb"),
-    "flux.1-dev-lora-80gb": ("flux", "gpu-1x80gb"),
-    "mochi-1-lora-80gb": ("mochi", "gpu-1x80gb"),
-    "cogvideox-2b-lora-24gb": ("cogvideox", "gpu-1x24gb"),
-    "cogvideox-5b-lora-80gb": ("cogvideox", "gpu-1x80gb"),
-    "ltx-2b-lora-24gb": ("ltx", "gpu-1x24gb"),
-    "latte-1-lora-24gb": ("latte", "gpu-1x24gb"),
-    "wan2.2-t2v-a14b-both-lora-80gb": ("wan", "gpu-8x80gb"),
+SEVERAL = {"wan2.2-t2v-a14b-both-lora-80gb"}  # GPUs of the size that it names, for both transformers
+CASES = {  # every config that names its GPUs, and these as a described cluster; full trainings take eight of 80 GB
+    file.stem: "gpu-8x80gb" if full or file.stem in SEVERAL else f"gpu-1x{size}gb"
+    for file in sorted((CONFIGS / "runs").glob("*.yaml"))
+    for full, size in re.findall(r"-(full)$|-(\d+)gb$", file.stem)
 }
 # Parameters, GiB of a DiT row alone and in a bag, of the text encoder with a call: what the prediction of minutes says.
 PREDICTED = {
@@ -40,7 +33,7 @@ PREDICTED = {
 }
 
 
-def known(name: str, clips: Sequence[Shape]) -> MemoryForecast:
+def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
     """The forecast of a config by these numbers."""
     parameters, alone, in_bag, text = PREDICTED[name]
     needs = Needs()
@@ -55,33 +48,32 @@ def known(name: str, clips: Sequence[Shape]) -> MemoryForecast:
         trained=parameters,
         parameter_bytes=2,
         state_bytes=16,
-        deepspeed=False,
         vae_gib=0.46,
-        text_gib=0.0,
-        image_gib=0.0,
+        text_on_host_gib=text,
         needs=needs,
     )
 
 
-def plan(folder: Path, name: str, *changes: str) -> None:
-    """One step of the config's buckets, its encoders by their numbers alone."""
-    family, cluster = CASES[name]
-    _write_numbers(folder, family)
-    if "i2v" in name:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
-        file = folder / "text_encoder" / "config.json"
-        llava = {"model_type": "llava", "text_config": json.loads(file.read_text()), "image_token_index": 128257}
-        file.write_text(json.dumps(llava))
+def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) -> None:
+    """One step of the config's buckets, its encoders by their numbers alone, on its cluster or that of a file."""
+    file = CONFIGS / "runs" / f"{name}.yaml"
+    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
+    model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
+    write_numbers(folder, FAMILIES[model.dit.architecture])
+    if model.text.sees_picture:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
+        encoder = folder / "text_encoder" / "config.json"
+        llava = {"model_type": "llava", "text_config": json.loads(encoder.read_text()), "image_token_index": 128257}
+        encoder.write_text(json.dumps(llava))
         (folder / "image_processor").mkdir()
         (folder / "image_processor" / "preprocessor_config.json").write_text("{}")
-    paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     run_plan(
         PlanRequest(
             workload=None,
-            config=CONFIGS / "runs" / f"{name}.yaml",
+            config=file,
             overrides=[*paths, "model.dit.path=null", "data.items_per_step=2", *changes],
             from_data=False,
             profile=None,
-            cluster=str(CONFIGS / "clusters" / f"{cluster}.yaml"),
+            cluster=str(cluster or CONFIGS / "clusters" / f"{CASES[name]}.yaml"),
             strategies=(),
             budget_s=0.01,
             steps=1,
@@ -100,9 +92,7 @@ def free_gib(shown: str) -> float:
 def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "app.plan.memory.forecast", lambda model, geometry, train, clips, degrees, cuda: known(name, clips)
-    )
+    monkeypatch.setattr(Forecasts, "of", lambda self, *changed: known(name, self._clips))
     plan(tmp_path, name)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
@@ -111,29 +101,41 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
+    assert re.search(
+        r"host memory of a node [\d.]+ of 2048 \(two versions of the optimizer state .*text encoders [\d.]+", shown
+    )
+    small = tmp_path / "cluster.yaml"
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
+    with pytest.raises(PlanError, match=r"a node has 128\.0 GiB of host memory .* takes [\d.]+ GiB of it"):
+        plan(tmp_path, name, cluster=small)
+    small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\n")
+    plan(tmp_path, name, cluster=small)
+    assert "which was not checked: host_gib in the cluster file says" in capsys.readouterr().out
 
 
 def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """30.5 thousand million weights in 60 blocks on 8 x 80 GB (shared/memory.md has 29.0 GiB of states for them)."""
+    """30.5 thousand million weights in 60 blocks on 8 x 80 GB."""
     name = "wan2.1-14b-full"
 
-    def thirty(model: object, geometry: object, train: object, clips: Sequence[Shape], *rest: object) -> MemoryForecast:
+    def thirty(self: Forecasts, *changed: object) -> MemoryForecast:
         weights, block = 30_500_000_000, 500_000_000
-        large = replace(known(name, clips), parameters=weights, trained=weights)
+        large = replace(known(name, self._clips), parameters=weights, trained=weights)
         return replace(large, in_blocks=60 * block, largest_block=block)
 
-    monkeypatch.setattr("app.plan.memory.forecast", thirty)
-    plan(tmp_path, name)
+    monkeypatch.setattr(Forecasts, "of", thirty)
+    roomy = tmp_path / "cluster.yaml"
+    roomy.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 8192\n")
+    plan(tmp_path, name, cluster=roomy)
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
     assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
-    assert "(optimizer state and weights)" in shown and "weights 56.81" in shown
+    assert re.search(r"two versions of the optimizer state [\d.]+, weights 56\.81", shown)
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):
-        plan(tmp_path, name, "train.memory.parameters=replicated")
+        plan(tmp_path, name, "train.memory.parameters=replicated", cluster=roomy)
 
 
 @pytest.mark.long

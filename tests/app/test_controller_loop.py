@@ -60,7 +60,9 @@ def test_what_a_retry_would_repeat_ends_the_run_with_its_reason(
 
 
 def settings(folder: Path, token: str = "") -> ControllerStart:
-    return ControllerStart(yaml=RunConfig.load(DEMO).to_yaml(), run_dir=str(folder), token=token, changes=[])
+    return ControllerStart(
+        yaml=RunConfig.load(DEMO).to_yaml(), run_dir=str(folder), token=token, changes=[], cluster=None
+    )
 
 
 def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_keepers_hold(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from app.commands.data import app
 from data.config import SourceConfig
-from data.dataset.index import build_index
+from data.dataset.index_build import build_index
 from data.errors import DataError
 from data.ledger import Ledger
 from data.tools import convert

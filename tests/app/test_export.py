@@ -4,56 +4,47 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
 from diffusers import (
-    AutoencoderKLWan,
-    CogVideoXPipeline,
     DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
-    FluxPipeline,
-    LattePipeline,
-    LTXPipeline,
-    MochiPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
 from safetensors.torch import load_file, save_file
-from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
 from app.export import export, parity
-from app.sampling.clips import ClipChanges, ClipSettings, make_clips
+from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, make_clips, negative_of
 from app.sampling.model import load_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
 from data.config import DataConfig
-from ops.config import FlowConfig
-from ops.flow import sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
-from ops.packing import patchify
-from ops.sampling import SampleRequest, initial_noise, sample_latents
+from ops.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_ltx, test_mochi, test_stdit3
-
-DIT = WanConfig(
-    num_layers=2, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, text_dim=16, in_channels=4, out_channels=4
-)
+from tests.families import test_flux, test_stdit3
+from tests.families.kit import SmallPipeline
+from tests.families.registry import CASES
+from tests.families.test_wan import DIT, publish
 
 
 def haar_run(**dit: Any) -> RunConfig:
@@ -70,24 +61,6 @@ def pipeline_run(base: Path, **dit: Any) -> RunConfig:
             dit=WanConfig(path=path, **dit), vae=VAEConfig(kind="diffusers", path=path), text=TextConfig(path=path)
         ),
     )
-
-
-def publish(base: Path) -> Path:
-    """A small pipeline as Diffusers itself saves it."""
-    torch.manual_seed(0)
-    fields = {key: value for key, value in dit_json(DIT).items() if not key.startswith("_")}
-    vae = AutoencoderKLWan(
-        base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
-    )
-    encoder = UMT5EncoderModel(UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
-    WanPipeline(
-        tokenizer=ByT5Tokenizer(),
-        text_encoder=encoder,
-        vae=vae,
-        transformer=WanTransformer3DModel(**fields),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-    ).save_pretrained(base)
-    return base
 
 
 def trained(config: RunConfig, seed: int) -> torch.nn.Module:
@@ -344,131 +317,54 @@ def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
-def flux_run(base: Path, **dit: Any) -> RunConfig:
-    """A run that fine-tunes a published FLUX.1."""
-    model, flow = test_flux.settings(base), FlowConfig(token_shift=test_flux.LINE)
-    model = replace(model, dit=replace(model.dit, **dit))
-    return RunConfig(run=RunSection(name="tiny"), model=model, train=TrainConfig(flow=flow))
+PIPELINES = {name: cases.pipeline for name, cases in CASES.items() if cases.pipeline}
 
 
-def flux_latent(run: Path, **changes: Any) -> torch.Tensor:
-    """What `heddle sample` makes before it decodes, as tokens."""
+def run_on(pipeline: SmallPipeline, base: Path, **dit: Any) -> RunConfig:
+    """A run that fine-tunes the published pipeline."""
+    train = TrainConfig(flow=pipeline.flow)
+    return RunConfig(run=RunSection(name="tiny"), model=pipeline.model(base, **dit), train=train)
+
+
+def latent_of(run: Path, request: Mapping[str, Any]) -> torch.Tensor:
+    """What `heddle sample` makes before it decodes."""
     model = load_model(run)
-    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=6.0, **changes)
-    texts, vectors = split(model.text.encode(["a red disc"]), model.config.model.text)
-    assert vectors is not None
-    request = SampleRequest(text=texts[0], pooled=vectors[0], frames=1, height=32, width=64, seed=3)
-    return patchify(sample_latents(model.dit, [request], texts[0], model.geometry, settings)[0], (1, 2, 2))
-
-
-def flux_picture(pipeline: Any, rows: int) -> torch.Tensor:
-    noise = patchify(initial_noise(3, (4, 1, 4, 8)), (1, 2, 2))[None]
-    return pipeline(
-        prompt="a red disc",
-        max_sequence_length=rows,
-        height=32,
-        width=64,
-        guidance_scale=6.0,
-        num_inference_steps=3,
-        output_type="latent",
-        latents=noise,
-    ).images[0]
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_flux_pipeline_makes_our_picture(rank: int, tmp_path: Path) -> None:
-    base = test_flux.publish(tmp_path / "base")
-    run = write_checkpoint(tmp_path / "run", flux_run(base, lora_rank=rank))
-    exported = export.export(run, tmp_path / "out")
-    assert set(exported.components) >= {"text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "vae"}
-    ours = flux_latent(run)
-    theirs = flux_picture(FluxPipeline.from_pretrained(tmp_path / "out"), test_flux.ROWS)
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
-    before = flux_picture(FluxPipeline.from_pretrained(base), test_flux.ROWS)
-    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
-
-
-def test_an_ltx_pipeline_makes_our_clip(tmp_path: Path) -> None:
-    run = write_checkpoint(tmp_path / "run", ltx_run(test_ltx.publish(tmp_path / "base")))
-    export.export(run, tmp_path / "out")
-    ours, theirs = ltx_latent(run), ltx_clip(LTXPipeline.from_pretrained(tmp_path / "out"))
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
-
-
-def ltx_run(base: Path, **dit: Any) -> RunConfig:
-    """A run that fine-tunes a published LTX-Video."""
-    path = str(base)
-    model = ModelConfig(
-        dit=replace(test_ltx.DIT, path=path, **dit),
-        vae=VAEConfig(kind="diffusers", path=path),
-        text=TextConfig(path=path, max_length=24, unmasked=24),
+    size = {key: request[key] for key in ("frames", "height", "width")}
+    settings = ClipSettings.of(model.config).changed(
+        ClipChanges(**size, steps=3, guidance_scale=request["guidance_scale"], seed=3)
     )
-    train = TrainConfig(flow=FlowConfig(token_shift=test_ltx.LINE))
-    return RunConfig(run=RunSection(name="tiny"), model=model, train=train)
+    (asked,) = clip_requests(model, [request["prompt"]], settings)
+    negative, vector = negative_of(model, "")
+    found = sample_latents(model.dit, [asked], negative, model.geometry, settings.sampler, negative_pooled=vector)
+    return found[0]
 
 
-def ltx_latent(run: Path) -> torch.Tensor:
-    """What `heddle sample` makes before it decodes, as tokens."""
-    loaded = load_model(run)
-    settings = replace(ClipSettings.of(loaded.config).sampler, steps=3, guidance_scale=2.0)
-    text, negative = loaded.text.encode(["a red disc", ""])
-    request = SampleRequest(text=text, frames=9, height=32, width=64, seed=3)
-    return patchify(sample_latents(loaded.dit, [request], negative, loaded.geometry, settings)[0], (1, 1, 1))
-
-
-def ltx_clip(pipeline: Any) -> torch.Tensor:
-    return pipeline(
-        prompt="a red disc",
-        negative_prompt="",
-        max_sequence_length=24,
-        height=32,
-        width=64,
-        num_frames=9,
-        frame_rate=12,
-        num_inference_steps=3,
-        guidance_scale=2.0,
-        latents=patchify(initial_noise(3, (8, 3, 2, 4)), (1, 1, 1))[None],
-        output_type="latent",
-    ).frames[0]
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_cogvideox_pipeline_makes_our_clip(rank: int, tmp_path: Path) -> None:
-    base = test_cogvideox.publish(tmp_path / "base")
-    run = write_checkpoint(tmp_path / "run", cogvideox_run(base, lora_rank=rank))
+@pytest.mark.parametrize(
+    ("family", "rank"),
+    [(name, 0) for name in PIPELINES]
+    + [("cogvideox", 2)]
+    + [pytest.param(name, 2, marks=pytest.mark.long) for name in PIPELINES if name != "cogvideox"],
+)
+def test_an_exported_pipeline_makes_our_clip(family: str, rank: int, tmp_path: Path) -> None:
+    """Trained weights, or factors merged into those that they began with; the scheduler, and the text."""
+    pipeline = PIPELINES[family]
+    base = pipeline.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", run_on(pipeline, base, lora_rank=rank))
     exported = export.export(run, tmp_path / "out")
-    assert exported.components["scheduler"] == "DDIM, SNR shift 3"
-    assert any(note.endswith("call the pipeline with max_sequence_length=12.") for note in exported.notes)
-    ours, theirs = cogvideox_latent(run), cogvideox_clip(CogVideoXPipeline.from_pretrained(tmp_path / "out"))
+    assert exported.components["scheduler"] == pipeline.scheduler
+    assert any(pipeline.note in note for note in exported.notes) or not pipeline.note
+    ours = latent_of(run, pipeline.request)
+    theirs = pipeline.clip(DiffusionPipeline.from_pretrained(tmp_path / "out"))
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
-    before = cogvideox_clip(CogVideoXPipeline.from_pretrained(base))
+    before = pipeline.clip(DiffusionPipeline.from_pretrained(base))
     assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
 
 
-def test_a_latte_pipeline_makes_our_clip(tmp_path: Path) -> None:
-    """Trained factors merged, the noise of the two outputs, DDIM's scheduler, text of true length."""
-    base = test_latte.publish(tmp_path / "base")
-    config = RunConfig(run=RunSection(name="tiny"), model=test_latte.settings(base, lora_rank=2))
-    run = write_checkpoint(tmp_path / "run", config)
-    exported = export.export(run, tmp_path / "out")
-    assert exported.components["scheduler"] == "DDIM, of predicted noise"
-    assert any("video_length=5" in note for note in exported.notes)
-    model = load_model(run)
-    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=1.0)
-    text, negative = model.text.encode(["a dot", ""])
-    request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
-    ours = sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
-
-    def clip(folder: Path) -> torch.Tensor:
-        size: dict[str, Any] = {"height": 32, "width": 48, "video_length": 5, "num_inference_steps": 3}
-        latents = initial_noise(3, (4, 5, 4, 6))[None]
-        pipeline = LattePipeline.from_pretrained(folder)
-        made = pipeline("a dot", guidance_scale=1.0, latents=latents, output_type="latent", **size)
-        return made.frames[0]
-
-    theirs = clip(tmp_path / "out")
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
-    assert (clip(base) - theirs).abs().max() > 0.01 * theirs.abs().max()
+def test_mochi_s_pipeline_is_told_what_an_empty_prompt_was_in_training(tmp_path: Path) -> None:
+    pipeline = PIPELINES["mochi"]
+    run = write_checkpoint(tmp_path / "run", run_on(pipeline, pipeline.publish(tmp_path / "base")))
+    export.export(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "model_index.json").read_text())["force_zeros_for_empty_prompt"] is True
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -522,132 +418,34 @@ def test_frequencies_of_rope_stay_as_they_are_beside_rounded_weights(tmp_path: P
     assert torch.equal(load_file(tmp_path / "out" / "transformer" / "model.safetensors")["rope.freqs"], before)
 
 
-def test_a_mochi_pipeline_makes_our_clip(tmp_path: Path) -> None:
-    """Trained in full; the scheduler with its levels upside down, the setting for empty prompts."""
-    base = test_mochi.publish(tmp_path / "base")
-    run = write_checkpoint(tmp_path / "run", mochi_run(base))
-    exported = export.export(run, tmp_path / "out")
-    assert exported.components["scheduler"] == "Euler, flow shift 2"
-    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
-    assert index["force_zeros_for_empty_prompt"] is True
-    ours, theirs = mochi_latent(run), mochi_clip(MochiPipeline.from_pretrained(tmp_path / "out"))
-    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
-    before = mochi_clip(MochiPipeline.from_pretrained(base))
-    assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
-
-
-def mochi_run(base: Path, **dit: Any) -> RunConfig:
-    """A run that fine-tunes a published Mochi."""
-    model, train = test_mochi.settings(base, **dit), TrainConfig(flow=FlowConfig(flow_shift=2.0))
-    return RunConfig(run=RunSection(name="tiny"), model=model, train=train)
-
-
-def mochi_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
-    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
-    text, negative = model.text.encode(["a dot", ""])
-    request = SampleRequest(text=text, frames=7, height=32, width=48, seed=3)
-    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
-
-
-def mochi_clip(pipeline: Any) -> torch.Tensor:
-    size = {"height": 32, "width": 48, "num_frames": 7, "num_inference_steps": 3}
-    latents = initial_noise(3, (12, 2, 4, 6))[None]
-    made = pipeline("a dot", guidance_scale=4.0, latents=latents, output_type="latent", **size)
-    return made.frames[0].detach()
-
-
-def cogvideox_run(base: Path, **dit: Any) -> RunConfig:
-    """A run that fine-tunes a published CogVideoX-2B."""
-    return RunConfig(run=RunSection(name="tiny"), model=test_cogvideox.settings(base, snr_shift=3.0, **dit))
-
-
-def cogvideox_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
-    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=4.0)
-    text, negative = model.text.encode(["a dot", ""])
-    request = SampleRequest(text=text, frames=5, height=32, width=48, seed=3)
-    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
-
-
-def cogvideox_clip(pipeline: Any) -> torch.Tensor:
-    return (
-        pipeline(
-            prompt="a dot",
-            negative_prompt="",
-            max_sequence_length=test_cogvideox.ROWS,
-            height=32,
-            width=48,
-            num_frames=5,
-            guidance_scale=4.0,
-            num_inference_steps=3,
-            output_type="latent",
-            latents=initial_noise(3, (4, 2, 4, 6)).transpose(0, 1)[None],
-        )
-        .frames[0]
-        .transpose(0, 1)
-    )
-
-
-def wan_run(base: Path, **dit: Any) -> RunConfig:
-    config = pipeline_run(base, **dit)
-    return replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16, pad_to=16)))
-
-
-def wan_latent(run: Path) -> torch.Tensor:
-    model = load_model(run)
-    prompt, negative = model.text.encode(["a red disc", ""])
-    settings = replace(ClipSettings.of(model.config).sampler, steps=3, guidance_scale=5.0)
-    request = SampleRequest(text=prompt, frames=5, height=32, width=48, seed=3)
-    return sample_latents(model.dit, [request], negative, model.geometry, settings)[0]
-
-
-def wan_clip(pipeline: Any) -> torch.Tensor:
-    return pipeline(
-        prompt="a red disc",
-        negative_prompt="",
-        max_sequence_length=16,
-        height=32,
-        width=48,
-        num_frames=5,
-        guidance_scale=5.0,
-        num_inference_steps=3,
-        output_type="latent",
-        latents=initial_noise(3, (4, 2, 4, 6))[None],
-    ).frames[0]
-
-
-PUBLISHED: dict[str, tuple[Any, Any, Any, Any]] = {  # how a small pipeline is published, trained, and sampled by both
-    "wan": (publish, wan_run, wan_latent, wan_clip),
-    "ltx": (test_ltx.publish, ltx_run, ltx_latent, ltx_clip),
-    "flux": (test_flux.publish, flux_run, flux_latent, lambda pipeline: flux_picture(pipeline, test_flux.ROWS)),
-    "cogvideox": (test_cogvideox.publish, cogvideox_run, cogvideox_latent, cogvideox_clip),
-    "mochi": (test_mochi.publish, mochi_run, mochi_latent, mochi_clip),
-}
 NEEDS_PEFT = "Diffusers loads factors by PEFT, which Heddle does not need"
 
 
-@pytest.mark.parametrize(
-    ("family", "file"),
-    [
-        *((family, "pytorch_lora_weights.safetensors") for family in PUBLISHED),
-        *((family, "comfyui_lora_weights.safetensors") for family in ("wan", "ltx")),
-    ],
-)
+def takes_factors(name: str) -> bool:
+    """Whether Diffusers' pipeline of the family reads them."""
+    family = FAMILIES[name]
+    return hasattr(getattr(diffusers, family.pipeline_class(family.settings())), "load_lora_weights")
+
+
+FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
+FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "ltx")]
+
+
+@pytest.mark.parametrize(("family", "file"), FILES)
 def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, file: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason=NEEDS_PEFT)
-    publish_it, make_run, latent, clip = PUBLISHED[family]
-    base = publish_it(tmp_path / "base")
-    config = make_run(base, lora_rank=2, lora_alpha=3.0)
-    run = write_checkpoint(tmp_path / "run", config)
+    published = PIPELINES[family]
+    base = published.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", run_on(published, base, lora_rank=2, lora_alpha=3.0))
     export.export(run, tmp_path / "out")
     begun = DiffusionPipeline.from_pretrained(base).transformer
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")  # for the scheduler of our steps
     pipeline.transformer.load_state_dict(begun.state_dict())
-    before = clip(pipeline)
+    before = published.clip(pipeline)
     pipeline.load_lora_weights(tmp_path / "out", weight_name=file)
-    theirs = clip(pipeline)
-    torch.testing.assert_close(latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    theirs = published.clip(pipeline)
+    ours = latent_of(run, published.request)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
     assert (before - theirs).abs().max() > 0.01 * theirs.abs().max()
 
 
@@ -676,8 +474,9 @@ def test_a_flux_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> Non
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.export(run, tmp_path / "out")
     assert any(note.endswith("call the pipeline with max_sequence_length=16.") for note in exported.notes)
-    theirs = flux_picture(DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None), 16)
-    torch.testing.assert_close(flux_latent(run), theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    theirs = test_flux.picture(DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None), 16)
+    ours = latent_of(run, PIPELINES["flux"].request)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 
 def test_failed_comparison_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

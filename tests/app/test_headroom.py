@@ -4,28 +4,58 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.plan.types import USABLE
 from app.bench.headroom import Figures, Headroom, _kept, table
 
-MEASURED = Figures(states=(20.0, 18.0, 12.0, 10.0), dit=8.0, vae=4.0, text=1.0, communicators=2.0)
+MEASURED = Figures(
+    states=(20.0, 18.0, 12.0, 10.0, 9.0, 7.0, 4.0, 3.0),
+    dit=8.0,
+    vae=4.0,
+    text=1.0,
+    communicators=(2.0, 2.5) * 4,
+    fetched=7.0,
+)
+LORA = replace(MEASURED, states=MEASURED.states[:4], communicators=MEASURED.communicators[:4], fetched=0.0)
 
 
-def row(planned: Figures) -> Headroom:
-    return Headroom(
-        model="m", lora=False, workers=8, clip="480p81", degree=2, way=3, measured=MEASURED, planned=planned
+def row(planned: Figures, measured: Figures = MEASURED, **fields: Any) -> Headroom:
+    made = Headroom(
+        model="m", lora=False, workers=8, clip="480p81", degree=2, way=3, measured=measured, planned=planned
     )
+    return replace(made, **fields)
 
 
 def test_what_is_free_is_left_beside_states_and_the_worst_cascade() -> None:
     assert MEASURED.free(40.0) == pytest.approx(USABLE * 38.0 - 28.0)
-    assert MEASURED.free(40.0, 3) == pytest.approx(USABLE * 38.0 - 18.0)
-    assert f"| node, host | {USABLE * 38.0 - 18.0:.1f} / " in table([row(MEASURED)], 40.0)
+    assert MEASURED.free(40.0, 3) == pytest.approx(USABLE * 37.5 - 18.0)
+    assert MEASURED.free(40.0, 6) == pytest.approx(USABLE * 38.0 - 4.0 - 7.0), "its blocks are fetched"
+    shown = table([row(MEASURED, best_gib=31.25, best_degree=8)], 40.0)
+    assert f"| node, host | {USABLE * 37.5 - 18.0:.1f} / " in shown and "| 31.2, 8 |" in shown
+    assert "| node, host, fetched |" in shown and "| 7.00 / 7.00 |" in shown
 
 
-@pytest.mark.parametrize("part", ["states", "dit", "vae", "text"])
+def test_a_model_whose_blocks_cannot_be_fetched_has_no_such_places() -> None:
+    head, _, line = table([row(LORA, LORA, lora=True)], 40.0).splitlines()
+    assert line.count("|") == head.count("|") and line.count("| - ") == 5
+
+
+def test_full_training_on_one_node_at_720p_should_leave_20_gib() -> None:
+    said = row(MEASURED, clip="720p81", best_gib=19.0).short
+    assert said == "m in full on 8 GPUs leaves 19.0 GiB at 720p81, and should leave 20"
+    enough = [
+        row(MEASURED, clip="720p81", best_gib=20.0),
+        row(MEASURED, clip="480p81", best_gib=1.0),
+        row(MEASURED, clip="720p81", best_gib=1.0, workers=64),
+        row(LORA, LORA, clip="720p81", best_gib=1.0, lora=True),
+    ]
+    assert not [one for one in enough if one.short]
+
+
+@pytest.mark.parametrize("part", ["states", "dit", "fetched", "vae", "text"])
 def test_every_part_is_compared(part: str) -> None:
     def scaled(share: float) -> Figures:
         value = getattr(MEASURED, part)

@@ -89,13 +89,15 @@ def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_o
     plan(tmp_path, 64.0, *wide)
     shown = capsys.readouterr().out
     (optimizer,) = re.findall(r"optimizer ([\d.]+)", shown)
-    assert float(optimizer) > 1.0 and "in memory of each node" not in shown
+    assert float(optimizer) > 1.0 and "optimizer state in host memory" not in shown
     ((free,),) = (re.findall(r"free ([\d.]+) of", shown),)
     short = 64.0 - (float(free) + 0.5 * float(optimizer)) / 0.96
     plan(tmp_path, short, *wide)
     shown = capsys.readouterr().out
-    assert "optimizer 0.00" in shown
-    ((host,),) = (re.findall(r"in memory of each node ([\d.]+) \(optimizer state\)", shown),)
-    assert float(host) == pytest.approx(2 * float(optimizer) * 4 / 3, rel=0.01), "both workers' parts, master included"
+    assert "optimizer 0.00" in shown and "optimizer state in host memory" in shown
+    ((host,),) = (re.findall(r"two versions of the optimizer state ([\d.]+)", shown),)
+    assert float(host) == pytest.approx(2 * 2 * float(optimizer) * 4 / 3, rel=0.01), (
+        "both workers' parts, master included, twice"
+    )
     with pytest.raises(PlanError, match=r"fits with .*train\.memory\.state: host"):
         plan(tmp_path, short, *wide, "train.memory.state=device")

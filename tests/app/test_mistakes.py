@@ -75,6 +75,12 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-geometry": ([*WITH, "geometry.json"], 2, "geometry"),
     "plan-limits": ([*WITH, "limits.json"], 2, "limits"),
     "plan-config-profile": (["plan", "--config", DEMO, "--set", "planner.profile=text.txt"], 2, "JSON"),
+    "train-cluster-file": (["train", "--config", DEMO, "--cluster", "no.yaml"], 2, "no.yaml does not exist"),
+    "train-cluster-small": (
+        ["train", "--config", DEMO, "--cluster", "1x2"],
+        2,
+        "workers.max is 3, and workers.cluster",
+    ),
     "plan-cluster-word": ([*PLAN, "--cluster", "many"], 2, "is not NODESxGPUS"),
     "plan-cluster-zero": ([*PLAN, "--cluster", "0x8"], 2, "is not NODESxGPUS"),
     "plan-cluster-file": ([*PLAN, "--cluster", "no.yaml"], 2, "no.yaml does not exist"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actors.plan.types import Cluster, PlanError
+from actors.plan.types import PlanError
 from app.cli import main
 from app.inputs.cluster import read_cluster
 from app.inputs.items import bucket_shares
@@ -257,9 +257,25 @@ def test_an_id_may_come_again_in_another_step_but_not_in_the_same(tmp_path: Path
 def test_a_cluster_file_gives_nodes_rails_and_speeds(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("nodes: [4, 2]\nnics: AABB\nspeed: {5: 0.5}\n")
-    assert read_cluster(str(path)) == Cluster(nodes=(4, 2), rails="AABB", speed=(1.0, 1.0, 1.0, 1.0, 1.0, 0.5))
+    found = read_cluster(str(path))
+    assert (found.nodes, found.speed) == ((4, 2), (1.0, 1.0, 1.0, 1.0, 1.0, 0.5))
+    assert [place.rail for place in found.places] == list("AABBAA")
+    assert [place.index for place in found.places] == [0, 1, 2, 3, 0, 1]
     path.write_text("nodes: 2\ngpus: 3\n")
     assert read_cluster(str(path)) == read_cluster("2x3")
+
+
+def test_a_cluster_file_gives_islands_and_memory_nodes(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: 2\ngpus: 4\nhosts: [gpu-a, gpu-b]\nislands: AABB\nnuma: [0, 0, 1, 1]\nisland_gbps: 25\n")
+    found = read_cluster(str(path))
+    assert (found.hosts, found.island_gbps) == (("gpu-a", "gpu-b"), 25.0)
+    assert [(place.island, place.numa, place.rail) for place in found.places] == [
+        ("A", 0, ""),
+        ("A", 0, ""),
+        ("B", 1, ""),
+        ("B", 1, ""),
+    ] * 2
 
 
 @pytest.mark.parametrize("path", sorted((DEMO.parent.parent / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
@@ -274,6 +290,12 @@ BAD_CLUSTERS = {
     "nodes: 1\ngpus: 4\nnics: AB\n": "names 2 GPUs",
     "nodes: 1\ngpus: 2\nspeed: {7: 0.5}\n": "speed of GPU 7",
     "nodes: 1\ngpus: 2\nspeed: [1, -1]\n": "speed of GPU 1 is -1",
+    "nodes: 1\ngpus: 4\nislands: AABBC\n": "islands 'AABBC' names 5 GPUs; the largest node has 4",
+    "nodes: 1\ngpus: 4\nnuma: [0, 1]\n": "numa [0, 1] names 2 GPUs",
+    "nodes: 2\ngpus: 4\nhosts: [a]\n": "hosts ['a'] must be 2 different names",
+    "nodes: 2\ngpus: 4\nhosts: [a, a]\n": "must be 2 different names",
+    "nodes: 1\ngpus: 4\nisland_gbps: -1\n": "cluster.island_gbps is -1.0; it must be at least 0",
+    "nodes: 1\ngpus: 4\nmemory_gib: -1\n": "cluster.memory_gib is -1.0; it must be at least 0",
     "nodes: 1\ngpus: 2\ncolor: 3\n": "unknown key color (c.yaml:3)",
 }
 

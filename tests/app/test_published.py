@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,31 +21,30 @@ from ops.config import FlowConfig, TokenShift
 from ops.models.base.family import Published
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES
-from ops.models.folders import resolve
+from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
-from tests.ops import test_cogvideox, test_flux, test_latte, test_mochi, test_stdit3
+from tests.families import test_latte, test_stdit3
+from tests.families.registry import CASES
 
-PUBLISHED = {"cogvideox": test_cogvideox, "flux": test_flux, "latte": test_latte, "mochi": test_mochi}
+PIPELINES = {name: cases.pipeline for name, cases in CASES.items() if cases.pipeline and cases.pipeline.sampled}
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("published")
-    return {name: module.publish(made / name) for name, module in PUBLISHED.items()}
+    return {name: pipeline.publish(made / name) for name, pipeline in PIPELINES.items()}
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", PIPELINES)
 def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders: dict[str, Path]) -> None:
-    """Text, transformer, VAE and objective as the settings that its own pipeline is compared with in tests/ops."""
+    """Text, transformer, VAE and objective as the settings that its own pipeline is compared with."""
     config, geometry = config_of(folders[name], "cpu")
-    own = {"snr_shift": 3.0} if name == "cogvideox" else {}
-    expected, expected_geometry = resolve(PUBLISHED[name].settings(folders[name], **own))
-    rows = {"cogvideox": test_cogvideox.ROWS, "flux": 512, "latte": 120, "mochi": 256}[name]
-    assert config.model == replace(expected, text=replace(expected.text, max_length=rows))
-    assert geometry == expected_geometry and config.train.autocast == "none"
+    sampled = PIPELINES[name].sampled
+    assert sampled is not None
+    assert (config.model, geometry) == resolve(sampled(folders[name])) and config.train.autocast == "none"
 
 
 def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_sampled_as_open_sora_does(
@@ -136,10 +134,10 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.own_code is None])
 def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(name: str) -> None:
     """By the defaults of its `__call__`, where they are numbers: two classes take their size from the transformer."""
-    fields = {"in_channels": 16, "out_channels": 16, "guidance_embeds": True, "sample_size": 64}
-    scheduler = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True, "invert_sigmas": True}
     family = FAMILIES[name]
-    found = family.published({}, fields, {} if name == "latte" else scheduler)
+    fields = {**dit_json(family.settings()), "in_channels": 16, "out_channels": 16, "guidance_embeds": True}
+    scheduler = dict(family.scheduler(family.settings(), FlowConfig()).settings)
+    found = family.published({}, fields | {"sample_size": 64}, scheduler)
     call = getattr(diffusers, family.pipeline_class(family.settings())).__call__
     defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
     ours: dict[str, object] = {**found.clips, "max_sequence_length": found.text["max_length"]}

@@ -16,7 +16,6 @@ from app.records.timeline import (
     WindowTimes,
     final_times,
     lane,
-    trace,
     windows,
     write_timeline,
 )
@@ -26,9 +25,16 @@ def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:
     return [entry for entry in entries if entry["ph"] == "X" and (entry["pid"], entry["tid"]) == (pid, tid)]
 
 
+def trace(run: RunDir) -> list[dict]:
+    """The entries of the written file, which is JSON as a whole."""
+    written = json.loads(write_timeline(run).read_text())
+    assert written.keys() == {"traceEvents", "displayTimeUnit"} and written["displayTimeUnit"] == "ms"
+    return written["traceEvents"]
+
+
 def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_folder: Path) -> None:
     run = RunDir.open(run_folder)
-    entries = trace(run.spans(), run.events())["traceEvents"]
+    entries = trace(run)
     for worker in ("w0", "w1", "w2"):
         mine = [span for span in run.spans() if span.worker == worker]
         cascades = [span for span in mine if span.module != "finish"]
@@ -37,8 +43,8 @@ def test_every_span_is_a_slice_of_its_worker_and_planned_ones_have_a_twin(run_fo
 
 
 def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
-    spans = list(RunDir.open(run_folder).spans())
-    entries = trace(spans)["traceEvents"]
+    run = RunDir.open(run_folder)
+    spans, entries = list(run.spans()), trace(run)
     late = next(span for span in spans if span.step == 12 and span.worker == "w1" and span.module == "dit")
     origin = min(span.start for span in spans)
     measured = next(e for e in slices(entries, lane("w1"), MEASURED) if e["name"] == late.name)
@@ -48,14 +54,8 @@ def test_measured_and_planned_slices_keep_their_times(run_folder: Path) -> None:
     assert foreseen["dur"] == pytest.approx(0.7e6, abs=10)
 
 
-def test_the_trace_is_written_as_it_is_made(run_folder: Path) -> None:
-    run = RunDir.open(run_folder)
-    assert write_timeline(run).read_text() == json.dumps(trace(run.spans(), run.events()))
-
-
 def test_steps_and_events_have_their_own_lane(run_folder: Path) -> None:
-    path = write_timeline(RunDir.open(run_folder))
-    entries = json.loads(path.read_text())["traceEvents"]
+    entries = trace(RunDir.open(run_folder))
     assert [entry["name"] for entry in slices(entries, RUN_PID, 0)] == [f"step {step}" for step in range(30)]
     assert "dead" in [entry["name"] for entry in entries if entry["ph"] == "i"]
 
@@ -84,5 +84,6 @@ def test_only_the_last_execution_of_a_recomputed_step_counts() -> None:
     assert final_times(spans) == {4: WindowTimes(20, 21), 5: WindowTimes(30, 31)}
 
 
-def test_a_run_without_spans_gives_an_empty_trace() -> None:
-    assert trace([])["traceEvents"] == []
+def test_a_run_without_spans_gives_an_empty_trace(run_folder: Path) -> None:
+    (run_folder / "timeline.jsonl").write_text("")
+    assert trace(RunDir.open(run_folder)) == []

@@ -1,14 +1,22 @@
+import dataclasses
 import importlib.metadata
 import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from app.records.metrics import Metrics, scalars
+from actors.records.metrics_line import StepMetrics
+from app.records.metrics import TAGS, Metrics, scalars
 from app.records.trackers import TRACKERS, Trackers, check_installed, gauge_of
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 from tests.app.test_metrics import line
+from tests.rays import local_ray
 
 ROOT = Path(__file__).parents[2]
 RUN = "run: {name: tracked}\ndata: {sources: [{path: clips.tar}]}\n"
@@ -186,7 +194,52 @@ def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatc
 def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
     board = json.loads((ROOT / "docker/grafana/heddle.json").read_text())
     values = dict.fromkeys(("mfu", "hfu", "corr_tokens", "corr_load"), 0.5) | {"loss": 1.0, "step_s": 1.0, "workers": 2}
-    values |= {"tflops_by_worker": {"w0": 1.0}, "wait_sync_by_worker": {"w0": 1.0}}  # type: ignore[dict-item]
+    of_workers = ("tflops", "mfu", "hfu", "wait_sync", "exposed")
+    values |= {f"{name}_by_worker": {"w0": 1.0} for name in of_workers}  # type: ignore[misc]
     gauges = {f"ray_{gauge_of(tag)[0]}" for tag, _ in scalars(line(0, **values))}
     asked = {target["expr"].partition("{")[0] for panel in board["panels"] for target in panel["targets"]}
     assert asked and asked <= gauges
+    assert {f"ray_heddle_workers_{name}" for name in of_workers} <= asked
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_the_port_of_a_node_serves_every_gauge_that_the_dashboard_asks_for() -> None:
+    """Read as Prometheus does, with the run and the worker as labels; a worker that has left stands at 0."""
+    import ray
+
+    board = json.loads((ROOT / "docker/grafana/heddle.json").read_text())
+    asked = {target["expr"].partition("{")[0] for panel in board["panels"] for target in panel["targets"]}
+    names = {field.name for field in dataclasses.fields(StepMetrics)} & set(TAGS)
+    figures = dict.fromkeys(names, 1)
+    with local_ray(num_cpus=1, log_to_driver=False, _system_config={"metrics_report_interval_ms": 500}):
+        (node,) = ray.nodes()
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        tracker = TRACKERS["ray"](Path("runs/demo"), {})
+
+        def served(workers: Mapping[str, float], wanted: Callable[[dict[tuple[str, str], float]], bool]) -> bool:
+            values = figures | {
+                f"{name}_by_worker": workers for name in ("tflops", "mfu", "hfu", "wait_sync", "exposed")
+            }
+            until = time.monotonic() + 120
+            while time.monotonic() < until:
+                tracker.log(0, 0.0, scalars(line(0, **values)))  # type: ignore[arg-type]
+                with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
+                    if wanted(gauges_of(answer.read().decode(), "demo")):
+                        return True
+                time.sleep(0.5)
+            return False
+
+        assert served({"w0": 0.25, "w1": 0.75}, lambda found: asked <= {name for name, _ in found})
+        mfu = "ray_heddle_workers_mfu"
+        assert served({"w0": 0.5}, lambda found: (found.get((mfu, "w0")), found.get((mfu, "w1"))) == (0.5, 0.0))
+
+
+def gauges_of(text: str, run: str) -> dict[tuple[str, str], float]:
+    """(name, label `of`) -> value of a run's gauges in Prometheus's text format."""
+    found = {}
+    for name, labels, value in re.findall(r"^(ray_heddle_\w+)\{(.*)\} (\S+)$", text, re.MULTILINE):
+        label = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if label["run"] == run:
+            found[name, label["of"]] = float(value)
+    return found

@@ -18,7 +18,11 @@ from typing import Any
 import psutil
 import pytest
 
+from actors.plan.types import USABLE
+from actors.planning.memory import Demand, forecast
+from app.settings.config import RunConfig
 from data.tools.synthetic import SynthConfig, synthesize
+from ops.models.folders import resolve
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -177,6 +181,37 @@ def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dic
     trace.unlink()
     assert {span["name"] for span in spans} <= {name for _, name in bars}
     assert len({worker for worker, _ in bars}) == 2
+
+
+def least_gib(folder: Path, workers: int) -> float:
+    """GiB that a worker must have, on so many of them."""
+    config = RunConfig.load(folder / "run.yaml")
+    model, geometry = resolve(config.model)
+    degrees = model.dit.degrees(4)
+    demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+    found = forecast(model, geometry, config.train, demand.clips, degrees, cuda=False)
+    return (found.states(workers).total + demand.need_gib(found.needs, degrees, workers)) / USABLE
+
+
+@pytest.mark.parametrize(
+    ("of_two", "fewest", "says"),
+    [
+        (0.9, 2, "GiB for cascades on 2 workers, which is too little: "),
+        pytest.param(1.01, 1, "workers.min 1 is too few: ", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(
+    folder: Path, cluster: Any, of_two: float, fewest: int, says: str
+) -> None:
+    """Two workers need `of_two` of what they have; one alone holds all of the optimizer's state, and more."""
+    limit = of_two * least_gib(folder, 2)
+    assert limit < least_gib(folder, 1)
+    settings = (f"workers.memory_gib={limit}", f"workers.min={fewest}", "run.name=large")
+    more = [word for one in settings for word in ("--set", one)]
+    done = train(folder, *more, address=cluster.address)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert says in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert not (folder / "runs" / "large").exists() and "starting at step" not in done.stdout
 
 
 STARTED: list[subprocess.Popen[str]] = []
@@ -441,3 +476,28 @@ def test_a_dataset_without_items_is_rejected_before_training(folder: Path, clust
     assert done.returncode == 4, done.stdout + done.stderr
     assert "129x720x1280" in done.stderr and "Traceback" not in done.stderr
     assert not (folder / "runs" / "empty").exists(), "the corrected command may be given as it is"
+
+
+@pytest.mark.long
+def test_a_run_takes_its_cluster_file_and_is_refused_that_of_another_cluster(folder: Path) -> None:
+    """Bags of both workers, one of which the file calls half as fast, are planned to take twice as long."""
+    for name, nodes in (("here", "[2]"), ("elsewhere", "[1, 1]")):
+        (folder / f"{name}.yaml").write_text(f"nodes: {nodes}\nspeed: {{1: 0.5}}\n")
+    bags = ("planner.strategy=static", "planner.static_degree=2", "train.steps=2")
+
+    def made(name: str, *more: str) -> subprocess.CompletedProcess[str]:
+        settings = (f"run.name={name}", *bags, *more)
+        return train(folder, *(word for setting in settings for word in ("--set", setting)))
+
+    planned = {}
+    for name, more in (("usual", ()), ("described", (f"workers.cluster={folder}/here.yaml",))):
+        done = made(name, *more)
+        assert done.returncode == 0, done.stderr
+        plan = json.loads((folder / "runs" / name / "plans" / "step-0.json").read_text())
+        planned[name] = [c["end_s"] - c["start_s"] for c in plan["cascades"] if c["degree"] == 2]
+    assert planned["usual"] and planned["described"] == pytest.approx([2 * seconds for seconds in planned["usual"]])
+    refused = made("refused", f"workers.cluster={folder}/elsewhere.yaml")
+    assert refused.returncode == 2
+    assert "workers.cluster describes nodes of 1 and 1 GPUs, and " in refused.stderr
+    assert "has 2 workers" in refused.stderr
+    assert not (folder / "runs" / "refused" / "metrics.jsonl").exists()

@@ -15,6 +15,7 @@ import ray
 from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
+from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop
 from app.run.cluster import ClusterAddress, must_answer
 from app.run.leftovers import end_leftovers
@@ -37,6 +38,7 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, A
     folder = tmp_path_factory.mktemp("live")
     with local_ray(num_cpus=1, namespace=NAMESPACE, log_to_driver=False):
         monitor = start_monitor(run_id(folder))
+        places = {"w0": GpuPlace(index=3, numa=0, island="A", rail="B", nic="mlx5_1")}
         for name in ("w0", "w1"):
             ray.get(
                 monitor.beat.remote(
@@ -50,6 +52,7 @@ def live_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, A
                         predicted_s=1.0,
                         collectives=4,
                         waiting_in="",
+                        place=places.get(name, UNKNOWN_PLACE),
                     )
                 )
             )
@@ -61,6 +64,7 @@ def test_list_shows_what_every_worker_does(live_run: tuple[Path, Any], capsys: p
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["w0", "w1"]
     assert "dit 17f 64x96 b4 sp1 s7 (backward)" in lines[1]
+    assert lines[1].endswith("[gpu 3, numa 0, island A, rail B (mlx5_1)]") and "[" not in lines[2]
 
 
 def test_drain_and_scale_reach_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

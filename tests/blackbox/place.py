@@ -68,6 +68,7 @@ data:
 train:
   steps: {self.steps}
   optimizer: {{learning_rate: 1.0e-3, lr_scheduler: cosine, lr_warmup_steps: 5, ema_decay: 0.9}}
+snapshot: {{every: 1}}
 workers: {{min: 1, max: 2, cpus_per_worker: 0.3, device: cpu, suspect_s: {SUSPECT_S:g}, wait_s: 120}}
 planner: {{strategy: cascade, budget_s: 0.02}}
 checkpoint: {{every: 7, keep_last: {KEPT}}}

@@ -13,7 +13,8 @@ import numpy as np
 from PIL import Image
 
 from data.config import LimitsConfig, SourceConfig
-from data.dataset.index import Index, build_index
+from data.dataset.index import Index
+from data.dataset.index_build import build_index
 from data.ledger import Ledger
 
 

@@ -301,7 +301,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from data.config import LimitsConfig, SourceConfig
-from data.dataset.index import build_index
+from data.dataset.index_build import build_index
 from data.ledger import BadSample, Ledger
 from data.tools.lint import verify_clip
 from data.types import Bucket, DecodeJob

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.cache import Cache, CachedLatents, CacheWriter, latent_key, text_key
-from data.config import CacheConfig, DataConfig
+from data.cache import Cache, CacheWriter, latent_key, latent_keys, text_key
+from data.config import CacheConfig, DataConfig, LimitsConfig
 from data.decode import DECODE_VERSION
-from data.types import Bucket, DataItem, SampleRef
+from data.types import Bucket, DataItem, DecodeJob, SampleRef
 
 SAMPLE = SampleRef(source=0, epoch=0, row=3, start_frame=5, key="a", caption_chars=4, content="ab12")
 BUCKET = Bucket(17, 64, 96)
@@ -55,11 +55,12 @@ def test_a_latent_does_not_depend_on_when_and_where_it_is_drawn() -> None:
     assert latent_key(moved, BUCKET, 8.0, "vae", "decoder 1") == latent_key(SAMPLE, BUCKET, 8.0, "vae", "decoder 1")
 
 
-def test_latents_are_those_of_a_decoder_and_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    item, ours = DataItem(id="s0.0", bucket=BUCKET, samples=(SAMPLE,)), DataConfig(sources=())
+def test_latents_are_those_of_a_decoder_and_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = DecodeJob(item="s0.0", bucket=BUCKET, clips=(), fps=0.0, crop=False, limits=LimitsConfig(), decoder="")
+    item, ours = DataItem(job=job, samples=(SAMPLE,)), DataConfig(sources=())
 
     def keys(config: DataConfig) -> tuple[str, ...]:
-        return CachedLatents(cache(tmp_path), "vae", config).keys(item)
+        return latent_keys(item, config, "vae")
 
     found = {keys(ours), keys(replace(ours, engine=replace(ours.engine, decoder="my.module:decode")))}
     monkeypatch.setattr("data.decode.DECODE_VERSION", DECODE_VERSION + 1)
@@ -162,7 +163,7 @@ def test_a_disk_that_fails_is_counted_and_said_and_then_left_alone(
     writer = CacheWriter(cache(tmp_path))
     for number in range(12):
         assert writer.submit("text", text_key(str(number), "t5", 226), np.ones(3))
-    wait_for(writer)
+    wait_for(writer, 12)
     assert len(tried) == writer.cache.failed == tries and writer.counts == {"failed": 12}
     assert os.strerror(code) in caplog.text and "takes no more entries" in caplog.text
 
@@ -172,16 +173,17 @@ def test_a_slow_disk_costs_entries_and_not_memory(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("data.cache._write", lambda path, array: free.wait(60))
     writer = CacheWriter(cache(tmp_path), most_bytes=1000)
     taken = [writer.submit("text", text_key(str(number), "t5", 226), np.ones(50)) for number in range(10)]
-    assert taken == [True, True] + [False] * 8 and writer.waiting_bytes == 800
+    assert taken == [True, True] + [False] * 8
     free.set()
-    wait_for(writer)
+    wait_for(writer, 2)
     assert writer.counts == {"kept": 2, "dropped": 8}
     assert writer.submit("text", "f" * 64, np.ones(500)), "one that is larger than the queue goes alone"
 
 
-def wait_for(writer: CacheWriter) -> None:
+def wait_for(writer: CacheWriter, entries: int) -> None:
+    """Until so many were written or failed."""
     deadline = time.monotonic() + 60
-    while writer.waiting_bytes and time.monotonic() < deadline:
+    while writer.counts["kept"] + writer.counts["failed"] < entries and time.monotonic() < deadline:
         time.sleep(0.01)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from data import storage
 from data.config import SourceConfig
-from data.dataset.index import build_index
+from data.dataset.index_build import build_index
 from data.errors import DataError
 from data.ledger import Ledger
 from data.storage import absolute, expand, list_files, read_range, resolve, stat

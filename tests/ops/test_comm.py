@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +28,7 @@ import torch.distributed as dist
 
 from ops.comm import Group, _bury, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending, WaitClock
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -99,7 +101,7 @@ def test_all_to_all_accepts_strided_tensors() -> None:
     assert not first[:, 3:].any()
 
 
-def test_reductions_broadcast_and_scatter_match_plain_arithmetic() -> None:
+def test_reductions_and_broadcast_match_plain_arithmetic() -> None:
     values = torch.randn(4, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
     def work(rank: int, groups: Groups) -> dict[str, torch.Tensor]:
@@ -108,18 +110,13 @@ def test_reductions_broadcast_and_scatter_match_plain_arithmetic() -> None:
         group.all_reduce(total)
         group.all_reduce(largest, op="max")
         group.broadcast(sent, source_rank=2)
-        rows = torch.empty(rank, 5)
-        table = torch.arange(30.0).view(6, 5)
-        group.scatter_rows(rows, table if rank == 1 else None, [0, 1, 2, 3], source_rank=1)
         group.barrier()
-        return {"total": total, "largest": largest, "sent": sent, "rows": rows}
+        return {"total": total, "largest": largest, "sent": sent}
 
-    table = torch.arange(30.0).view(6, 5).split([0, 1, 2, 3])
-    for rank, found in enumerate(run_ranks(4, work)):
+    for found in run_ranks(4, work):
         torch.testing.assert_close(found["total"], values.sum(0), rtol=1e-14, atol=0)
         assert torch.equal(found["largest"], values.amax(0))
         assert torch.equal(found["sent"], values[2])
-        assert torch.equal(found["rows"], table[rank])
 
 
 @pytest.mark.parametrize(
@@ -376,6 +373,10 @@ class Communicator:
     def is_completed(self) -> bool:
         return self.aborted.is_set()
 
+    def wait(self) -> bool:
+        """Only orders the streams."""
+        return True
+
 
 def on_nccl(communicator: Communicator) -> Group:
     return Group(communicator, (0, 1), 0, LIMIT_S)  # type: ignore[arg-type]
@@ -394,6 +395,81 @@ def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends
     idle = Communicator()
     on_nccl(idle).close()
     assert not idle.aborted.is_set()
+
+
+class Device:
+    """A stream of a GPU as events see it: marks are recorded in order, and passed one after the other. Threads have
+    streams of their own unless they take over another one's, as autograd's do."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed = 0.0  # seconds of the device's clock, which stands still unless the test moves it
+        self.streams: dict[int, int] = {}
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mark(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=self.stream()))
+
+    def stream(self) -> int:
+        return self.streams.get(threading.get_ident(), 0)
+
+
+class Mark:
+    """An event; `at` is when the device will come to it."""
+
+    at = math.inf
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        return self.at <= self._device.passed
+
+    def synchronize(self) -> None:
+        assert self.query(), "this would hang"
+
+    def elapsed_time(self, other: Mark) -> float:
+        return 1e3 * (other.at - self.at)
+
+
+def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has queued two and gone on. A worker that still computes before the first waits in none: it is the one
+    that the others wait for."""
+    device, clock = Device(monkeypatch), WaitClock()
+    group = Group(Communicator(), (0, 1), 0, LIMIT_S, clock=clock)  # type: ignore[arg-type]
+    marks = []
+    for name in ("all_reduce", "broadcast"):
+        pending = Pending(group, Communicator(), name, stream_ordered=True)  # type: ignore[arg-type]
+        pending.wait()
+        queued = group._queued[-1].wait
+        marks += [queued.before, queued.after]
+    for mark, at in zip(marks, (2.0, 5.0, 6.0, 9.0), strict=True):
+        mark.at = at  # type: ignore[attr-defined]
+    named = []
+    for device.passed in (1.0, 3.0, 5.5, 7.0, 9.0):
+        named.append(group.progress.name)
+    assert named == [None, "all_reduce", None, "broadcast", None]
+    assert clock.take() == pytest.approx(3.0 + 3.0) and clock.take() == 0.0
+
+
+def test_the_waits_of_a_backward_count_with_the_stream_that_it_was_queued_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd queues them from a thread of its own; an encode beside it has its own stream."""
+    device, clock = Device(monkeypatch), WaitClock()
+
+    def waits(stream: int, seconds: float) -> None:
+        device.streams[threading.get_ident()] = stream
+        booked = clock.waited(lambda: None, on_stream=True)
+        assert booked is not None
+        booked.before.at, booked.after.at = 0.0, seconds  # type: ignore[attr-defined]
+
+    waits(7, 1.0)
+    for stream, seconds in ((7, 2.0), (8, 16.0)):
+        thread = threading.Thread(target=waits, args=(stream, seconds))
+        thread.start()
+        thread.join()
+    device.passed = 20.0
+    clock.waited(lambda: time.sleep(0.01), on_stream=False)
+    assert 3.01 <= clock.take() < 3.5, "both of its stream, and the host's own"
+    assert clock.take() == 0.0
 
 
 def test_a_collective_whose_holder_has_dropped_it_still_counts_as_running() -> None:

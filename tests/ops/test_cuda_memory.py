@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import ops.cuda_memory
-from ops.cuda_memory import CudaHostCopy, CudaPeers, _Handle, _pages, _taken
+from ops.cuda_memory import CudaHostCopy, CudaPeers, _Handle, _taken
 
 ADDRESS = 0x7F12_3456_7000  # beyond 32 bits, which an argument passed as an int would lose
 BUSES = [b"0000:1B:00.0", b"0000:43:00.0", b"0000:BB:00.0"]
@@ -43,6 +43,7 @@ class Driver:
         self.closed: list[int] = []
         self.freed: list[int] = []
         self.pinned: list[tuple[int, int, int]] = []
+        self.pins_no_more = 0  # after so many calls
         self.unpinned: list[int] = []
         self.unequal: set[frozenset[bytes]] = set()  # pairs of GPUs without atomic additions
         self.asked: list[int] = []
@@ -98,6 +99,8 @@ class Driver:
         return 0
 
     def _pin(self, address: int, size: int, flags: int) -> int:
+        if self.pins_no_more and len(self.pinned) >= self.pins_no_more:
+            return CUDA_ERROR_OUT_OF_MEMORY
         self.pinned.append((address, size, flags))
         return self.fails
 
@@ -126,8 +129,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 class At:
     """A tensor of a GPU, as far as these calls look at it."""
 
-    def __init__(self, address: int) -> None:
-        self._address = address
+    def __init__(self, address: int, nbytes: int = 0) -> None:
+        self._address, self.nbytes = address, nbytes
 
     def data_ptr(self) -> int:
         return self._address
@@ -176,9 +179,11 @@ def test_a_gpu_that_nvml_does_not_know_is_not_believed(driver: Driver) -> None:
 
 def test_errors_are_told_by_the_drivers_word(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
     driver.fails = CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(RuntimeError, match=r"cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY \(2\)"):
+    with pytest.raises(MemoryError, match=r"no room for 0\.00 GiB on a GPU: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEM"):
         _taken(1)
     driver.fails = CUDA_ERROR_MAP_FAILED
+    with pytest.raises(RuntimeError, match=r"cuMemAlloc_v2: CUDA_ERROR_MAP_FAILED \(205\)"):
+        _taken(1)
     with pytest.raises(RuntimeError, match=r"cuIpcOpenMemHandle_v2: CUDA_ERROR_MAP_FAILED \(205\)"):
         peers().borrow(b"x" * 64 + BUSES[0])
     peers().give_back(ADDRESS)
@@ -190,7 +195,26 @@ def test_host_memory_is_pinned_in_whole_pages(driver: Driver) -> None:
     copies.pin(memory)
     copies.unpin(memory)
     ((address, num_bytes, flags),) = driver.pinned
-    assert (address, num_bytes) == _pages(memory) and flags == 1, "CU_MEMHOSTREGISTER_PORTABLE"
+    assert flags == 1, "CU_MEMHOSTREGISTER_PORTABLE"
     assert address % 4096 == 0 and num_bytes % 4096 == 0
     assert address <= memory.data_ptr() and memory.data_ptr() + memory.nbytes <= address + num_bytes
     assert driver.unpinned == [address]
+
+
+def test_more_than_a_call_takes_is_pinned_in_pieces_side_by_side(driver: Driver) -> None:
+    gib = 1 << 30
+    copies, memory = CudaHostCopy(torch.device("cuda", 0)), At(ADDRESS + 100, 213 * gib)
+    copies.pin(memory)  # type: ignore[arg-type]
+    assert max(size for _, size, _ in driver.pinned) < 64 * gib
+    ends = [address + size for address, size, _ in driver.pinned]
+    assert [address for address, _, _ in driver.pinned[1:]] == ends[:-1], "no gap, nothing twice"
+    assert driver.pinned[0][0] <= ADDRESS + 100 and ADDRESS + 100 + 213 * gib <= ends[-1]
+    copies.unpin(memory)  # type: ignore[arg-type]
+    assert driver.unpinned == [address for address, _, _ in driver.pinned]
+
+
+def test_where_a_piece_cannot_be_pinned_none_stays_so(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+    driver.pins_no_more = 2
+    CudaHostCopy(torch.device("cuda", 0)).pin(At(ADDRESS, 213 << 30))  # type: ignore[arg-type]
+    assert driver.unpinned == [address for address, _, _ in driver.pinned] and len(driver.unpinned) == 2
+    assert "213.0 GiB of host memory are not pinned" in caplog.text

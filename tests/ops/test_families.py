@@ -1,7 +1,9 @@
-"""What every model family promises: it is registered once, and loading, folders, LoRA and parity work by its facts."""
+"""What every model family promises: its folder registers it, and loading, folders, LoRA, parity and counts work by its
+facts. Its cases are declared in tests/families/test_NAME.py."""
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from app.export.parity import (
     TOLERANCE,
@@ -28,49 +32,14 @@ from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.weights import write_folder
+from tests.families.kit import their_class
+from tests.families.registry import VARIANTS, declared
 
 ROOT = Path(__file__).parent.parent.parent
 NAMES = list(FAMILIES)
 
 
-CASES: dict[str, tuple[str, dict[str, object]]] = {  # a family in each of its variants
-    "wan": ("wan", {}),
-    "wan i2v": ("wan", {"in_channels": 12, "first_frame": "channels", "image_dim": 20}),
-    "wan i2v without an image encoder": ("wan", {"in_channels": 12, "first_frame": "channels"}),
-    "ltx": ("ltx", {"patch": (1, 1, 1)}),
-    "ltx of a width that a sixth does not divide": ("ltx", {"num_heads": 4, "head_dim": 16, "frame_rate": 8.0}),
-    "cogvideox 2b": ("cogvideox", {"rotary": False, "text_rows": 9, "time_dim": 16, "snr_shift": 3.0}),
-    "cogvideox 5b": ("cogvideox", {"time_dim": 16, "sample_size": (12, 20)}),
-    "cogvideox 1.5": ("cogvideox", {"time_dim": 16, "patch": (2, 2, 2)}),
-    "flux": ("flux", {"num_single_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
-    "flux schnell with text as wide as its vector": ("flux", {"num_single_layers": 1, "rope_axes": (8, 12, 12)}),
-    "latte": ("latte", {"video_length": 3, "sample_size": 8}),
-    "latte of a size beyond 64": ("latte", {"video_length": 3, "sample_size": 128, "patch": (1, 4, 4)}),
-    "mochi": ("mochi", {"num_layers": 2, "context_dim": 20}),
-    "stdit3": ("stdit3", {"base_size": 96, "caption_rows": 5}),
-    "hunyuan": ("hunyuan", {"num_single_layers": 1, "num_refiner_layers": 1, "pooled_dim": 8, "guidance_embeds": True}),
-    "hunyuan i2v latent_concat": (
-        "hunyuan",
-        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "latent_concat", "in_channels": 9},
-    ),
-    "hunyuan i2v token_replace": (
-        "hunyuan",
-        {"num_single_layers": 1, "pooled_dim": 8, "first_frame": "token_replace", "guidance_embeds": True},
-    ),
-}
-
-
-IN_DIFFUSERS = [case for case, (name, _) in CASES.items() if FAMILIES[name].own_code is None]
-
-
-def small(case: str) -> DiTConfig:
-    name, own = CASES[case]
-    common = {"num_layers": 1, "num_heads": 2, "head_dim": 32, "ffn_dim": 256, "freq_dim": 32, "text_dim": 24}
-    return FAMILIES[name].settings(**{**common, "in_channels": 4, "out_channels": 4, **own})
-
-
-def test_every_family_has_a_case() -> None:
-    assert {name for name, _ in CASES.values()} == set(NAMES)
+IN_DIFFUSERS = [case for case, config in VARIANTS.items() if FAMILIES[config.architecture].own_code is None]
 
 
 def test_every_folder_is_a_family_and_wan_is_meant_where_none_is_named() -> None:
@@ -78,6 +47,11 @@ def test_every_folder_is_a_family_and_wan_is_meant_where_none_is_named() -> None
     assert set(NAMES) == folders and NAMES[0] == "wan"
     assert typing.get_args(AnyDiT) == tuple(family.config for family in FAMILIES.values())
     assert [family.settings().architecture for family in FAMILIES.values()] == NAMES
+
+
+def test_a_family_without_a_test_of_its_own_is_told_where_it_belongs() -> None:
+    with pytest.raises(FileNotFoundError, match=r"tests/families/test_loom\.py does not exist: CASES there says how"):
+        declared("loom")
 
 
 def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -> None:
@@ -97,7 +71,8 @@ def test_a_new_folder_is_found_by_configs_without_another_line(tmp_path: Path) -
 
 @pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_diffusers_has_the_named_classes(case: str) -> None:
-    family, config = FAMILIES[CASES[case][0]], small(case)
+    config = VARIANTS[case]
+    family = FAMILIES[config.architecture]
     shift = family.scheduler(config, FlowConfig(flow_shift=5.0))
     for cls in (family.diffusers_class, family.pipeline_class(config), family.vae.name, shift.name):
         assert hasattr(diffusers, cls), cls
@@ -105,9 +80,10 @@ def test_diffusers_has_the_named_classes(case: str) -> None:
     getattr(diffusers, shift.name)(num_train_timesteps=1000, **shift.settings)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_every_number_of_a_folder_comes_back(case: str) -> None:
-    family, config = FAMILIES[CASES[case][0]], small(case)
+    config = VARIANTS[case]
+    family = FAMILIES[config.architecture]
     assert set(family.key_map) <= {setting.name for setting in fields(family.config)}
     runtime = replace(config, gradient_checkpointing=True, lora_rank=2)
     assert dit_config(dit_json(config), runtime, "here") == runtime
@@ -123,25 +99,25 @@ def test_diffusers_has_no_class_of_families_with_code_of_their_own() -> None:
 
 @pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_path: Path) -> None:
-    config = small(case)
+    config = VARIANTS[case]
     state = build_dit(config, seed=0).state_dict()
     generator = torch.Generator().manual_seed(0)
     state = {key: 0.1 * torch.randn(value.shape, generator=generator) for key, value in state.items()}
     write_folder(tmp_path, state, dit_json(config))
-    compare_weights(tmp_path, FAMILIES[CASES[case][0]].diffusers_class, state)
+    compare_weights(tmp_path, FAMILIES[config.architecture].diffusers_class, state)
     assert 0 < compare_forward(tmp_path, config, state) <= TOLERANCE
 
 
 @pytest.mark.parametrize("case", IN_DIFFUSERS)
 def test_forward_and_gradients_are_those_of_diffusers(case: str) -> None:
     """Every parameter is random, also those that start at zero, so that a forgotten one shows."""
-    compare_with_diffusers(small(case), parity_sample(small(case)))
+    compare_with_diffusers(VARIANTS[case], parity_sample(VARIANTS[case]))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if small(case).frame_times])
+@pytest.mark.parametrize("case", [case for case in IN_DIFFUSERS if VARIANTS[case].frame_times])
 def test_frames_with_a_time_of_their_own_are_those_of_diffusers(case: str) -> None:
     """Wan2.2 TI2V-5B: one time for the tokens of the first latent frame, another for the rest."""
-    compare_with_diffusers(small(case), parity_sample(small(case), clean_frames=1))
+    compare_with_diffusers(VARIANTS[case], parity_sample(VARIANTS[case], clean_frames=1))
 
 
 def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:
@@ -160,23 +136,41 @@ def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:
         torch.testing.assert_close(weight.grad, expected[name], atol=1e-5 * largest, rtol=1e-4, msg=name)
 
 
-def their_class(config: DiTConfig) -> torch.nn.Module:
-    """The class of Diffusers with random weights."""
-    described = {key: value for key, value in dit_json(config).items() if not key.startswith("_")}
-    torch.manual_seed(0)
-    reference = getattr(diffusers, FAMILIES[config.architecture].diffusers_class)(**described)
-    for parameter in reference.parameters():
-        torch.nn.init.normal_(parameter, std=0.08)
-    return reference
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_lora_reaches_the_projections_of_every_block(case: str) -> None:
-    config = replace(small(case), lora_rank=2)
+    config = replace(VARIANTS[case], lora_rank=2)
     module = dit_skeleton(config)
     trained = [key for key, weight in module.named_parameters() if weight.requires_grad]
     assert trained and all(".lora_" in key for key in trained)
-    for prefix in FAMILIES[CASES[case][0]].lora_names.blocks:
+    for prefix in FAMILIES[config.architecture].lora_names.blocks:
         blocks = {key.removeprefix(prefix).split(".")[0] for key in module.state_dict() if key.startswith(prefix)}
         assert blocks == {key.removeprefix(prefix).split(".")[0] for key in trained if key.startswith(prefix)}
     assert num_trained(config) == sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_what_a_forward_computes_is_what_pytorch_counts(case: str) -> None:
+    """One more block, for more tokens and text: what is once per sample or outside of the blocks falls out."""
+    config = VARIANTS[case]
+    deeper = replace(config, num_layers=config.num_layers + 1)
+    small, large = parity_sample(config), larger(config, parity_sample(config))
+
+    def told(of: DiTConfig, sample: ParitySample) -> float:
+        grid = [size // patch for size, patch in zip(sample.latent.shape[1:], of.patch, strict=True)]
+        tokens, text = math.prod(grid), len(sample.text)
+        return of.flops.linear(tokens, text) + of.flops.attention(tokens, text, grid[0])
+
+    def counted(of: DiTConfig, sample: ParitySample) -> float:
+        module = build_dit(of, seed=0)
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            our_velocity(module, sample)
+        return float(counter.get_total_flops())
+
+    more = [f(deeper, large) - f(config, large) - f(deeper, small) + f(config, small) for f in (told, counted)]
+    assert more[0] == pytest.approx(more[1], rel=5e-3) and more[0] > 0
+
+
+def larger(config: DiTConfig, sample: ParitySample) -> ParitySample:
+    """With twice the height, and five rows of text more."""
+    latent = torch.cat([sample.latent, sample.latent], dim=2)
+    return replace(sample, latent=latent, text=torch.cat([sample.text, sample.text[:5]]))

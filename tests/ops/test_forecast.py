@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from ops.comm import Group
 from ops.config import FlowConfig, OptimizerConfig
-from ops.kernels.push.function import ALIGN
+from ops.kernels.push.reference import ALIGN
 from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
 from ops.models.forecast import (
@@ -22,24 +24,30 @@ from ops.models.forecast import (
     text_need,
     vae_need,
 )
-from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.image import CLIPImages, vision_rows
-from ops.models.latte.config import LatteConfig
-from ops.models.load import build_dit, build_image, build_text, build_vae
-from ops.models.stdit3.config import STDiT3Config
+from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.wan.config import WanConfig
-from ops.noise import NoiseKey
 from ops.objective import FlowObjective
 from ops.packing import Layout, Sequence
+from ops.parameters import blocks_in
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
-from ops.train_pass import NoisyClip, train_pass
+from ops.train_pass import PassClip, train_pass
+from tests.families.registry import ONE_EACH, VARIANTS
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
-HUNYUAN = HunyuanConfig(num_layers=2, num_single_layers=2, num_heads=4, head_dim=16, ffn_dim=128, text_dim=24)
-STDIT = STDiT3Config(num_layers=2, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24, caption_rows=5)
-LATTE = LatteConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=256, text_dim=24)
 CLIPS = [Sequence((3, 8, 10), 12), Sequence((1, 6, 6), 5)]
+
+
+def clips_for(config: DiTConfig) -> list[Sequence]:
+    """Pictures alone where the transformer takes nothing else."""
+    return [replace(clip, grid=(1, *clip.grid[1:])) for clip in CLIPS] if config.images_only else CLIPS
+
+
+def in_default_run(*families: str, of: Iterable[str]) -> list[object]:
+    """Cases, of which those of other families are run by `make long`."""
+    kept = [case for case in of if VARIANTS[case].architecture in families]
+    return [*kept, *(pytest.param(case, marks=pytest.mark.long) for case in of if case not in kept)]
 
 
 def real_peak(config: DiTConfig, autocast: bool) -> int:
@@ -47,16 +55,16 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    layout, width = Layout(CLIPS), config.in_channels * 4
+    sequences = clips_for(config)
+    layout, width = Layout(sequences), config.in_channels * math.prod(config.patch)
     clips = [
-        NoisyClip(
+        PassClip(
             rows=torch.randn(s.tokens, width),
             text=torch.randn(s.text_tokens, config.text_dim),
-            noise=NoiseKey(0, s.tokens),
-            level=0.3,
+            key=str(s.tokens),
             weight=0.5,
         )
-        for s in CLIPS
+        for s in sequences
     ]
     with StorageCount() as count:
         train_pass(
@@ -66,6 +74,8 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
             Group.solo(),
             latent_width=width,
             objective=FlowObjective(FlowConfig()),
+            seed=0,
+            step=0,
             dtype=torch.float32,
             autocast=autocast,
         )
@@ -74,26 +84,21 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [WAN, HUNYUAN, *(pytest.param(config, marks=pytest.mark.long) for config in (LATTE, STDIT))],
-    ids=lambda c: c.architecture,
-)
-def test_the_prediction_is_what_tensors_with_data_take(config: DiTConfig, checkpointing: bool, autocast: bool) -> None:
-    config = replace(config, gradient_checkpointing=checkpointing)
-    predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
+@pytest.mark.parametrize("case", in_default_run("wan", "hunyuan", of=ONE_EACH))
+def test_the_prediction_is_what_tensors_with_data_take(case: str, checkpointing: bool, autocast: bool) -> None:
+    config = replace(VARIANTS[case], num_layers=2, gradient_checkpointing=checkpointing)
+    predicted, _ = pass_bytes(config, clips_for(config), 1, Precision(autocast=autocast))
     # spatial-temporal: index tensors that NumPy made are counted in the prediction alone
     assert predicted == pytest.approx(real_peak(config, autocast), rel=0.02 if config.spatial_temporal else 0.01)
 
 
+OF_ONE_KIND = [case for case in ONE_EACH if len(VARIANTS[case].block_counts) == 1]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(
-    "config",
-    [WAN, *(pytest.param(config, marks=pytest.mark.long) for config in (LATTE, STDIT))],
-    ids=lambda c: c.architecture,
-)
-def test_short_models_stand_for_a_deep_one(config: DiTConfig, checkpointing: bool) -> None:
-    deep = replace(config, num_layers=9, gradient_checkpointing=checkpointing)
+@pytest.mark.parametrize("case", in_default_run("wan", of=OF_ONE_KIND))
+def test_short_models_stand_for_a_deep_one(case: str, checkpointing: bool) -> None:
+    deep = replace(VARIANTS[case], num_layers=9, gradient_checkpointing=checkpointing)
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
     for degree, clips in ((1, CLIPS), (2, CLIPS), (2, CLIPS[:1] * 2)):
         whole, _ = pass_bytes(deep, clips, degree, precision)
@@ -143,6 +148,31 @@ def test_of_a_node_s_gradient_a_gpu_holds_its_part_and_two_staging_buffers(
     staged = 2 * 2 * (STAGE + 2 * ALIGN)
     assert without_state - staged == pytest.approx(weights * (2 + 4 * held), rel=0.03)
     assert found - without_state == pytest.approx(weights * 16 / workers, rel=0.01)
+
+
+@pytest.mark.parametrize(("workers", "per_node", "held"), [(1, 0, 1), (4, 2, 1 / 2)])
+def test_where_blocks_are_fetched_a_gpu_has_two_of_them_and_what_lies_outside(
+    workers: int, per_node: int, held: float
+) -> None:
+    deep = replace(WAN, num_layers=7, gradient_checkpointing=True)
+    skeleton = dit_skeleton(deep)
+    weights = sum(p.numel() for p in skeleton.parameters())
+    block, *others = (sum(p.numel() for p in one.parameters()) for one in blocks_in(skeleton))
+    assert set(others) == {block} and len(others) == 6
+    precision = Precision(parameters=torch.bfloat16)
+    found, without_state = states_bytes(deep, OptimizerConfig(), workers, precision, per_node, fetched=True)
+    staged = 2 * 2 * (STAGE + 2 * ALIGN) if per_node else 0
+    assert without_state - staged == pytest.approx(2 * (weights - 5 * block) + 4 * held * weights, rel=0.02)
+    assert found - without_state == pytest.approx(weights * 16 / workers, rel=0.01)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
+    """Beside the buffers, which are states: gradients of a block go as they come, as those of replicated ones do."""
+    deep = replace(WAN, num_layers=5, gradient_checkpointing=True)
+    precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
+    (peak, held), (fetched, less) = (pass_bytes(deep, CLIPS, degree, precision, way) for way in (False, True))
+    assert fetched == pytest.approx(peak, rel=0.01) and less < held
 
 
 def test_an_image_encoder_needs_what_it_takes_on_tensors_with_data() -> None:

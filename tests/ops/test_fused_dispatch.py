@@ -14,13 +14,16 @@ from torch.distributed.nn.functional import all_gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ops import fused
 from ops.comm import Group
 from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
 from ops.packing import Layout, Sequence
+from tests.ops.test_fused import runs_of
 
 SEGMENTS = Segments.packed([9, 0, 5], [1, 2, 0], num_mods=4)
 NONE = (None,) * 5
@@ -76,10 +79,10 @@ def test_opcheck_accepts_qk_norm_rope() -> None:
 
 
 def block(x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, segments: Segments) -> Tensor:
-    h = fused.ln_modulate(x, scale, shift, segments)
-    x, h = fused.gate_residual_ln_modulate(x, torch.sin(h) * y, gate, scale, shift, segments)
-    q, k = fused.qk_norm_rope(h, torch.cos(h), None, None, head_dim=HEAD_DIM)
-    return fused.gate_residual(x, q + k, gate, segments)
+    h = ln_modulate(x, scale, shift, segments)
+    x, h = gate_residual_ln_modulate(x, torch.sin(h) * y, gate, scale, shift, segments)
+    q, k = qk_norm_rope(h, torch.cos(h), None, None, head_dim=HEAD_DIM)
+    return gate_residual(x, q + k, gate, segments)
 
 
 def block_inputs(lengths: list[int]) -> list[Tensor]:
@@ -180,8 +183,8 @@ def shard_gradient(rank: int, folder: str) -> None:
     mine = case["table"][rank : rank + 1].requires_grad_()
     gathered = torch.cat(all_gather(mine))
     rows = slice(0, 17) if rank == 0 else slice(17, 30)
-    local = Segments.from_seq_ids(case["ids"][rows], num_mods=2)
-    out = fused.ln_modulate(case["x"][rows], gathered, gathered, local)
+    local = Segments.packed(*runs_of(case["ids"][rows]), num_mods=2)
+    out = ln_modulate(case["x"][rows], gathered, gathered, local)
     (out * case["cotangent"][rows]).sum().backward()
     torch.save(mine.grad, f"{folder}/grad{rank}.pt")
     dist.destroy_process_group()
@@ -194,7 +197,7 @@ def test_two_processes_reduce_the_gradient_of_gathered_tables(tmp_path: Path) ->
     torch.save(case, tmp_path / "case.pt")
     mp.spawn(shard_gradient, args=(str(tmp_path),), nprocs=2)
     rows = case["table"].clone().requires_grad_()
-    out = fused.ln_modulate(case["x"], rows, rows, Segments.from_seq_ids(ids, num_mods=2))
+    out = ln_modulate(case["x"], rows, rows, Segments.packed([10, 20]))
     (expected,) = torch.autograd.grad((out * case["cotangent"]).sum(), rows)
     actual = torch.cat([torch.load(tmp_path / f"grad{rank}.pt") for rank in (0, 1)])
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ops import fused
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual import reference as gate_reference
+from ops.kernels.gate_residual.op import FusedGateAdaLN, gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate import reference as norm_reference
+from ops.kernels.norm_modulate.op import FusedAdaLN
 from ops.kernels.qk_rope import reference as qk_reference
+from ops.kernels.qk_rope.op import FusedQKNormRope, qk_norm_rope
 
 SEGMENTS = Segments.packed([7, 0, 5], [1, 0, 2], num_mods=3)
 ROWS = SEGMENTS.run2mod.long()[SEGMENTS.run.long()]
@@ -32,13 +34,13 @@ def same(actual: Tensor, expected: Tensor, wrt: list[Tensor]) -> None:
 def test_ada_ln_with_and_without_gate(rms: bool, affine: bool) -> None:
     x, y = leaf(12, WIDTH), leaf(12, WIDTH)
     gate, scale, shift = (leaf(3, WIDTH) for _ in range(3))
-    for kind in (fused.FusedAdaLN, fused.FusedGateAdaLN):
+    for kind in (FusedAdaLN, FusedGateAdaLN):
         norm = kind(WIDTH, eps=1e-5, elementwise_affine=affine, rms=rms).double()
         assert list(norm.state_dict()) == (["weight"] + ["bias"] * (not rms) if affine else [])
         for parameter in norm.parameters():
             parameter.data.normal_()
         settings = {"weight": norm.weight, "bias": norm.bias, "eps": 1e-5, "rms": rms}
-        if kind is fused.FusedAdaLN:
+        if kind is FusedAdaLN:
             expected = norm_reference.ln_modulate(x, scale, shift, ROWS, **settings)
             same(norm(x, scale, shift, SEGMENTS), expected, [x, scale, shift, *norm.parameters()])
         else:
@@ -52,7 +54,7 @@ def test_ada_ln_with_and_without_gate(rms: bool, affine: bool) -> None:
 @pytest.mark.parametrize("per_head", [False, True], ids=["full width", "per head"])
 def test_qk_norm_rope(per_head: bool) -> None:
     q, k = leaf(12, WIDTH), leaf(12, WIDTH)
-    module = fused.FusedQKNormRope(WIDTH, head_dim=8, per_head=per_head, eps=1e-5).double()
+    module = FusedQKNormRope(WIDTH, head_dim=8, per_head=per_head, eps=1e-5).double()
     for parameter in module.parameters():
         parameter.data.normal_()
     angles = torch.randn(12, 4, dtype=torch.float64)
@@ -83,8 +85,8 @@ def test_gates_and_qk_norm_save_inputs_statistics_and_tables_only() -> None:
     x, y = leaf(12, WIDTH, dtype=torch.float32), leaf(12, WIDTH, dtype=torch.float32)
     gate, scale, shift = (leaf(3, WIDTH, dtype=torch.float32) for _ in range(3))
     weight, cos, sin = leaf(WIDTH, dtype=torch.float32), torch.rand(12, 4), torch.rand(12, 4)
-    assert saved_floats(lambda: fused.gate_residual(x, y, gate, SEGMENTS)) == size + table  # y
-    both = saved_floats(lambda: fused.gate_residual_ln_modulate(x, y, gate, scale, shift, SEGMENTS))
+    assert saved_floats(lambda: gate_residual(x, y, gate, SEGMENTS)) == size + table  # y
+    both = saved_floats(lambda: gate_residual_ln_modulate(x, y, gate, scale, shift, SEGMENTS))
     assert both == 2 * size + 2 * stats + 2 * table  # y and x', not x
-    qk = saved_floats(lambda: fused.qk_norm_rope(x, y, weight, weight, cos, sin, head_dim=8))
+    qk = saved_floats(lambda: qk_norm_rope(x, y, weight, weight, cos, sin, head_dim=8))
     assert qk == 2 * size + 2 * stats + WIDTH + 2 * 12 * 4

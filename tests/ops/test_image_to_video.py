@@ -18,17 +18,18 @@ from ops.comm import Group
 from ops.conditions import Conditions
 from ops.config import FlowConfig
 from ops.geometry import Geometry
+from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import dit_json, resolve
 from ops.models.image import CLIPImages, folder_clip, random_clip
 from ops.models.load import build_dit
-from ops.models.vae import DiffusersVAE
+from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
-from tests.ops.test_families import their_class
+from tests.families.kit import their_class
 
 torch.set_num_threads(1)
 FRAMES, HEIGHT, WIDTH = 5, 32, 48
@@ -40,7 +41,7 @@ IMAGE = ImageConfig(size=32, patch=16, d_model=16, num_layers=2, num_heads=2)
 def vae() -> DiffusersVAE:
     torch.manual_seed(0)
     model = AutoencoderKLWan(base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
-    return DiffusersVAE(model, VAEConfig(kind="diffusers", path="-"), "cpu")
+    return vae_of(model, VAEConfig(kind="diffusers", path="-"), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +131,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline(
         condition=patchify(told, model.dit.patch),
         image=clip_encoder.encode(torch.from_numpy(picture())[None])[0],
     )
-    config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, wan_steps=FAMILY.wan_steps)
+    config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, whole_times=FAMILY.whole_times)
     (latent,) = sample_latents(dit, [request], negative, resolve(model)[1], config)
     expected = pipe(
         image=Image.fromarray(picture()),
@@ -166,7 +167,7 @@ def test_a_clip_from_a_clean_first_frame_is_the_one_of_the_pipeline(vae: Diffuse
     text, negative = torch.randn(2, 512, 8, generator=torch.Generator().manual_seed(2))
     first = patchify(vae.encode(torch.from_numpy(picture())[None, None])[0], plain.patch)
     request = SampleRequest(text=text, frames=FRAMES, height=HEIGHT, width=WIDTH, seed=7, first=first)
-    config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, wan_steps=FAMILY.wan_steps)
+    config = SamplerConfig(steps=3, guidance_scale=2.0, flow_shift=3.0, whole_times=FAMILY.whole_times)
     (latent,) = sample_latents(dit, [request], negative, Geometry(), config)
     expected = pipe(
         image=Image.fromarray(picture()),

@@ -122,7 +122,7 @@ def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None
 
 def test_the_gate_notices_narrow_and_answered_additions() -> None:
     aot = pytest.importorskip("ops.kernels.aot")
-    from ops.kernels.push.launch_table import LAUNCH
+    from ops.kernels.push.triton import LAUNCH
 
     def complaints(accesses: dict[str, int]) -> list[str]:
         report = aot.CompileReport(

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils
@@ -13,97 +14,39 @@ from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import save_file
 
 from app.export.parity import our_velocity, parity_sample, their_velocity
-from ops.comm import Group
 from ops.models.base.config import DiTConfig
-from ops.models.flux.config import FluxConfig
+from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
-from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.lora import A, B, LoRALinear, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
-from ops.models.mochi.config import MochiConfig
-from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_folder
-from ops.packing import Layout, Sequence
-from tests.app.test_single_file import FLUX, HALVES, HUNYUAN, MOCHI, Renames, as_original
-from tests.ops.test_families import small, their_class
+from tests.app.test_single_file import as_original
+from tests.families.kit import their_class
+from tests.families.registry import CASES, ONE_EACH, VARIANTS
 
 FP32_ATOL = 1e-5
-CONFIGS = {
-    "wan": WanConfig(
-        num_layers=2,
-        num_heads=2,
-        head_dim=12,
-        ffn_dim=40,
-        freq_dim=16,
-        text_dim=8,
-        in_channels=4,
-        out_channels=4,
-        lora_rank=3,
-        lora_alpha=6.0,
-    ),
-    "hunyuan": HunyuanConfig(
-        num_layers=1,
-        num_single_layers=1,
-        num_refiner_layers=1,
-        num_heads=2,
-        head_dim=32,
-        ffn_dim=128,
-        text_dim=8,
-        in_channels=4,
-        out_channels=4,
-        lora_rank=2,
-    ),
-    "flux": FluxConfig(
-        num_layers=1,
-        num_single_layers=2,
-        num_heads=2,
-        head_dim=32,
-        ffn_dim=256,
-        text_dim=8,
-        in_channels=4,
-        out_channels=4,
-        lora_rank=2,
-        lora_alpha=1.0,
-    ),
-    "stdit3": STDiT3Config(  # one projection of queries, keys and values
-        num_layers=1,
-        num_heads=2,
-        head_dim=16,
-        ffn_dim=128,
-        text_dim=8,
-        in_channels=4,
-        out_channels=4,
-        lora_rank=2,
-        lora_alpha=3.0,
-    ),
-    "mochi": MochiConfig(  # projections without biases
-        num_layers=2,
-        num_heads=2,
-        head_dim=16,
-        ffn_dim=128,
-        freq_dim=16,
-        text_dim=8,
-        context_dim=12,
-        in_channels=4,
-        out_channels=4,
-        lora_rank=2,
-        lora_alpha=3.0,
-    ),
-}
+WAN = WanConfig(
+    num_layers=2,
+    num_heads=2,
+    head_dim=12,
+    ffn_dim=40,
+    freq_dim=16,
+    text_dim=8,
+    in_channels=4,
+    out_channels=4,
+    lora_rank=3,
+    lora_alpha=6.0,
+)
+
+
+def with_factors(case: str) -> DiTConfig:
+    return replace(VARIANTS[case], lora_rank=2, lora_alpha=3.0)
 
 
 def forward(module: torch.nn.Module) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    layout = Layout([Sequence((1, 4, 3), 4), Sequence((1, 2, 2), 3)])
-    return module(
-        torch.randn(16, 16, generator=generator),
-        torch.tensor([300.0, 700.0]),
-        torch.randn(7, 8, generator=generator),
-        layout,
-        Group.solo(),
-    )
+    return our_velocity(module, parity_sample(module.config))
 
 
 def disturb(module: torch.nn.Module) -> None:
@@ -115,9 +58,9 @@ def disturb(module: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_starts_from_the_base_model_and_merges_exactly(architecture: str) -> None:
-    config = CONFIGS[architecture]
+@pytest.mark.parametrize("case", ONE_EACH)
+def test_starts_from_the_base_model_and_merges_exactly(case: str) -> None:
+    config = with_factors(case)
     module = build_dit(config, seed=0)
     plain = build_dit(replace(config, lora_rank=0), seed=0)
     torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=0)
@@ -127,25 +70,19 @@ def test_starts_from_the_base_model_and_merges_exactly(architecture: str) -> Non
     torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=FP32_ATOL)
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_only_the_factors_get_gradients(architecture: str) -> None:
-    module = build_dit(CONFIGS[architecture], seed=0)
+@pytest.mark.parametrize("family", CASES)
+def test_only_the_factors_get_gradients(family: str) -> None:
+    case = next(case for case in ONE_EACH if VARIANTS[case].architecture == family)
+    module = build_dit(with_factors(case), seed=0)
     disturb(module)
     forward(module).square().sum().backward()
     trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
     assert trained == {name for name in module.state_dict() if "lora_" in name}
-    kept = {
-        "wan": {"ffn.net.2", "attn2.to_out.0"},
-        "hunyuan": {"attn.add_k_proj", "proj_mlp", "proj_out"},
-        "flux": {"attn.add_q_proj", "proj_mlp", "proj_out"},
-        "stdit3": {"attn.qkv", "attn.proj", "cross_attn.kv_linear", "cross_attn.proj", "mlp.fc1"},
-        "mochi": {"attn1.add_k_proj", "attn1.to_add_out", "ff_context.net.0.proj"},
-    }
-    assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in kept[architecture])
+    assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in CASES[family].lora)
 
 
 def test_file_for_diffusers_folds_the_scale_into_b() -> None:
-    config = CONFIGS["wan"]
+    config = WAN
     module = build_dit(config, seed=0)
     disturb(module)
     state, file = module.state_dict(), for_diffusers(module.state_dict(), lora_scale(config))
@@ -166,9 +103,9 @@ def moved(config: DiTConfig, seed: int) -> torch.nn.Module:
     return module
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_factors_that_were_written_are_read_back(architecture: str, tmp_path: Path) -> None:
-    config = CONFIGS[architecture]
+@pytest.mark.parametrize("case", ONE_EACH)
+def test_factors_that_were_written_are_read_back(case: str, tmp_path: Path) -> None:
+    config = with_factors(case)
     source = moved(config, 1).state_dict()
     save_file(for_diffusers(source, lora_scale(config)), tmp_path / "pytorch_lora_weights.safetensors")
     again = replace(config, lora_alpha=4.0, lora_from=str(tmp_path))
@@ -180,7 +117,7 @@ def test_factors_that_were_written_are_read_back(architecture: str, tmp_path: Pa
 @pytest.mark.parametrize("alpha", [0.0, 6.0])
 @pytest.mark.parametrize("prefix", ["transformer.", "base_model.model.", ""])
 def test_factors_of_a_file_mean_the_same_model_whatever_the_scale(tmp_path: Path, alpha: float, prefix: str) -> None:
-    config = replace(CONFIGS["wan"], lora_rank=3, lora_alpha=1.5)
+    config = replace(WAN, lora_rank=3, lora_alpha=1.5)
     source = moved(config, 1).state_dict()
     file = {name.replace("transformer.", prefix): t for name, t in for_diffusers(source, lora_scale(config)).items()}
     if alpha:  # as files with an alpha mean it: B is not scaled
@@ -204,7 +141,7 @@ def test_the_alpha_that_other_programs_write_beside_factors_is_their_scale(
     tmp_path: Path, by: str, rslora: bool
 ) -> None:
     """Diffusers since 0.34 in the header of the file, PEFT in adapter_config.json."""
-    config = replace(CONFIGS["wan"], lora_rank=4, lora_alpha=6.0)
+    config = replace(WAN, lora_rank=4, lora_alpha=6.0)
     source = moved(config, 1).state_dict()
     alpha = 3.0 if rslora else 6.0  # 6 / 4 = 3 / sqrt(4)
     said = {"r": 4, "lora_alpha": alpha, "use_rslora": rslora, "alpha_pattern": {}}
@@ -222,7 +159,7 @@ def test_the_alpha_that_other_programs_write_beside_factors_is_their_scale(
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
-I2V = replace(CONFIGS["wan"], in_channels=12, first_frame="channels", image_dim=20, lora_alpha=1.5)
+I2V = replace(WAN, in_channels=12, first_frame="channels", image_dim=20, lora_alpha=1.5)
 
 
 def test_original_names_are_those_that_diffusers_knows() -> None:
@@ -265,23 +202,33 @@ def test_factors_by_original_names_mean_the_same_model(kind: str, tmp_path: Path
     for name, tensor in merged(source, lora_scale(I2V)).items():
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
     with pytest.raises(ValueError, match=r"k_img.lora_[AB].weight is .* and not in this model"):
-        build_dit(replace(CONFIGS["wan"], lora_rank=3, lora_from=again.lora_from), 0)
+        build_dit(replace(WAN, lora_rank=3, lora_from=again.lora_from), 0)
 
 
-FUSED: dict[str, tuple[DiTConfig, Renames]] = {
-    "flux": (CONFIGS["flux"], FLUX),
-    "hunyuan": (CONFIGS["hunyuan"], HUNYUAN),
-    "mochi": (CONFIGS["mochi"], MOCHI),
-}
+WITH_ADAPTERS = [  # whose class in Diffusers takes factors
+    case
+    for case in ONE_EACH
+    if hasattr(getattr(diffusers, FAMILIES[VARIANTS[case].architecture].diffusers_class, None), "add_adapter")
+]
+ORIGINALS = {name: cases.original for name, cases in CASES.items() if cases.original}
 
 
-@pytest.mark.parametrize("family", FUSED)
+def by_original_names(family: str) -> DiTConfig:
+    case = next(case for case in ONE_EACH if VARIANTS[case].architecture == family)
+    return with_factors(case)
+
+
+def in_original(family: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return as_original(state, ORIGINALS[family].renames, ORIGINALS[family].halves)
+
+
+@pytest.mark.parametrize("family", ORIGINALS)
 def test_factors_by_original_names_change_the_original_weights_as_ours_change_ours(family: str) -> None:
-    config, renames = FUSED[family]
+    config = by_original_names(family)
     state = moved(config, 1).state_dict()
     base = {name: tensor for name, tensor in state.items() if not is_lora(name)}
-    before = as_original(base, renames, HALVES[family])
-    after = as_original(merged(state, lora_scale(config)), renames, HALVES[family])
+    before = in_original(family, base)
+    after = in_original(family, merged(state, lora_scale(config)))
     native = {name.removeprefix("diffusion_model."): tensor for name, tensor in for_comfyui(state, config).items()}
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert changed == {name.removesuffix(A) + ".weight" for name in native if name.endswith(A)}
@@ -291,10 +238,10 @@ def test_factors_by_original_names_change_the_original_weights_as_ours_change_ou
         torch.testing.assert_close(before[name] + added, after[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", ORIGINALS)
 @pytest.mark.parametrize("kind", ["comfyui", "kohya", "transformer.", "bare"])
 def test_factors_of_fused_layers_come_back(family: str, kind: str, tmp_path: Path) -> None:
-    config, _ = FUSED[family]
+    config = by_original_names(family)
     source = moved(config, 1).state_dict()
     native = for_comfyui(source, config)
     bare = {"transformer.": "transformer.", "bare": ""}
@@ -309,10 +256,10 @@ def test_factors_of_fused_layers_come_back(family: str, kind: str, tmp_path: Pat
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FUSED)
+@pytest.mark.parametrize("family", ORIGINALS)
 def test_factors_that_were_trained_on_a_fused_layer_are_read(family: str, tmp_path: Path) -> None:
     """One A for queries, keys, values and the MLP, as kohya's trainers make it."""
-    config, renames = FUSED[family]
+    config = by_original_names(family)
     numbers = torch.Generator().manual_seed(2)
     shapes = for_comfyui(moved(config, 1).state_dict(), config)
     rank = config.lora_rank
@@ -324,8 +271,8 @@ def test_factors_that_were_trained_on_a_fused_layer_are_read(family: str, tmp_pa
     again = replace(config, lora_alpha=3.0, lora_from=str(tmp_path / "kohya.safetensors"))
     state = build_dit(again, seed=0).state_dict()
     base = {name: tensor for name, tensor in state.items() if not is_lora(name)}
-    before = as_original(base, renames, HALVES[family])
-    after = as_original(merged(state, lora_scale(again)), renames, HALVES[family])
+    before = in_original(family, base)
+    after = in_original(family, merged(state, lora_scale(again)))
     for name in (name for name in native if name.endswith(A)):
         layer = name.removeprefix("diffusion_model.").removesuffix(A)
         wanted = before[layer + ".weight"] + native[name.removesuffix(A) + B] @ native[name]
@@ -335,7 +282,7 @@ def test_factors_that_were_trained_on_a_fused_layer_are_read(family: str, tmp_pa
 @pytest.mark.parametrize("family", ["flux", "hunyuan"])
 def test_original_names_of_fused_layers_are_those_that_diffusers_knows(family: str) -> None:
     """Its readers split at the published width of 3,072: factors of all rows, over two inputs of each layer."""
-    config = replace(CONFIGS[family], num_heads=24, head_dim=128, ffn_dim=12288)
+    config = replace(by_original_names(family), num_heads=24, head_dim=128, ffn_dim=12288)
     numbers = torch.Generator().manual_seed(3)
     state = {
         name: torch.randn((len(t), 2) if name.endswith(A) else t.shape, generator=numbers)
@@ -361,10 +308,10 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
     assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
 
 
-@pytest.mark.parametrize("case", ["wan", "ltx", "cogvideox 5b", "flux", "mochi", "hunyuan"])
+@pytest.mark.parametrize("case", WITH_ADAPTERS)
 def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="it makes the factors; Heddle does not need it")
-    config = small(case)
+    config = VARIANTS[case]
     reference = their_class(config)
     write_folder(tmp_path / "transformer", reference.state_dict(), dit_json(config))
     known = dit_skeleton(replace(config, lora_rank=3)).named_modules()
@@ -388,7 +335,7 @@ def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_pat
 
 
 def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:
-    config = replace(CONFIGS["wan"], lora_rank=3)
+    config = replace(WAN, lora_rank=3)
     file = tmp_path / "pytorch_lora_weights.safetensors"
     here = {"lora_from": str(file)}
     save_file(for_diffusers(moved(replace(config, lora_rank=2), 1).state_dict(), 1.0), file)

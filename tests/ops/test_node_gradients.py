@@ -23,8 +23,9 @@ from torch import nn
 from ops.comm import Group
 from ops.gradient_places import gradients_in
 from ops.groups import Groups
-from ops.node_gradients import NodeGradients, routes
+from ops.node_gradients import NodeGradients
 from ops.node_memory import NodeMemory, RangeLock
+from ops.node_routes import peers, routes
 from ops.node_sum import SharedSum
 from ops.sync import slots
 from ops.waiting import Cancelled, CancelToken
@@ -182,6 +183,18 @@ def test_each_rank_hears_once_from_every_other_node_and_a_node_shares_the_work(n
     for node in set(nodes):
         shares = [len(sends[rank]) for rank, home in enumerate(nodes) if home == node]
         assert max(shares) - min(shares) <= 1
+
+
+@given(sizes=st.lists(st.integers(1, 4), min_size=1, max_size=6))
+def test_ranks_of_nodes_of_one_size_meet_one_rank_of_each_other_node(sizes: list[int]) -> None:
+    nodes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    sends, found = routes(nodes), peers(nodes)
+    for rank in range(len(nodes)):
+        talks = {other for other in range(len(nodes)) if other in sends[rank] or rank in sends[other]}
+        assert found[rank] == len(talks) and rank not in talks
+    assert peers([node for node in range(len(sizes)) for _ in range(sizes[0])]) == [len(sizes) - 1] * (
+        sizes[0] * len(sizes)
+    )
 
 
 def test_a_node_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,11 @@ from ops.parameter_places import BlockBuffers, ParametersOf
 from ops.parameters import ParameterMemory
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
-from ops.sync import FlatSync, StatePlace, trainable
+from ops.sync import FlatSync, StateLocation, trainable
 from ops.waiting import CancelToken
+from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.block_copies import LateCopies, in_buffers
-from tests.ops.test_families import CASES, small
+from tests.ops.exported import own_shard
 
 GIB = 2**30
 STEPS = 2
@@ -45,7 +46,7 @@ WAYS: dict[str, ParameterMemory | ParametersOf] = {"node": "node", "buffers": in
 
 def model(case: str, layers: int = 2, dtype: torch.dtype = torch.float32) -> PackedTransformer:
     """Random in every parameter, so that each receives a gradient."""
-    dit = build_dit(replace(small(case), num_layers=layers, gradient_checkpointing=True), seed=0)
+    dit = build_dit(replace(VARIANTS[case], num_layers=layers, gradient_checkpointing=True), seed=0)
     torch.manual_seed(0)
     for parameter in dit.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -54,7 +55,7 @@ def model(case: str, layers: int = 2, dtype: torch.dtype = torch.float32) -> Pac
 
 
 def passes(dit: PackedTransformer, case: str, autocast: bool, scale: float) -> float:
-    sample = parity_sample(small(case))
+    sample = parity_sample(VARIANTS[case])
     dtype = next(dit.parameters()).dtype
     sample = replace(sample, latent=(scale * sample.latent).to(dtype), text=sample.text.to(dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -69,7 +70,7 @@ def trained(
     parameters: ParameterMemory | ParametersOf,
     *,
     gradients: GradientMemory = "own",
-    state: StatePlace = "device",
+    state: StateLocation = "device",
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
 ) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ def trained(
         found[f"gradient {step}"] = sync.gradient().clone()
         assert sync.finish_step(step, 1.0, 1.0, 1.0, lambda phase: None).applied
     found |= {name: p.detach().clone() for name, p in trainable(dit)}
-    shard = sync.export_shard()
+    shard = own_shard(sync)
     return found | {f"state {name}": torch.from_numpy(array) for name, array in shard.arrays.items()}
 
 
@@ -100,17 +101,14 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert tensor.isfinite().all() and tensor.any(), f"{name} says nothing"
 
 
-ONE_EACH = {name: case for case, (name, _) in reversed(CASES.items())}  # the first case of each family
-
-
-@pytest.mark.parametrize("case", ONE_EACH.values())
+@pytest.mark.parametrize("case", ONE_EACH)
 def test_every_family_trains_bit_for_bit_as_with_parameters_of_its_own(case: str) -> None:
     assert_equal(trained(case, in_buffers), trained(case, "replicated"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_every_variant_trains_bit_for_bit_as_with_parameters_of_its_own(case: str, way: str) -> None:
     assert_equal(trained(case, WAYS[way]), trained(case, "replicated"))
 
@@ -186,7 +184,7 @@ def elastic_run(
         values = [torch.cat([p.detach().flatten() for _, p in trainable(dits[rank])]) for rank in here]
         assert all(torch.equal(value, values[0]) for value in values)
         found.append(values[0].clone())
-        shards = [syncs[rank].export_shard() for rank in here]
+        shards = [own_shard(syncs[rank]) for rank in here]
         assert cut(shards, 0, syncs[0].total).updates == step + 1
     return found
 
@@ -215,7 +213,7 @@ def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeyp
     sync = FlatSync(dit, OPTIMIZER, 9, parameters="node")
     sync.form(Group.solo(), None)
     expected = {name: p.detach().clone() for name, p in trainable(dit)}
-    shard = sync.export_shard()
+    shard = own_shard(sync)
     sync.leave()
     with monkeypatch.context() as short:
         short.setattr("ops.node_memory.node_room", lambda: 10)
@@ -362,7 +360,7 @@ def test_the_next_block_is_copied_while_one_runs(monkeypatch: pytest.MonkeyPatch
 
 def test_samples_lend_the_blocks_other_weights_and_training_finds_its_own_again() -> None:
     dit, _, _, _ = in_two_buffers()
-    sample = parity_sample(small("wan"))
+    sample = parity_sample(VARIANTS["wan"])
     own = {name: p.data for name, p in trainable(dit)}
     with torch.no_grad():
         before = our_velocity(dit, sample)
@@ -386,12 +384,12 @@ def test_modules_without_blocks_and_frozen_blocks_are_refused_by_name() -> None:
         ValueError, match=r"transformers that run in blocks, and Linear does not\. Set it to replicated"
     ):
         FlatSync(nn.Linear(2, 2), OPTIMIZER, 1, parameters="node")
-    lora = build_dit(replace(small("wan"), lora_rank=2), seed=0)
+    lora = build_dit(replace(VARIANTS["wan"], lora_rank=2), seed=0)
     with pytest.raises(ValueError, match=r"scale_shift_table of a block is frozen\. Train all weights"):
         FlatSync(lora, OPTIMIZER, 1, parameters="node")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", VARIANTS)
 def test_the_blocks_of_a_family_are_what_it_runs(case: str) -> None:
     dit = model(case, 2)
     ran: list[nn.Module] = []
@@ -402,5 +400,5 @@ def test_the_blocks_of_a_family_are_what_it_runs(case: str) -> None:
 
     dit.fetched = noted
     with torch.no_grad():
-        our_velocity(dit, parity_sample(small(case)))
+        our_velocity(dit, parity_sample(VARIANTS[case]))
     assert {id(block) for block in ran} == {id(block) for block in dit.all_blocks()} and ran

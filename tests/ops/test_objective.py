@@ -1,13 +1,27 @@
-"""Objectives: what is mixed, what is predicted, and DDIM's steps, against Diffusers' schedulers."""
+"""Objectives: levels that belong to samples, what is mixed and predicted, and DDIM's steps, against Diffusers."""
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from diffusers import CogVideoXDDIMScheduler, DDIMScheduler
+from diffusers.training_utils import compute_density_for_timestep_sampling
 
-from ops.config import Diffusion, FlowConfig
-from ops.objective import DiffusionObjective, FlowObjective, ddim_steps, objective_of, signal_shares
+from ops.config import Diffusion, FlowConfig, TokenShift
+from ops.objective import (
+    DiffusionObjective,
+    FlowObjective,
+    ddim_steps,
+    density,
+    draw_sigma,
+    generator,
+    objective_of,
+    shift,
+    signal_shares,
+)
 
 SHAPE = (2, 3, 4, 4)
 FP32 = {"atol": 1e-5, "rtol": 1e-5}  # of products that are rounded in another order
@@ -92,3 +106,69 @@ def test_times_of_diffusion_are_drawn_evenly_and_by_the_sample_alone() -> None:
     assert (shares - 0.1).abs().max() < 0.02
     assert drawn[7] == objective.draw(0, 0, "7", 99, (0.0, 1.0)) != objective.draw(1, 0, "7", 10, (0.0, 1.0))
     assert isinstance(objective_of(None, FlowConfig()), FlowObjective)
+
+
+# Noise levels ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_draw_depends_on_seed_step_and_key_alone() -> None:
+    first = draw_sigma(FlowConfig(), 7, 3, "shard-1/000042", 64)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    draw_sigma(FlowConfig(), 7, 3, "another", 64)
+    assert draw_sigma(FlowConfig(), 7, 3, "shard-1/000042", 64) == first
+    for other in ((8, 3, "shard-1/000042"), (7, 4, "shard-1/000042"), (7, 3, "shard-1/000043")):
+        assert draw_sigma(FlowConfig(), *other, 64) != first
+
+
+def test_a_draw_is_the_same_in_every_release() -> None:
+    """Resumed runs and mixed pools rely on it; a change of the generator must be a decision."""
+    assert draw_sigma(FlowConfig(), 0, 0, "key", 1) == pytest.approx(0.905581921671894, abs=1e-12)
+
+
+@pytest.mark.parametrize("scheme", ["uniform", "logit_normal", "mode"])
+def test_density_is_that_of_diffusers(scheme: str) -> None:
+    config = FlowConfig(weighting_scheme=scheme, logit_mean=0.3, logit_std=0.8, mode_scale=1.1)
+    numbers = generator(0, 0, "key")
+    ours = np.sort([density(config, numbers) for _ in range(4000)])
+    name = "none" if scheme == "uniform" else scheme
+    theirs = np.sort(
+        compute_density_for_timestep_sampling(
+            name, 4000, 0.3, 0.8, 1.1, generator=torch.Generator().manual_seed(0)
+        ).numpy()
+    )
+    assert np.abs(ours - theirs).max() < 0.1 and np.abs(ours - theirs).mean() < 0.02  # the same quantiles
+    assert ours[0] >= 0 and ours[-1] <= 1
+
+
+def test_shift_keeps_the_ends_and_moves_the_middle_to_noise() -> None:
+    assert (shift(0.0, 5.0), shift(1.0, 5.0), shift(0.5, 1.0)) == (0.0, 1.0, 0.5)
+    assert shift(0.5, 3.0) == 0.75
+
+
+def test_a_drawn_sigma_moves_with_the_tokens_of_its_clip() -> None:
+    config = FlowConfig(token_shift=TokenShift())
+    plain = draw_sigma(FlowConfig(flow_shift=1.0), 0, 0, "a", 4096)
+    assert draw_sigma(config, 0, 0, "a", 4096) == pytest.approx(shift(plain, math.exp(1.15)))
+    assert draw_sigma(config, 0, 0, "a", 256) == pytest.approx(shift(plain, math.exp(0.5)))
+    with pytest.raises(ValueError, match="max_tokens 4 must be more than base_tokens 256"):
+        TokenShift(max_tokens=4)
+
+
+def test_two_experts_share_the_density_of_one_transformer() -> None:
+    """The level of a key lies in the expert's interval, and is that of one transformer where that lies there."""
+    config = FlowConfig(flow_shift=5.0)
+    levels = {
+        part: [draw_sigma(config, 0, 0, str(key), 1, part) for key in range(400)]
+        for part in ((0.0, 1.0), (0.875, 1.0), (0.0, 0.875))
+    }
+    whole, high, low = levels.values()
+    assert min(high) >= 0.875 > max(low)
+    assert all(one in (h, l) for one, h, l in zip(whole, high, low))
+    above = np.array([one for one in whole if one >= 0.875])
+    assert np.mean(high) == pytest.approx(above.mean(), abs=0.01)
+
+
+def test_noise_levels_that_never_come_are_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"none of 10000 noise levels .* lay in \[0.9, 1\)"):
+        draw_sigma(FlowConfig(logit_mean=-20.0, logit_std=0.0), 0, 0, "a", 1, (0.9, 1.0))

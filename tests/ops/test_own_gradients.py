@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.groups import Groups
-from ops.own_gradients import cut_buckets
-from ops.shards import Slot
+from ops.own_gradients import OwnGradients, cut_buckets
+from ops.shards import Slot, shard_bounds
 from ops.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken
 from tests.ops.test_sync import (
@@ -121,7 +121,8 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
         sync.watch_backward()
         if rank == 1:
             model(torch.ones(1, 8)).sum().backward()
-            early = sync.gradients._pending[:1]  # of the second layer; the slow one waits at the gate of the first
+            # of the second layer; the slow one waits at the gate of the first
+            early = [pending for pending, _ in sync.gradients._pending][:1]
             deadline = time.monotonic() + LIMIT_S / 2
             while not all(p.done for p in early) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -133,6 +134,63 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
         return sync.gradient()
 
     on_threads(2, work)
+
+
+class Held(Group):
+    """Counts what its sums hold at a time beside the gradient."""
+
+    held = most = 0
+
+    def reduce_scatter_ranges_async(self, flat: Tensor, bounds: Any) -> list[Any]:
+        self.held += self.received_elements(bounds)
+        self.most = max(self.most, self.held)
+        found = super().reduce_scatter_ranges_async(flat, bounds)
+        for pending in found:
+            finish, taken = pending._finish, self.received_elements(bounds)
+
+            def freed(finish: Any = finish, taken: int = taken) -> None:
+                finish()
+                self.held -= taken
+
+            pending._finish = freed
+        return found
+
+
+@pytest.mark.parametrize("late", ["start", "in the last backward"])
+def test_parts_that_wait_to_be_added_take_bounded_memory(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 adds nothing and comes first, as one without a cascade does; all at once would take a whole gradient."""
+    monkeypatch.setattr("ops.own_gradients._AHEAD_BYTES", 4 * 300)
+    slots, size = layout(*[50] * 40), 2
+    total = slots[-1].hi
+    waiting = threading.Event()
+
+    def work(rank: int, group: Group) -> tuple[Tensor, int]:
+        group.__class__ = Held
+        assert isinstance(group, Held)
+        parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in slots]
+        one = OwnGradients(parameters, slots, torch.float32, 50)
+        one.form(group, shard_bounds(total, size))
+        one.begin_step()
+        one.flat.copy_(torch.arange(float(total)) * (rank + 1))
+        if rank == 0:
+            one.start()
+            started = one.started
+            waiting.set()
+            assert 1000 // 50 < started < 40, "of ranges of the other it takes nothing, and starts them all"
+        else:
+            assert waiting.wait(LIMIT_S)
+            if late != "start":
+                one.watch()
+                for index in reversed(range(40)):
+                    one.received(index)
+        one.finish()
+        assert group.held == 0
+        lo, hi = shard_bounds(total, size)[rank]
+        return one.part(lo, hi), group.most
+
+    found = on_threads(size, work)
+    assert torch.equal(torch.cat([part for part, _ in found]), 3 * torch.arange(float(total)))
+    assert all(0 < most <= 300 + size * 50 for _, most in found)
 
 
 def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:

@@ -24,6 +24,7 @@ from ops.shard_banks import ShardBanks
 from ops.shards import ShardState, cut, shard_bounds
 from ops.state_memory import BankOrder, StateMemory
 from ops.sync import FlatSync, initial_shard, trainable
+from tests.ops.exported import own_shard
 from tests.ops.test_sync import FULL, PLAIN, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, deal, flat_weights, on_threads
 from tests.ops.test_sync import sample_loss as loss_of
 
@@ -90,7 +91,9 @@ def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: i
                 if export and home is not None and rank == 0:
                     home.commit(step)
                 group.barrier()
-            made = sync.export_shard()
+            assert result.export is not None
+            result.export.wait()
+            made = copy.deepcopy(result.export.shard)
             sync.leave()
             return made
 
@@ -125,7 +128,7 @@ def test_an_average_that_is_switched_on_later_begins_with_the_weights() -> None:
         sync = FlatSync(model, config, TOTAL_STEPS, state="host")
         sync.form(Group.solo(), [home.held(first)], ShardBanks(home.memory, 1))
         assert ("ema" in sync.state.arrays) == average
-    np.testing.assert_array_equal(sync.export_shard().arrays["ema"], first.arrays["master"])
+    np.testing.assert_array_equal(own_shard(sync).arrays["ema"], first.arrays["master"])
 
 
 # -- processes that are killed -----------------------------------------------------------------------------------------
@@ -176,13 +179,13 @@ def test_whenever_a_worker_is_killed_the_version_before_is_whole_and_the_next_go
     """In two updates, each in another piece, with others before it written. Nobody counts on what it has left."""
     plain = FlatSync(Wide(), FULL, TOTAL_STEPS)
     plain.form(Group.solo(), None)
-    first = plain.export_shard()
+    first = own_shard(plain)
     versions = {-1: first.arrays}
     for step in range(STEPS):
         plain.begin_step()
         plain._module(step).backward()
         plain.finish_step(step, 1.0, 1.0, 1.0, lambda phase: None)
-        versions[step] = plain.export_shard().arrays
+        versions[step] = own_shard(plain).arrays
     home = Home(first.total)
     home.begin(0, [first])
     lender = Lender(home.memory.memory)

@@ -69,7 +69,7 @@ def test_exchange_orders_received_rows_sequence_by_sequence(sequences: list[Sequ
         text = [
             ("text", index, row)
             for index in range(len(sequences))
-            for row in range(layout.text_chunk(index).start, layout.text_chunk(index).stop)
+            for row in range(*chunk_bounds(sequences[index].text_tokens, degree, layout.rank, index))
         ]
         assert layout.text_rows.tolist() == [starts[index] + row for _, index, row in text]
         received += text

@@ -22,12 +22,14 @@ from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory
 from ops.host_sum import HostSum
-from ops.kernels.push.function import ALIGN
-from ops.node_gradients import NodeGradients, routes
+from ops.kernels.push.reference import ALIGN
+from ops.node_gradients import NodeGradients
+from ops.node_routes import routes
 from ops.node_sum import NodeSum
 from ops.peer_sum import PeerSum
 from ops.shards import Slot, held_elements, shard_bounds
 from ops.sync import FlatSync, slots
+from ops.typed import ConfigError
 from tests.ops.conftest import RunRanks
 from tests.ops.peers import STAGE, HostCopies, peer_sum
 from tests.ops.peers import in_host as gradients_in_host
@@ -116,7 +118,7 @@ def test_where_one_gpu_cannot_reach_another_all_use_host_memory_or_none(
     run_ranks: RunRanks, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(elements: int, dtype: torch.dtype) -> Tensor:
-        raise RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+        raise MemoryError("CUDA_ERROR_OUT_OF_MEMORY")
 
     def peers_of(rank: int) -> NodePeers:
         peers = NodePeers()
@@ -147,7 +149,8 @@ def test_where_one_gpu_cannot_reach_another_all_use_host_memory_or_none(
     assert sum(record.getMessage().startswith(text) for record in caplog.records) == 3
 
     def only(group: Group) -> None:
-        with pytest.raises(ValueError, match=r"GPUs cannot be used .*Set it to auto or host"):
+        wanted: type[Exception] = MemoryError if fault == "one cannot allocate" else ConfigError
+        with pytest.raises(wanted, match=r"GPUs cannot be used .*Set it to auto or host"):
             made(peers_of(group.rank)).form(group, shard_bounds(total, group.size))
 
     run_ranks(3, only)

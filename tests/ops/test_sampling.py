@@ -6,9 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
+from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from torch.distributed import HashStore
 
 from ops.comm import Group
@@ -19,7 +21,7 @@ from ops.models.folders import dit_json
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.waiting import CancelToken
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance
@@ -161,3 +163,21 @@ def test_a_half_that_is_none_is_refused() -> None:
 def test_shapes_that_the_codec_cannot_make_are_refused() -> None:
     with pytest.raises(ValueError, match=r"takes 4\*k\+1 frames"):
         sample_latents(build_dit(DIT, seed=1), [request(1, frames=6)], NEGATIVE, GEOMETRY, CONFIG)
+
+
+def test_schedule_is_that_of_diffusers() -> None:
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=[1 - index / 8 for index in range(8)])
+    torch.testing.assert_close(torch.tensor(sigma_schedule(8, 3.0)), scheduler.sigmas, atol=1e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="0 sampling steps"):
+        sigma_schedule(0, 3.0)
+
+
+@pytest.mark.parametrize("tokens", [16, 256, 1000, 4096, 20000])
+def test_a_shift_by_tokens_is_that_of_the_pipelines(tokens: int) -> None:
+    """LTXPipeline gives its scheduler mu of the number of tokens, on a line from 0.95 to 2.05."""
+    line = TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    mu = calculate_shift(tokens, 1024, 4096, 0.95, 2.05)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / 6, 6), mu=mu)
+    np.testing.assert_allclose(scheduler.sigmas.numpy(), sigma_schedule(6, line.at(tokens)), atol=1e-6)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from ops.chunks import chunk_bounds
 from ops.comm import Group
 from ops.flow import flow_loss
 from ops.models.base.config import DiTConfig
@@ -224,7 +225,8 @@ def test_attention_of_any_lengths_and_heads_equals_one_process(run_ranks, length
         out.pow(3).sum().backward()
         both = torch.cat([out[:, None], own.grad], dim=1).detach()  # [n, 4, H, d]
         chunks = both[: layout.local_tokens].split(list(layout.local_lengths.host))
-        text_lengths = [layout.text_chunk(i).stop - layout.text_chunk(i).start for i in range(len(sequences))]
+        bounds = [chunk_bounds(s.text_tokens, group.size, group.rank, i) for i, s in enumerate(sequences)]
+        text_lengths = [stop - start for start, stop in bounds]
         return list(chunks) + (list(both[layout.local_tokens :].split(text_lengths)) if joint else [])
 
     expected, parts = run(Group.solo()), run_ranks(degree, run)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ops.comm import Group
 from ops.sequence_parallel import sequence_parallel_attention
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.schedule import (
     DSP,
     Grid,
@@ -49,10 +49,10 @@ def weights_of(layers: int, dtype: torch.dtype = torch.float64) -> Weights:
     ]
 
 
-def layers_of(weights: Weights, recompute: bool = False) -> list[Layer]:
+def layers_of(weights: Weights, recompute: bool = False) -> list[LayerFunction]:
     """Spatial and temporal attention in turn; a layer knows where the rows of the other dimension lie."""
 
-    def make(weight: Tensor, temporal: bool) -> Layer:
+    def make(weight: Tensor, temporal: bool) -> LayerFunction:
         def layer(block: Tensor, rows: Tensor) -> Tensor:
             place = rows.to(block.dtype).sin()
             x = (block + (place[:, None] if temporal else place[:, None, None])) @ weight
@@ -68,7 +68,7 @@ def layers_of(weights: Weights, recompute: bool = False) -> list[Layer]:
     return [make(weight, bool(number % 2)) for number, weight in enumerate(weights)]
 
 
-def whole_layers(x: Tensor, layers: Sequence[Layer]) -> Tensor:
+def whole_layers(x: Tensor, layers: Sequence[LayerFunction]) -> Tensor:
     for number, layer in enumerate(layers):
         x = layer(x, torch.arange(x.shape[1 + number % 2]))
     return x

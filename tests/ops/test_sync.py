@@ -33,11 +33,12 @@ from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.optimizer import lr_at
-from ops.shard_export import Wait
+from ops.shard_export import CopyWait
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, StatePlace, StepIncomplete, Sync, initial_shard, trainable
+from ops.sync import FlatSync, StateLocation, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
+from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
@@ -251,7 +252,7 @@ MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    state: StatePlace = "host" if "host" in memory else "device"
+    state: StateLocation = "host" if "host" in memory else "device"
     syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients, state) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
@@ -456,7 +457,7 @@ def test_state_in_host_memory_gives_the_same_bits_and_continues_from_either_plac
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype: torch.dtype) -> None:
-    def run(*places: StatePlace) -> ShardState:
+    def run(*places: StateLocation) -> ShardState:
         shards: list[ShardState] | None = None
         for number, place in enumerate(places):
             model = copy.deepcopy(START).to(dtype)
@@ -478,7 +479,7 @@ def test_export_is_a_copy() -> None:
     model = copy.deepcopy(START).float()
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
-    exported = sync.export_shard()
+    exported = own_shard(sync)
     before = {name: array.copy() for name, array in exported.arrays.items()}
     sync.begin_step()
     sample_loss(model, 0, 0).backward()
@@ -520,7 +521,7 @@ class LateCopy:
     def __init__(self) -> None:
         self.waited = 0
 
-    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         for target in into.values():
             target.fill_(math.nan)
 
@@ -582,13 +583,13 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
     model, first = copy.deepcopy(START).to(dtype), copy.deepcopy(START).to(dtype)
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
-    fresh = sync.export_shard()
+    fresh = own_shard(sync)
     sync.begin_step()
     sample_loss(model, 0, 0).backward()
     sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
     assert not np.array_equal(flat_weights(model), flat_weights(first))
     sync.form(Group.solo(), [initial_shard(trainable(first), *part) for part in ((0, 100), (100, sync.total))])
-    again = sync.export_shard()
+    again = own_shard(sync)
     assert again.updates == 0
     np.testing.assert_array_equal(flat_weights(model), flat_weights(first))
     for name, array in fresh.arrays.items():

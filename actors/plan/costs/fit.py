@@ -230,23 +230,3 @@ def knapformer_constants(found: Fit, width: int) -> tuple[float, float]:
     if linear <= 0:
         raise ValueError(f"the fit has no linear part ({found.coefficients}); measure shorter sequences too.")
     return linear / (24.0 * width**2), quadratic * 6.0 * width / linear
-
-
-def fit_memory(loads: Sequence[Load], peak_gib: Sequence[float]) -> tuple[float, float, Fit]:
-    """(states GiB, GiB per token of a worker) of Arachne Eq. 8, with the quality of the fit."""
-    columns = np.array([(1.0, load.batch * load.length / load.degree) for load in loads])
-    target = np.array(peak_gib)
-    states, per_token = (float(c) for c in nonnegative_fit(columns, target))
-    r2, worst = quality(columns @ np.array([states, per_token]), target)
-    return (
-        states,
-        per_token,
-        Fit(
-            source=f"states + B S m / k from {len(loads)} peaks",
-            form="captions",
-            coefficients=(states, per_token),
-            r2=r2,
-            worst=worst,
-            points=len(loads),
-        ),
-    )

@@ -11,6 +11,19 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TextCost:
+    """What text costs a transformer, in what as many video tokens cost it: as much, where both are one sequence."""
+
+    row: float = 1.0  # of a row's products with weights
+    across: float = 2.0  # attention of a video token and a row, over that of a pair of video tokens
+    within: float = 1.0  # attention of a pair of rows
+    replicated: bool = False  # every member of a bag computes all rows, as it is only keys and values to the video
+
+
+JOINT = TextCost()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
     """What one cascade computes: the point at which a cost model is evaluated."""
 
@@ -26,11 +39,24 @@ class Load:
     exposed: float = 1.0  # share of its exchanges that no computation hides
     exchanged: float = 1.0  # what a bag sends, over what Ulysses would: more where ranks share heads
     call_s: float = 0.0  # of an all-to-all of its bag that sends nothing, on one node; 0: not measured
+    text: TextCost = JOINT  # of the DiT
 
     @property
     def length(self) -> int:
         """Logical length of one sample: text plus video (AdaptiveLoad's S)."""
         return self.tokens + self.text_tokens
+
+    @property
+    def rows(self) -> float:
+        """Rows of one sample that a member of its bag multiplies with weights, counted as video tokens."""
+        text = self.text.row * self.text_tokens
+        return self.tokens / self.degree + text if self.text.replicated else (self.tokens + text) / self.degree
+
+    @property
+    def pairs(self) -> float:
+        """Pairs of one sample that attend to each other, by a member of its bag, counted as pairs of video tokens."""
+        text = self.text_tokens * (self.text.across * self.tokens + self.text.within * self.text_tokens)
+        return (self.tokens * self.tokens + text) / self.degree
 
     @property
     def sent(self) -> float:
@@ -48,8 +74,7 @@ class CostForm:
 
 def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
     """Arachne Eq. 9: (alpha1 B S + alpha2 B S^2) / k + V_comm / BW(k), plus a launch constant."""
-    work = load.batch * load.length
-    return 1.0, work / load.degree, work * load.length / load.degree, load.sent
+    return 1.0, load.batch * load.rows, load.batch * load.pairs, load.sent
 
 
 def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
@@ -58,8 +83,8 @@ def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _spatial_temporal(load: Load, exponent: float) -> tuple[float, ...]:
-    """The same for blocks that attend in turn within a frame, to the text there, and along a position. Text is in no
-    block's rows; an exchange moves the activations of a block once, and counts as far as it is exposed. The member with
+    """The same for blocks that attend in turn within a frame, to the text there, and along a position. Every member has
+    all text; an exchange moves the activations of a block once, and counts as far as it is exposed. The member with
     most frames and most positions decides; every slice has its own launches."""
     return _in_turn(load, 0)
 
@@ -76,19 +101,13 @@ def _in_turn(load: Load, temporal_text: int) -> tuple[float, ...]:
     temporal = load.batch * frames * -(-positions // degree)
     keys = spatial * (positions + load.text_tokens) + temporal * (frames + temporal_text)
     moved = load.batch * load.tokens * (degree - 1) / degree**2
-    return load.slices, (spatial + temporal) / 2, keys / 2, moved * load.exposed
-
-
-def mean_keys(tokens: int, text_tokens: int, frames: int, text_share: float = 0.5) -> float:
-    """Keys that a token of a spatial-temporal transformer meets in a block, mean of its two kinds, of which a share
-    attends to the text."""
-    return (tokens / frames + frames) / 2 + text_share * text_tokens
+    rows = (spatial + temporal) / 2 + load.batch * load.text.row * load.text_tokens
+    return load.slices, rows, keys / 2, moved * load.exposed
 
 
 def _knapformer(load: Load, exponent: float) -> tuple[float, ...]:
     """KnapFormer Eq. 2 without a constant: k 24 l d^2 and k gamma 4 l^2 d, per sequence, shared by the bag."""
-    work = load.batch * load.length / load.degree
-    return work, work * load.length
+    return load.batch * load.rows, load.batch * load.pairs
 
 
 def _adaptiveload(load: Load, exponent: float) -> tuple[float, ...]:

@@ -18,7 +18,7 @@ from actors.plan.types import Module
 from ops.degrees import surplus
 from ops.models.config import TEXT_BATCH_TOKENS
 
-Kind = tuple[Module, str]
+NeedKey = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 SOLO, BAG = "solo", "bag"
 
@@ -43,7 +43,7 @@ class Footprint:
     units: float
 
     @property
-    def line(self) -> Kind:
+    def line(self) -> NeedKey:
         """The line that says what it needs."""
         return self.module, self.kind
 
@@ -105,11 +105,11 @@ def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLi
 class Needs:
     """Lines, peaks and limits of one model on one device. `observe` and `exceed` change it."""
 
-    predicted: dict[Kind, NeedLine] = field(default_factory=dict)
-    measured: dict[Kind, dict[float, float]] = field(default_factory=dict)  # units -> the highest peak, GiB
-    limits: dict[Kind, float] = field(default_factory=dict)  # units at which memory ran out
-    tries: dict[tuple[Kind, float], int] = field(default_factory=dict)  # times it did, by kind and units
-    missing: dict[tuple[Kind, float], float] = field(default_factory=dict)  # GiB that it lacked at least
+    predicted: dict[NeedKey, NeedLine] = field(default_factory=dict)
+    measured: dict[NeedKey, dict[float, float]] = field(default_factory=dict)  # units -> the highest peak, GiB
+    limits: dict[NeedKey, float] = field(default_factory=dict)  # units at which memory ran out
+    tries: dict[tuple[NeedKey, float], int] = field(default_factory=dict)  # times it did, by kind and units
+    missing: dict[tuple[NeedKey, float], float] = field(default_factory=dict)  # GiB that it lacked at least
     # By SOLO and BAG: rows of video that take as much of a rank of the DiT as one row of text, which every rank of a
     # bag holds. Where nothing was predicted, text counts as video does, and is divided like it.
     text_rows: dict[str, float] = field(default_factory=dict)
@@ -117,7 +117,7 @@ class Needs:
     # and the number of heads; 0: nothing was predicted.
     copied: float = 0.0
     num_heads: int = 0
-    _learned: dict[Kind, NeedLine] = field(default_factory=dict)
+    _learned: dict[NeedKey, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:
         """GiB that it needs, or None where nothing is known of its kind."""
@@ -185,7 +185,7 @@ class Needs:
         self.limits[found.line] = min(found.units, self.limits.get(found.line, math.inf))
         return stricter or before < TRIES
 
-    def _line(self, kind: Kind, points: dict[float, float]) -> NeedLine:
+    def _line(self, kind: NeedKey, points: dict[float, float]) -> NeedLine:
         """Through the measured points and below none of them; with one point, the prediction scaled to it."""
         if kind not in self._learned:
             self._learned[kind] = _above(points, self.predicted.get(kind))
@@ -208,7 +208,7 @@ def _above(points: dict[float, float], predicted: NeedLine | None) -> NeedLine:
     return NeedLine(fixed_gib=max(gib - slope * units for units, gib in points.items()), gib_per_unit=slope)
 
 
-def _bounding(found: Footprint) -> tuple[Kind, ...]:
+def _bounding(found: Footprint) -> tuple[NeedKey, ...]:
     """Kinds whose limits hold for it: a rank of a bag needs at least what the same rows need alone."""
     return (("dit", SOLO), ("dit", BAG)) if found.line == ("dit", BAG) else (found.line,)
 

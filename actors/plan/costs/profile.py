@@ -12,38 +12,27 @@ from typing import cast
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import Fit, model_from
-from actors.plan.costs.flops import flop_coefficients
-from actors.plan.costs.forms import FORMS_OF, Load
+from actors.plan.costs.flops import exchange_seconds, flop_coefficients, text_cost
+from actors.plan.costs.forms import FORMS, FORMS_OF, JOINT, Load, TextCost
 from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.slices import SlicedBlocks
-from actors.plan.costs.spanning import OVERLAP, SpanningPoint, SpreadCascade, cross_of_spread
-from actors.plan.costs.topology import CrossNode
+from actors.plan.costs.spanning import OVERLAP, Spanned, SpanningPoint, SpreadCascade, cross_of_spread
+from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
-from ops.models.wan.config import WanConfig
+from ops.models.hunyuan.config import HunyuanConfig
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
 
-# Attention heads of published models: a bag whose degree does not divide them shares heads, and sends more.
-MODEL_HEADS = {
-    "wan2.1-1.3b": 12,
-    "wan2.1-14b": 40,
-    "hunyuan-video-13b": 24,
-    "flux.1": 24,
-    "open-sora-v2": 24,
-    "cogvideox-2b": 30,
-    "cogvideox-5b": 48,
-}
 NEWEST = 9  # measurements of a point that count
-RESIDUALS = ("none", "xgboost")  # what a profile's `residual` may name: trees on what the VAE's fit leaves
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
@@ -51,9 +40,11 @@ _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopp
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
 MOST_DEGREE = 64  # that is planned where nobody names degrees
 HEAVY_FRACTION = 0.98  # of the device's memory that a cascade may use
-# A 13B-sized transformer on an H100: only its proportions matter, a profile's points set the level.
+# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
 PRIORS = flop_coefficients(
-    WanConfig(num_layers=60, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True),
+    HunyuanConfig(
+        num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
+    ),
     400.0,
     vae_flops_per_pixel=2e6,
     text_flops_per_token=1e10,
@@ -156,8 +147,10 @@ class Profile:
     gpu_memory_gib: float | None = None
     max_frames: tuple[MaxFrames, ...] = ()
     extrapolate: bool = True
-    residual: str = "none"  # one of RESIDUALS
+    residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
     cross_node: CrossNode = field(default_factory=CrossNode)
+    cross_island: CrossIsland = field(default_factory=CrossIsland)
+    row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()  # as measured
@@ -168,12 +161,13 @@ class Profile:
     # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
     num_heads: int | None = None
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
+    text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     memory: tuple[float, float] | None = None  # DiT: GiB of states, GiB per token of one worker
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
-    spanning: dict[tuple[PointKey, float], LivePoint] = field(default_factory=dict)  # over nodes, by overlap of rails
+    spanning: dict[tuple[PointKey, Spanned], LivePoint] = field(default_factory=dict)  # over nodes
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
     _fits: dict[str, Fit] = field(default_factory=dict)
@@ -234,7 +228,9 @@ class Profile:
             source="FLOP model",
             models=fits,
             num_heads=heads,
+            row_bytes=exchange_seconds(dit, 1.0),
             sliced=SlicedBlocks.of(dit, fits["dit"]),
+            text_cost=text_cost(dit),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
             gpu_memory_gib=gpu_memory_gib,
@@ -289,6 +285,7 @@ class Profile:
             tokens=tokens,
             degree=degree,
             token_frames=self.tokens(frames, 1, 1),
+            text=self.text_cost,
         )
 
     def price(
@@ -337,6 +334,27 @@ class Profile:
             load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
             return self.cross_node.sending(load.sent, degree - 1)
         share = self.cross_node.penalty
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        return share * seconds if seconds is not None else 0.0
+
+    def detour(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        text_tokens: int = 0,
+        island_gbps: float = 0.0,
+    ) -> float:
+        """Seconds that a bag inside a node takes more in more NVLink islands than it has to use: as the profile says,
+        or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
+        if degree == 1:
+            return 0.0
+        if module == "dit" and (row_s := self.cross_island.row_s or self._island_row_s(island_gbps)):
+            return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
+        share = self.cross_island.penalty
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
         return share * seconds if seconds is not None else 0.0
 
@@ -500,32 +518,31 @@ class Profile:
         seconds: float,
         text_tokens: int = 0,
         *,
-        overlap: float | None = None,
+        spanned: Spanned | None = None,
     ) -> None:
         """Learn from an executed cascade (closed loop): its point follows the measurements, its model is refitted.
 
-        `seconds` at normal speed of its workers; `overlap` of the NIC rails of a bag that spanned nodes (see
-        `Topology.overlap`), None on one node. Raises ValueError, and learns nothing, for a duration that is not a
-        positive number or that cannot be true: 20 times what the point has taken so far, unless it comes three times in
-        a row.
+        `seconds` at normal speed of its workers; `spanned` of a bag over nodes, None on one. Raises ValueError, and
+        learns nothing, for a duration that is not a positive number or that cannot be true: 20 times what the point has
+        taken so far, unless it comes three times in a row.
         """
         what = f"{module} of {batch} x {frames}f {height}x{width} at degree {degree}"
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"{what} took {seconds} s; a duration must be positive and finite. It is left out.")
         key = (module, batch, frames, height, width, degree)
-        before = self._before(key, overlap)
+        before = self._before(key, spanned)
         if before is not None and before.count >= _KNOWN and not 1 / _ABSURD < seconds / before.seconds < _ABSURD:
             if before.refused + 1 < _KNOWN:
-                self._set(key, overlap, replace(before, refused=before.refused + 1))
+                self._set(key, spanned, replace(before, refused=before.refused + 1))
                 raise ValueError(
                     f"{what} took {seconds:.4g} s and {before.seconds:.4g} s before; a cascade does not change by a "
                     f"factor of {_ABSURD:g}. It is left out, and believed when it comes {_KNOWN} times in a row."
                 )
             before = None
         first = LivePoint.of(seconds, 1, text_tokens)
-        self._set(key, overlap, first if before is None else before.after(seconds, text_tokens))
+        self._set(key, spanned, first if before is None else before.after(seconds, text_tokens))
         self._forget(module)
-        if overlap is not None:
+        if spanned is not None:
             self._learn_cross_node()
 
     def observe_packed(
@@ -535,37 +552,38 @@ class Profile:
         degree: int,
         seconds: float,
         *,
-        overlap: float | None = None,
+        spanned: Spanned | None = None,
     ) -> None:
         """Learn from a cascade of several shapes, which is priced as the sum of them: each (batch, frames, height,
         width, text tokens) takes a part of the difference, the larger the less often it was measured. Raises as
         `observe`, and PlanError where a part has no price."""
         if len(parts) == 1:
             batch, frames, height, width, text = parts[0]
-            self.observe(module, batch, frames, height, width, degree, seconds, text, overlap=overlap)
+            self.observe(module, batch, frames, height, width, degree, seconds, text, spanned=spanned)
             return
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a packed {module} cascade took {seconds} s; a duration must be positive and finite.")
         prices = [self.seconds(module, *part[:4], degree, part[4]) for part in parts]
-        if overlap is not None:
+        if spanned is not None:
             more = [self.penalty(module, *part[:4], degree, part[4]) for part in parts]
-            prices = [price + self.cross_node.fall(overlap) * extra for price, extra in zip(prices, more, strict=True)]
+            fall = self.cross_node.fall(spanned.overlap)
+            prices = [price + fall * extra for price, extra in zip(prices, more, strict=True)]
         doubts = []
         for part, price in zip(parts, prices, strict=True):
-            known = self._before((module, *part[:4], degree), overlap)
+            known = self._before((module, *part[:4], degree), spanned)
             doubts.append(price * max(_SURE, 1.0 / (1 + (known.count if known else 0))))
         error = seconds - sum(prices)
         for (batch, frames, height, width, text), price, doubt in zip(parts, prices, doubts, strict=True):
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
             own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
-            self.observe(module, batch, frames, height, width, degree, own, text, overlap=overlap)
+            self.observe(module, batch, frames, height, width, degree, own, text, spanned=spanned)
 
-    def forget(self, key: PointKey, overlap: float | None = None) -> None:
+    def forget(self, key: PointKey, spanned: Spanned | None = None) -> None:
         """Drop what was learned of a point, whose workers had another speed: the file or the model holds again."""
-        if overlap is None:
+        if spanned is None:
             self.live.pop(key, None)
         else:
-            self.spanning.pop((key, round(overlap, 2)), None)
+            self.spanning.pop((key, spanned), None)
         self._forget(cast(Module, key[0]))
 
     def take_up(self, learned: Profile) -> None:
@@ -651,20 +669,20 @@ class Profile:
         module, batch, frames, height, width, degree = key
         return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
 
-    def _before(self, key: PointKey, overlap: float | None) -> LivePoint | None:
+    def _before(self, key: PointKey, spanned: Spanned | None) -> LivePoint | None:
         """What is known of a point before a measurement; a file counts as one."""
-        if overlap is not None:
-            return self.spanning.get((key, round(overlap, 2)))
+        if spanned is not None:
+            return self.spanning.get((key, spanned))
         seen = self.live.get(key)
         if seen is None and key in self.measured:
             return LivePoint.of(self.measured[key])
         return seen
 
-    def _set(self, key: PointKey, overlap: float | None, point: LivePoint) -> None:
-        if overlap is None:
+    def _set(self, key: PointKey, spanned: Spanned | None, point: LivePoint) -> None:
+        if spanned is None:
             self.live[key] = point
         else:
-            self.spanning[key, round(overlap, 2)] = point
+            self.spanning[key, spanned] = point
 
     def _forget(self, module: Module) -> None:
         """Drop what was derived from the module's points."""
@@ -675,11 +693,11 @@ class Profile:
 
     def _on_one_node(self, key: PointKey) -> LivePoint | None:
         """What a point that ran over nodes only would take on one."""
-        found = [(overlap, point) for (other, overlap), point in self.spanning.items() if other == key]
+        found = [(spanned, point) for (other, spanned), point in self.spanning.items() if other == key]
         if not found:
             return None
-        overlap, point = max(found, key=lambda one: one[1].count)
-        return point.over(point.seconds / self._alone(key, point.seconds, overlap, point.text_tokens))
+        spanned, point = max(found, key=lambda one: one[1].count)
+        return point.over(point.seconds / self._alone(key, point.seconds, spanned.overlap, point.text_tokens))
 
     def _measured_over_nodes(self, key: PointKey) -> float | None:
         """What a point of the file that was measured over nodes only would take on one."""
@@ -692,6 +710,14 @@ class Profile:
             return seconds / self.cross_node.factor(overlap)
         more = self.cross_node.fall(overlap) * self.penalty("dit", *key[1:], text_tokens)
         return max(seconds - more, _LEAST * seconds)
+
+    def _island_row_s(self, island_gbps: float) -> float:
+        """Seconds that a row takes more at this bandwidth than the cost model says it does inside an island."""
+        model = self.model_of("dit")
+        if not (island_gbps and self.row_bytes and model):
+            return 0.0
+        inside = self.exchange_s or dict(zip(FORMS[model.form].names, model.coefficients)).get("comm", 0.0)
+        return max(0.0, self.row_bytes / (1e9 * island_gbps) - inside)
 
     def _spread(
         self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
@@ -740,10 +766,12 @@ class Profile:
     def _learn_cross_node(self) -> None:
         """From bags that ran over nodes, beside the same cascade on one node; where none did, beside its model."""
         pairs = [
-            self._spread(key, p, self.live[key].seconds, o) for (key, o), p in self.spanning.items() if key in self.live
+            self._spread(key, point, self.live[key].seconds, spanned.overlap)
+            for (key, spanned), point in self.spanning.items()
+            if key in self.live
         ]
         if not pairs and self.live:
-            pairs = [self._spread(key, point, None, overlap) for (key, overlap), point in self.spanning.items()]
+            pairs = [self._spread(key, point, None, spanned.overlap) for (key, spanned), point in self.spanning.items()]
         self._count_spread(pairs)
 
     def _count_spread(self, found: Iterable[SpreadCascade | None]) -> None:

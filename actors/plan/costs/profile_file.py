@@ -9,12 +9,13 @@ from typing import Literal
 
 from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.handoff import HandoffPoint
-from actors.plan.costs.profile import MODEL_HEADS, Handoff, MaxFrames, PointKey, ProfiledSetting
+from actors.plan.costs.profile import Handoff, MaxFrames, PointKey, ProfiledSetting
 from actors.plan.costs.spanning import SpanningPoint
-from actors.plan.costs.topology import CrossNode
+from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
+from ops.models.families import PUBLISHED_HEADS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +77,7 @@ class ProfileFile:
     extrapolate: bool = True
     residual: Literal["none", "xgboost"] = "none"
     cross_node: CrossNode = field(default_factory=CrossNode)
+    cross_island: CrossIsland = field(default_factory=CrossIsland)
     handoff: Handoff = field(default_factory=Handoff)
     update: UpdateCosts = field(default_factory=UpdateCosts)
     exchanges: tuple[ExchangePoint, ...] = ()
@@ -102,4 +104,4 @@ class ProfileFile:
 
     @property
     def heads(self) -> int | None:
-        return MODEL_HEADS.get(self.model) if self.num_heads is None else self.num_heads
+        return PUBLISHED_HEADS.get(self.model) if self.num_heads is None else self.num_heads

@@ -34,7 +34,8 @@ class SlicedBlocks:
         if slicing is None:
             return None
         passes = 4.0 if dit.gradient_checkpointing else 3.0
-        return cls(blocks=sum(dit.block_counts), passes=passes, slicing=slicing, text_share=dit.text_share, prior=prior)
+        share = dit.flops.across / dit.flops.pair
+        return cls(blocks=sum(dit.block_counts), passes=passes, slicing=slicing, text_share=share, prior=prior)
 
     def rates(
         self,

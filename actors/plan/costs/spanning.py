@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,18 @@ class SpanningPoint:
     def key(self) -> tuple[str, int, int, int, int, int]:
         """The cascade, as profiles name it."""
         return self.module, self.batch, self.frames, self.height, self.width, self.degree
+
+
+class Spanned(NamedTuple):
+    """How a bag lies over nodes: bags of two nodes and of three are not the same, however many rails they share."""
+
+    nodes: int
+    overlap: float  # of its rails, see `Topology.overlap`
+
+    @classmethod
+    def of(cls, nodes: int, overlap: float) -> Spanned:
+        """To hundredths, so that equal bags are one."""
+        return cls(nodes, round(overlap, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

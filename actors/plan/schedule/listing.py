@@ -1,14 +1,16 @@
 """List scheduling: jobs in a given order with given degrees go where they end first; gaps are filled afterwards.
 
-A bag over several nodes takes as few nodes as possible, balanced, on the same NIC rails, nearest workers first.
+Inside a node a bag takes workers that are near to each other: of one NVLink island, else by PCIe and memory nodes. Over
+several nodes it takes as few as possible, balanced, on the same NIC rails. Last come workers that hold the inputs.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
-from actors.plan.costs.topology import Topology
 from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
@@ -57,16 +59,9 @@ class ListSchedule:
         job = self.jobs[index]
         ready = self._ready(index)
         producers = self._producers(job)
-        best: tuple[float, int, float, tuple[int, ...]] | None = None
-        seconds, penalty = job.seconds(degree), job.penalty(degree)
-        for workers in self._bags(degree, ready, producers):
-            start = max(ready, max(self.free[w] for w in workers), self._handoff_ready(job, workers))
-            end = start + self.topology.seconds(workers, seconds, penalty)
-            rank = (end, -len(producers.intersection(workers)), -sum(self.free[w] for w in workers), workers)
-            if best is None or rank < best:
-                best = rank
-        assert best is not None, f"degree {degree} on {self.topology.num_workers} workers"
-        self.fix(index, best[3])
+        bags = self._bags(job, degree, ready, producers)
+        assert bags, f"degree {degree} on {self.topology.num_workers} workers"
+        self.fix(index, self._best(job, bags, ready, producers))
 
     def put(self, index: int, degree: int, nodes: Sequence[int], turn: int = 0) -> None:
         """Put a job on the given nodes, in equal shares. `turn` varies which of equally free workers are taken."""
@@ -75,16 +70,18 @@ class ListSchedule:
         if not self.mapper.nodes:
             self.fix(index, self._anywhere(degree, ready, producers))
         elif len(nodes) == 1:
-            self.fix(index, self._pick(self.topology.workers[nodes[0]], degree, ready, producers, turn))
+            job = self.jobs[index]
+            bags = self._inside(job, nodes[0], degree, ready, producers, turn)
+            self.fix(index, self._best(job, bags, ready, producers))
         else:
             given = [(node, degree // len(nodes)) for node in nodes]
-            self.fix(index, _common_rails(self.topology, self.free, given, ready, self.mapper.rails, turn))
+            self.fix(index, self._common_rails(given, ready, producers, turn))
 
     def fix(self, index: int, workers: tuple[int, ...]) -> None:
         """Put a job on exactly these workers, as early as they, its encodes and the barrier allow."""
         job = self.jobs[index]
         start = max(self._ready(index), max(self.free[w] for w in workers), self._handoff_ready(job, workers))
-        seconds = self.topology.seconds(workers, job.seconds(len(workers)), job.penalty(len(workers)))
+        seconds = job.on(self.topology, workers)
         end = start + seconds
         for worker in workers:
             self.free[worker] = end
@@ -110,11 +107,12 @@ class ListSchedule:
         for index in sorted(left, key=lambda i: (self.jobs[i].step, -self.jobs[i].worth_s, i)):
             if time.perf_counter() > deadline:
                 break
-            for _, degree, seconds in sorted((k * s, k, s) for k, s in self.jobs[index].modes):
-                found = _gap(self, busy, degree, seconds, end_s)
+            job = self.jobs[index]
+            for _, degree, _ in sorted((k * s, k, s) for k, s in job.modes):
+                found = _gap(self, busy, job, degree, end_s)
                 if found is not None:
                     start, workers = found
-                    self._insert(index, workers, start, start + self.topology.seconds(workers, seconds, 0.0), busy)
+                    self._insert(index, workers, start, start + job.on(self.topology, workers), busy)
                     break
         self.placed.sort(key=lambda placed: self.begin[placed.job])
 
@@ -156,21 +154,38 @@ class ListSchedule:
                     ready = max(ready, result.end_s + delay)
         return ready
 
-    def _bags(self, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:
+    def _best(
+        self, job: PlannedJob, bags: Sequence[tuple[int, ...]], ready: float, producers: set[int]
+    ) -> tuple[int, ...]:
+        """The bag that ends first; of equal ones the nearest workers, those that hold the inputs, those free last."""
+        if len(bags) == 1:
+            return bags[0]
+        seconds, penalty, detour = job.seconds(len(bags[0])), job.penalty(len(bags[0])), job.detour(len(bags[0]))
+
+        def rank(workers: tuple[int, ...]) -> tuple[float, int, int, float, tuple[int, ...]]:
+            start = max(ready, max(self.free[w] for w in workers), self._handoff_ready(job, workers))
+            end = start + self.topology.seconds(workers, seconds, penalty, detour)
+            held = len(producers.intersection(workers))
+            apart = 0 if self.topology.alike else self.topology.apart(workers)
+            return end, apart, -held, -sum(self.free[w] for w in workers), workers
+
+        return min(bags, key=rank)
+
+    def _bags(self, job: PlannedJob, degree: int, ready: float, producers: set[int]) -> list[tuple[int, ...]]:
         """Candidate bags: on the nodes where the start is earliest, or over few nodes where none is large enough.
 
-        With speed factors every node is a candidate, once per speed class.
+        With speed factors, or where NVLink islands are priced, every node is a candidate, once per speed class.
         """
         if not self.mapper.nodes:
             return [self._anywhere(degree, ready, producers)]
-        if self.topology.uniform and not self.handoff:
+        if self.topology.uniform and not self.handoff and not job.detour(degree):
             ranked = []
             for node, times in enumerate(self.sorted_free):
                 if len(times) >= degree:
                     begin = times[degree - 1]
                     ranked.append((max(begin, ready), -begin, node))
             if not ranked:
-                return [_over_nodes(self.topology, self.free, degree, ready, self.mapper.rails)]
+                return [self._over_nodes(degree, ready, producers)]
             earliest = min(ranked)
             nodes = [node for begin, idle, node in ranked if begin == earliest[0] and idle == earliest[1]][:3]
             nodes += [n for n in {self.topology.node[w] for w in producers} if n not in nodes]
@@ -180,12 +195,30 @@ class ListSchedule:
                 if len(self.topology.workers[node]) >= degree
             ]
         bags = []
-        for workers in self.topology.workers:
+        for node, workers in enumerate(self.topology.workers):
             for speed in sorted({self.topology.speed[w] for w in workers}):
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
-                    bags.append(self._pick(fast, degree, ready, producers))
-        return bags or [_over_nodes(self.topology, self.free, degree, ready, self.mapper.rails)]
+                    bags += self._inside(job, node, degree, ready, producers, among=fast)
+        return bags or [self._over_nodes(degree, ready, producers)]
+
+    def _inside(
+        self,
+        job: PlannedJob,
+        node: int,
+        degree: int,
+        ready: float,
+        producers: set[int],
+        turn: int = 0,
+        among: Sequence[int] = (),
+    ) -> list[tuple[int, ...]]:
+        """Candidate bags of a node: of all its workers, or those `among` them; and of each NVLink island alone where
+        another one costs time."""
+        workers = among or self.topology.workers[node]
+        groups = [workers]
+        if job.detour(degree):
+            groups += [own for i in self.topology.islands[node] if len(own := [w for w in workers if w in i]) >= degree]
+        return [self._pick(group, degree, ready, producers, turn) for group in groups]
 
     def _anywhere(self, degree: int, ready: float, producers: set[int]) -> tuple[int, ...]:
         """Workers of any nodes."""
@@ -205,31 +238,71 @@ class ListSchedule:
         usable = degree
         while usable < len(ordered) and free[ordered[usable]] <= start + EPS:
             usable += 1
-        return tuple(sorted(ordered[usable - degree : usable]))
+        near = self.topology.near[self.topology.node[ordered[0]]]
+        if near.alike or degree == 1 or not self.mapper.nodes:
+            return tuple(sorted(ordered[usable - degree : usable]))
+        return near.nearest(ordered[usable - 1 :: -1], degree)
 
+    def _over_nodes(self, degree: int, ready: float, producers: set[int]) -> tuple[int, ...]:
+        """A bag of `degree` workers over the fewest nodes that can hold it: those that are free first, then those where
+        the inputs are."""
+        nodes_of = self.topology.workers
+        order = sorted(range(len(nodes_of)), key=lambda n: -len(nodes_of[n]))
+        count, total = 0, 0
+        while total < degree:
+            total += len(nodes_of[order[count]])
+            count += 1
+        share = -(-degree // count)
 
-def _over_nodes(topology: Topology, free: Sequence[float], degree: int, ready: float, rails: bool) -> tuple[int, ...]:
-    """A bag of `degree` workers over the fewest nodes that can hold it, those that are free first."""
-    order = sorted(range(len(topology.workers)), key=lambda n: -len(topology.workers[n]))
-    count, total = 0, 0
-    while total < degree:
-        total += len(topology.workers[order[count]])
-        count += 1
-    share = -(-degree // count)
+        def available(node: int) -> float:
+            times = sorted(self.free[w] for w in nodes_of[node])
+            return times[min(share, len(times)) - 1]
 
-    def available(node: int) -> float:
-        times = sorted(free[w] for w in topology.workers[node])
-        return times[min(share, len(times)) - 1]
+        def rank(node: int) -> tuple[bool, float, int, int]:
+            held = len(producers.intersection(nodes_of[node])) if producers else 0
+            return len(nodes_of[node]) < share, available(node), -held, node
 
-    ranked = sorted(order, key=lambda n: (len(topology.workers[n]) < share, available(n), n))
-    nodes = ranked[:count]
-    extra = count
-    while sum(len(topology.workers[n]) for n in nodes) < degree:
-        nodes.append(ranked[extra])
-        extra += 1
-    given = _shares(degree, [len(topology.workers[n]) for n in nodes])
-    assert given is not None, f"degree {degree} exceeds {topology.num_workers} workers"
-    return _common_rails(topology, free, [(n, g) for n, g in zip(nodes, given) if g], ready, rails)
+        ranked = sorted(order, key=rank)
+        nodes = ranked[:count]
+        extra = count
+        while sum(len(nodes_of[n]) for n in nodes) < degree:
+            nodes.append(ranked[extra])
+            extra += 1
+        given = _shares(degree, [len(nodes_of[n]) for n in nodes])
+        assert given is not None, f"degree {degree} exceeds {self.topology.num_workers} workers"
+        return self._common_rails([(n, g) for n, g in zip(nodes, given) if g], ready, producers)
+
+    def _common_rails(
+        self, given: Sequence[tuple[int, int]], ready: float, producers: set[int], turn: int = 0
+    ) -> tuple[int, ...]:
+        """The given number of workers of each node: earliest common start, then common rails and the shortest way to
+        their NICs, then the nearest to each other, then best fit, then those that hold the inputs."""
+        topology, free, start = self.topology, self.free, ready
+        for node, count in given:
+            start = max(start, sorted(free[w] for w in topology.workers[node])[count - 1])
+        usable = [[w for w in topology.workers[node] if free[w] <= start + EPS] for node, _ in given]
+        rails = sorted({topology.rail[w] for workers in usable for w in workers})
+        stock = {rail: [sum(topology.rail[w] == rail for w in workers) for workers in usable] for rail in rails}
+        held = Counter(topology.rail[w] for w in producers)
+        # Rails present on every node first, those with most workers first: the overlap grows and few rails are used.
+        # Then those of the workers that hold the inputs.
+        flip = -1 if turn % 2 else 1
+        ranks = {r: (-min(counts), -sum(counts), -held[r], flip * ord(r[0])) for r, counts in stock.items()}
+        chosen: list[int] = []
+        for (node, count), workers in zip(given, usable):
+            way = {w: (ranks[topology.rail[w]], topology.nic_hops[w]) if self.mapper.rails else () for w in workers}
+            workers.sort(key=lambda w: (way[w], -free[w], w not in producers, w))
+            near = topology.near[node]
+            if near.alike:
+                chosen += workers[:count]
+                continue
+            bag: tuple[int, ...] = ()
+            for _, group in groupby(workers, key=lambda w: way[w]):
+                if len(bag) < count:
+                    equal = list(group)
+                    bag += near.nearest(equal, min(count - len(bag), len(equal)), bag)
+            chosen += bag
+        return tuple(sorted(chosen))
 
 
 def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:
@@ -246,31 +319,6 @@ def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:
     return given
 
 
-def _common_rails(
-    topology: Topology,
-    free: Sequence[float],
-    given: Sequence[tuple[int, int]],
-    ready: float,
-    use_rails: bool,
-    turn: int = 0,
-) -> tuple[int, ...]:
-    """The given number of workers of each node: earliest common start, then common rails, then best fit."""
-    start = ready
-    for node, count in given:
-        start = max(start, sorted(free[w] for w in topology.workers[node])[count - 1])
-    usable = [[w for w in topology.workers[node] if free[w] <= start + EPS] for node, _ in given]
-    rails = sorted({topology.rail[w] for workers in usable for w in workers})
-    stock = {rail: [sum(topology.rail[w] == rail for w in workers) for workers in usable] for rail in rails}
-    # Rails present on every node first, the ones with most workers first: the overlap grows and few rails are used.
-    flip = -1 if turn % 2 else 1
-    rank = {rail: (-min(counts), -sum(counts), flip * ord(rail[0])) for rail, counts in stock.items()}
-    chosen: list[int] = []
-    for (_, count), workers in zip(given, usable):
-        workers.sort(key=lambda w: (rank[topology.rail[w]] if use_rails else 0, -free[w], w))
-        chosen += workers[:count]
-    return tuple(sorted(chosen))
-
-
 def _busy(schedule: ListSchedule) -> list[list[tuple[float, float]]]:
     """Intervals in which each worker cannot take a new job."""
     busy: list[list[tuple[float, float]]] = [
@@ -283,11 +331,11 @@ def _busy(schedule: ListSchedule) -> list[list[tuple[float, float]]]:
 
 
 def _gap(
-    schedule: ListSchedule, busy: list[list[tuple[float, float]]], degree: int, seconds: float, end_s: float
+    schedule: ListSchedule, busy: list[list[tuple[float, float]]], job: PlannedJob, degree: int, end_s: float
 ) -> tuple[float, tuple[int, ...]] | None:
     """Earliest (start, workers) of one node, of workers with little idle time to lose."""
-    best: tuple[float, tuple[int, ...]] | None = None
-    for workers in schedule.topology.workers:
+    topology, best, seconds = schedule.topology, None, job.seconds(degree)
+    for node, workers in enumerate(topology.workers):
         if len(workers) < degree:
             continue
         starts = sorted(
@@ -301,8 +349,12 @@ def _gap(
                 for w in workers
                 if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])
             ]
-            idle = [w for w in idle if schedule.topology.speed[w] == 1.0] if not schedule.topology.uniform else idle
+            idle = [w for w in idle if topology.speed[w] == 1.0] if not topology.uniform else idle
             if len(idle) >= degree:
-                best = (start, tuple(idle[:degree]))
+                near = topology.near[node]
+                bag = tuple(idle[:degree]) if near.alike else near.nearest(idle, degree)
+                if job.detour(degree) and topology.strays(bag):  # it would take longer than the gap is known to be
+                    continue
+                best = (start, bag)
                 break
     return best

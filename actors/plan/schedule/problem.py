@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 from actors.plan.costs.needs import TRIES, Samples
 from actors.plan.costs.profile import Profile, refuse_degrees
 from actors.plan.costs.topology import Topology
-from actors.plan.types import MODULES, Cluster, EarlyEncode, Item, Module, PlanError
+from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError
 from ops.degrees import default_degrees
-
-ENCODERS: tuple[Module, ...] = ("text", "vae")
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
 EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples
@@ -27,7 +25,7 @@ class Mapper:
     """What decides which workers run a cascade. Plans use all of it; its switches are for ablations (Arachne,
     Table III). With none of them, workers are taken by number as they become free."""
 
-    nodes: bool = True  # bags inside one node, or over as few as possible
+    nodes: bool = True  # bags inside one node, there near to each other, or over as few nodes as possible
     rails: bool = True  # bags over several nodes have the same NIC rails on each
     producers: bool = True  # among equally good workers, those that hold the inputs
 
@@ -75,6 +73,9 @@ class PlannedJob:
     preds: Sequence[int] = ()
     penalties: tuple[tuple[int, float], ...] = ()
     """(degree, seconds more where its bag spans nodes without a common rail); empty on one node."""
+    detours: tuple[tuple[int, float], ...] = ()
+    """(degree, seconds more where its bag uses more NVLink islands of a node than it has to); empty where no node has
+    several."""
     release_s: float = 0.0
     """Earliest start: encodes that it consumes ran in an earlier step and end then."""
     worth_s: float = 0.0
@@ -94,6 +95,15 @@ class PlannedJob:
     def penalty(self, degree: int) -> float:
         """Seconds more over nodes, without a common rail."""
         return dict(self.penalties).get(degree, 0.0)
+
+    def detour(self, degree: int) -> float:
+        """Seconds more in more NVLink islands of a node than it has to use."""
+        return dict(self.detours).get(degree, 0.0)
+
+    def on(self, topology: Topology, workers: Sequence[int]) -> float:
+        """Seconds on exactly these workers."""
+        degree = len(workers)
+        return topology.seconds(workers, self.seconds(degree), self.penalty(degree), self.detour(degree))
 
     def at_best(self, topology: Topology) -> list[tuple[int, float]]:
         """(degree, seconds) where its bag is quickest: over nodes only if none is large enough."""
@@ -168,6 +178,7 @@ class Problem:
         self._modules = {module for module in MODULES if profile.has(module)}
         self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._penalties: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
+        self._detours: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
         self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
         refuse_degrees(options.degrees)
 
@@ -176,12 +187,17 @@ class Problem:
         key = (module, count, item.frames, item.height, item.width, item.text_tokens)
         known = self._modes.get(key)
         if known is None:
+            degrees = [k for k in self.profile.candidate_degrees(module) if k <= self.cluster.num_workers]
             if len(self.cluster.nodes) > 1:
-                degrees = [k for k in self.profile.candidate_degrees(module) if k <= self.cluster.num_workers]
                 self._penalties[key] = tuple((k, self.profile.penalty(*key[:5], k, item.text_tokens)) for k in degrees)
+            if self.topology.has_islands:
+                gbps = self.cluster.island_gbps
+                self._detours[key] = tuple(
+                    (k, self.profile.detour(*key[:5], k, item.text_tokens, gbps)) for k in degrees
+                )
             found = self.profile.modes(*key, self.room_gib)
             known = self._connectable([(k, s) for k, s in found if self._allows(module, k)])
-            if not known and count == 1:
+            if not known and count == 1 and self.profile.needs.limits:
                 known = self._last_try(module, item)
             self._modes[key] = known
         return known
@@ -190,6 +206,11 @@ class Problem:
         """(degree, seconds more over nodes without a common rail); none in a cluster of one node."""
         self.modes(module, item, count)
         return self._penalties.get((module, count, item.frames, item.height, item.width, item.text_tokens), ())
+
+    def detours(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
+        """(degree, seconds more in more NVLink islands of a node than necessary); none where no node has several."""
+        self.modes(module, item, count)
+        return self._detours.get((module, count, item.frames, item.height, item.width, item.text_tokens), ())
 
     def modes_at_best(self, module: Module, item: Item, count: int) -> list[tuple[int, float]]:
         """The modes as a bag takes where it is quickest: over nodes only if none is large enough."""
@@ -229,7 +250,8 @@ class Problem:
             modes = self.modes(module, item, count)
             if not modes:
                 raise PlanError(self.why_not(key, module, count))
-            jobs.append(PlannedJob(module, key[0], key, first, count, modes, (), self.penalties(module, item, count)))
+            penalties, detours = self.penalties(module, item, count), self.detours(module, item, count)
+            jobs.append(PlannedJob(module, key[0], key, first, count, modes, (), penalties, detours))
             first += count
         return jobs
 
@@ -251,7 +273,7 @@ class Problem:
         part.cluster = cluster
         part.topology = Topology(cluster, self.profile.cross_node)
         part.busy_s = (0.0,) * cluster.num_workers
-        part._modes, part._penalties, part._cheapest = {}, {}, {}
+        part._modes, part._penalties, part._detours, part._cheapest = {}, {}, {}, {}
         return part
 
     def jobs(

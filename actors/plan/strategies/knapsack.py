@@ -9,9 +9,9 @@ import numpy as np
 
 from actors.plan.schedule.balance import Balance, assign, parse_topology
 from actors.plan.schedule.evaluator import simulate
-from actors.plan.schedule.problem import ENCODERS, ItemKey, Problem
+from actors.plan.schedule.problem import ItemKey, Problem
 from actors.plan.schedule.strategy import Strategy, one_by_one
-from actors.plan.types import Cascade, Module, Part, PlanError
+from actors.plan.types import ENCODERS, Cascade, Module, Part, PlanError
 
 
 @dataclass(frozen=True, slots=True)

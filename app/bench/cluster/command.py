@@ -121,6 +121,8 @@ def _ray() -> Iterator[None]:
     """A Ray of this machine alone, with nothing else on it."""
     import ray
 
+    from actors.names import NAMESPACE
+
     root = str(Path(__file__).resolve().parents[3])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # workers die here on purpose
@@ -129,7 +131,7 @@ def _ray() -> Iterator[None]:
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=300 * 2**20,
-        namespace="heddle",
+        namespace=NAMESPACE,
         log_to_driver=False,
         logging_level=logging.ERROR,
     )

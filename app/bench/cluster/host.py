@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError
 from actors.messages import HeldShard, Orders, WorkerInfo
 from actors.plan.costs.profile import Profile
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.worker import Key, VirtualWorker, resolve
+from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +33,12 @@ class Meetings:
     """Places where a known number of coroutines wait for each other."""
 
     def __init__(self) -> None:
-        self._places: dict[Key, _Meeting] = {}
+        self._places: dict[MeetingKey, _Meeting] = {}
         self._over = -1  # the newest generation that has ended
 
     async def meet(
         self,
-        key: Key,
+        key: MeetingKey,
         count: int,
         total: int,
         brought: float,
@@ -118,7 +118,7 @@ class Host:
         """A member of this generation is gone: its connections to the others are closed."""
         self._meetings.end(generation, "Connection closed by peer")
 
-    async def together(self, key: Key, count: int, total: int, brought: float) -> float:
+    async def together(self, key: MeetingKey, count: int, total: int, brought: float) -> float:
         """So many members on another host have come to a meeting."""
         return await self._meetings.meet(key, count, total, brought)
 
@@ -147,11 +147,11 @@ class Host:
         for old in [known for known in self._local if known < generation - 1]:
             del self._local[old]
 
-    async def meet_first(self, key: Key, total: int) -> None:
+    async def meet_first(self, key: MeetingKey, total: int) -> None:
         """One of all workers of a generation has come, who do not know yet who is on which host."""
         await resolve(self._hosts[0].together.remote(key, 1, total, 0.0))
 
-    async def meet(self, key: Key, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float:
+    async def meet(self, key: MeetingKey, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float:
         """One of the `total` ranks of a bag, or of all, has come; returns when all have, with what they brought."""
         local = self._local[key[0]]
         here = len(local) if bag is None else len(local.intersection(bag))

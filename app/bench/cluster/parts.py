@@ -30,8 +30,9 @@ from actors.state.keeper import Standing, place
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
-from actors.step import Position, StepBatches, StepItems
+from actors.step import DrawnItem, Position, StepBatches
 from app.bench.cluster.worker import ELEMENTS
+from app.inputs.workload import drawn_items
 
 
 @dataclass
@@ -279,10 +280,8 @@ class VirtualFeeder(Answering):
     def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
-    def items(self, step: int) -> StepItems:
-        items = tuple(self._steps[step])
-        keys = tuple(tuple(f"0/{step}/{item.id}.{n}" for n in range(item.batch)) for item in items)
-        return StepItems(step=step, items=items, keys=keys)
+    def items(self, step: int) -> tuple[DrawnItem, ...]:
+        return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
         nothing = put(b"")

@@ -322,7 +322,7 @@ def runtime_config(setup: Setup) -> RuntimeConfig:
             min=max(1, most // 2), max=most, device="cpu", suspect_s=120.0, collective_timeout_s=600.0
         ),
         planner=planner_config(setup),
-        snapshot=SnapshotConfig(),
+        snapshot=SnapshotConfig(every=1),
         checkpoint=CheckpointConfig(every=0),
     )
 

@@ -44,7 +44,7 @@ ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has 
 _LATE = 1.5  # of a straggling cascade
 
 
-Key = tuple[Any, ...]  # of a meeting; the first part is its generation
+MeetingKey = tuple[Any, ...]  # of a meeting; the first part is its generation
 
 
 class Home(Protocol):
@@ -54,8 +54,8 @@ class Home(Protocol):
     profile: Profile
 
     def seat(self, generation: int, rank: int) -> None: ...
-    async def meet_first(self, key: Key, total: int) -> None: ...
-    async def meet(self, key: Key, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float: ...
+    async def meet_first(self, key: MeetingKey, total: int) -> None: ...
+    async def meet(self, key: MeetingKey, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float: ...
 
 
 class VirtualWorker:

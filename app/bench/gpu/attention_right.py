@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from app.bench.gpu.measurement import Earlier, Figures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from ops.attention.lengths import Lengths
 from ops.attention.names import BACKEND_NAMES, BackendName
 from ops.attention.varlen import backend_of
@@ -39,7 +39,7 @@ class AttentionCheck:
         probe = torch.empty(0, HEADS, 128, dtype=torch.bfloat16, device=place.device)
         return backend_of(self.backend).why_not(probe)
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         backend = backend_of(self.backend)
         figures: dict[str, float | bool | str | None] = {"right": True}
         for case, shapes in CASES.items():

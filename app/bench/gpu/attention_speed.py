@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
 from ops.attention.varlen import backend_of, choose
@@ -40,7 +40,7 @@ class AttentionSpeed:
         probe = torch.empty(0, 12, 128, dtype=torch.bfloat16, device=place.device)
         return backend_of(self.backend).why_not(probe, (q_lengths, k_lengths))
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         figures: dict[str, float | str] = {}
         for size in place.pick((128, 64), (16,)):
             figures |= self._measure(place, size)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.timing import Closure, ceilings, measure
 
 COPY, MATMUL = "copy GB/s", "bf16 matmul TFLOP/s"
@@ -22,7 +22,7 @@ class Ceilings:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         speeds = ceilings(place.device, place.pick(30, 2))
         figures = {f"{name} GB/s": speed / 1e9 for name, speed in speeds.items()}
         size = place.pick(8192, 256)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from ops.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
 from ops.shards import ARRAYS
 from ops.state_memory import StateMemory
@@ -27,7 +27,7 @@ class SnapshotCopies:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         cuda = place.device.type == "cuda"
         size = place.pick(STATE_BYTES, 2**20) // 4 // len(ARRAYS)
         state = {name: torch.randn(size, device=place.device) for name in ARRAYS}

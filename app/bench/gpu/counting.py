@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
@@ -47,7 +47,7 @@ class DispatchCount:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         first, second = counted_call(self.config)
         per_layer = (second.kernels - first.kernels) / sum(self.config.block_counts)
         figures: dict[str, float] = {f"without blocks: {name}": value for name, value in first.figures().items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from app.bench.gpu.measurement import Earlier, Figures, Place, relative_error
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build, small, with_layers
 from ops.comm import Group
 from ops.flow import flow_loss
@@ -37,7 +37,7 @@ class DiTCheck:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = place.pick(with_layers(self.config, LAYERS), small(self.config, 1))
         pack = place.pick(PACK, SMALL_PACK)
         half = build(config, place.device, torch.bfloat16)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.plan.costs.flops import flop_coefficients
-from actors.plan.costs.forms import Load
+from actors.plan.costs.flops import DiTWork
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence
 
@@ -16,28 +15,9 @@ STATE_BYTES = 22  # a weight: 2 in bf16, 4 gradient, 4 master, 8 moments, 4 EMA
 
 
 def step_flops(config: DiTConfig, sequences: list[Sequence], recompute: bool) -> float:
-    """FLOP of forward and backward; with `recompute` the forward counts twice, as under checkpointing.
-
-    The count has no projections of Wan's cross-attention: 2 % (1.3B) and 7 % (14B) less than what is computed.
-    """
-    counted = replace(config, gradient_checkpointing=recompute)
-    fits = flop_coefficients(  # at 1 TFLOP/s seconds are TFLOPs
-        counted, tflops=1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0
-    )
-    return 1e12 * sum(fits["dit"].predict(_load(sequence)) for sequence in sequences)
-
-
-def _load(sequence: Sequence) -> Load:
-    return Load(
-        batch=1,
-        frames=1,
-        height=1,
-        width=1,
-        text_tokens=sequence.text_tokens,
-        tokens=sequence.tokens,
-        degree=1,
-        token_frames=sequence.grid[0],
-    )
+    """FLOP of forward and backward; with `recompute` the forward counts twice, as under checkpointing."""
+    work = replace(DiTWork.of(config), recomputes=recompute, frozen=False)
+    return 1e12 * sum(work.computed_tflop(1, s.tokens, s.text_tokens, s.grid[0]) for s in sequences)
 
 
 def step_bytes(config: DiTConfig, parameters: int, tokens: int, checkpointing: bool) -> float | None:

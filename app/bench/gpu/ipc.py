@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.node_peers import NodePeers
 from ops.cuda_memory import CudaPeers
 from ops.groups import Groups
@@ -49,7 +49,7 @@ class OneSidedAddition:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         elements = place.pick(ELEMENTS, SMALL_ELEMENTS)
         stage = place.pick(STAGE, SMALL_ELEMENTS // 8)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

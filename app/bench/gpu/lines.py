@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from app.bench.gpu.measurement import Figures
+from app.bench.gpu.measurement import NamedFigures
 
 FILE = "results.jsonl"
 RUNNING = "running"  # holds the name of the running measurement, also after the process has died of it
@@ -36,7 +36,7 @@ class ResultLine:
     facts: Facts
     at: str  # ISO 8601, UTC
     seconds: float  # that the measurement took
-    figures: Figures = field(default_factory=dict)
+    figures: NamedFigures = field(default_factory=dict)
     error: str | None = None
     left_out: str | None = None
 
@@ -93,7 +93,7 @@ def end_mark(folder: Path) -> str | None:
     return name or None
 
 
-def good_figures(lines: Iterable[ResultLine]) -> dict[str, Figures]:
+def good_figures(lines: Iterable[ResultLine]) -> dict[str, NamedFigures]:
     return {line.name: line.figures for line in lines if line.good}
 
 

@@ -14,8 +14,8 @@ from app.bench.timing import Timing
 T = TypeVar("T")
 
 Figure = float | int | str | bool | None
-Figures = Mapping[str, Figure]
-Earlier = Mapping[str, Figures]  # name of a measurement that succeeded -> its figures
+NamedFigures = Mapping[str, Figure]
+Earlier = Mapping[str, NamedFigures]  # name of a measurement that succeeded -> its figures
 
 REHEARSAL_SECONDS = 1.0  # seconds that a measurement is expected to take in a rehearsal
 
@@ -75,7 +75,7 @@ class Measurement(Protocol):
         """Why this place cannot run it, in one sentence; it is then left out by name."""
         ...
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         """The figures. What it raises becomes the error of the line."""
         ...
 

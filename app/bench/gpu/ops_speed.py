@@ -9,12 +9,12 @@ import torch
 
 from app.bench.gpu.ceilings import copy_speed
 from app.bench.gpu.kernels_right import triton_only
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
+from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results
-from app.bench.ops_variants import layouts
-from ops.kernels.base.contest import Contest, RowLayout
 from ops.kernels.base.interpreter import interpreting
+from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
 
 WIDTHS = (1536, 5120, 3072)
@@ -39,7 +39,7 @@ class OpsSpeed:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         op = next(one for one in contests(liger=False) if one.name == self.op)
         tokens, width = place.pick((self.tokens, self.width), (SMALL_TOKENS, SMALL_WIDTH))
         rows: list[OpsRow] = []
@@ -66,14 +66,14 @@ def measurements() -> list[OpsSpeed]:
 
 
 def _layouts(op: Contest, tokens: int, place: Place) -> list[RowLayout]:
-    """QK-norm has no tables, so its layouts are the same."""
+    """An op without tables takes all layouts alike."""
     found = layouts(tokens)
-    if "q" in op.inputs:
+    if "table" not in op.case.inputs.values():
         return found[:1]
     return place.pick(found, [found[0], found[-1]])
 
 
-def _figures(rows: list[OpsRow], copy: float | None) -> Figures:
+def _figures(rows: list[OpsRow], copy: float | None) -> NamedFigures:
     results = Results(rows, copy or float("nan"))
     figures: dict[str, float | None] = {}
     for row in rows:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from ops.kernels.base import backend
-from ops.kernels.push.function import ALIGN, push
+from ops.kernels.push.op import push
+from ops.kernels.push.reference import ALIGN
 
 ELEMENTS, SMALL_ELEMENTS = 2**28, 2**16  # of the gradient: a layer of a 14B model has some 2**28
 BYTES_PER_ELEMENT = 2 + 4 + 4  # bf16 gradient read, fp32 accumulator read and written
@@ -32,7 +33,7 @@ class PushedAddition:
             return "triton is not installed"
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         elements = place.pick(ELEMENTS, SMALL_ELEMENTS)
         assert elements % ALIGN == 0, "sizes are powers of two"
         memory = torch.zeros(elements, device=place.device)

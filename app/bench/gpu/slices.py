@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.scalefusion_ranks import BenchBlock
 
 RANKS = 16  # two machines of eight
@@ -31,7 +31,7 @@ class SliceOverhead:
     def why_not(self, place: Place) -> str | None:
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         rows, length = (FRAMES // RANKS, POSITIONS) if self.kind == "spatial" else (POSITIONS // RANKS, FRAMES)
         rows, length = max(rows, max(SLICES)), place.pick(length, 6)  # a slice of less than a row is none
         rows = place.pick(rows, max(SLICES))

@@ -17,7 +17,7 @@ from torch import nn
 from app.bench.gpu.ceilings import matmul_peak
 from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
 from app.bench.gpu.idle import device_use
-from app.bench.gpu.measurement import Earlier, Figure, Figures, Place
+from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
@@ -77,7 +77,7 @@ class TrainStep:
         probe = torch.empty(0, 1, 128, dtype=torch.bfloat16, device=place.device)
         return backend_of(attention).why_not(probe)
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         settings = SETTINGS[self.setting]
         config = step_config(MODELS[self.model], settings, place)
         expected = first_norm(config, place) if settings.fetched else None

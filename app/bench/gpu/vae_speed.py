@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from app.bench.gpu.measurement import Earlier, Figures, Place
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 
 CLIP, SMALL_CLIP = (1, 3, 81, 480, 832), (1, 3, 5, 32, 32)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ class VaeSpeed:
             return "diffusers is not installed."
         return None
 
-    def run(self, place: Place, earlier: Earlier) -> Figures:
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         vae, clip = _random_vae(place), torch.rand(place.pick(CLIP, SMALL_CLIP), device=place.device) * 2 - 1
         exact = _encode(vae, clip)
         vae, clip = vae.to(DTYPES[self.dtype]), clip.to(DTYPES[self.dtype])

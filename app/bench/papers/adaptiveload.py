@@ -166,8 +166,8 @@ def _call(fused: bool, side: str, tokens: int, width: int, device: str, _: int =
     """A call on buffers of its own: forward, or backward of a forward that is done."""
     import torch
 
-    from ops.fused import ln_modulate
     from ops.kernels.base.segments import Segments
+    from ops.kernels.norm_modulate.op import ln_modulate
 
     x, scale, shift = (
         torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True) for rows in (tokens, 1, 1)

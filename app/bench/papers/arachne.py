@@ -27,7 +27,6 @@ PROFILE = CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json"
 STATIC = PlanOptions(strategy="static", static_degree=4)  # DP4 x SP4, as theirs
 FLEXSP = PlanOptions(strategy="flexsp")
 BUDGET_S = 0.2
-Steps = list[list[Item]]
 
 
 @cache
@@ -35,7 +34,7 @@ def h100() -> Profile:
     return read_profile(PROFILE)
 
 
-def workload(name: str, quick: bool = False) -> tuple[Steps, Cluster]:
+def workload(name: str, quick: bool = False) -> tuple[list[list[Item]], Cluster]:
     data = json.loads((CONFIGS / "bench" / f"{name}.json").read_text())
     steps = [[Item(**entry) for entry in step] for step in data["steps"]]
     return steps[:: 3 if quick else 1], Cluster.parse(data["cluster"])
@@ -45,7 +44,9 @@ def cascade(quick: bool) -> PlanOptions:
     return PlanOptions(budget_s=BUDGET_S / 4 if quick else BUDGET_S)
 
 
-def planned(steps: Steps, cluster: Cluster, options: PlanOptions, profile: Profile | None = None) -> list[Plan]:
+def planned(
+    steps: list[list[Item]], cluster: Cluster, options: PlanOptions, profile: Profile | None = None
+) -> list[Plan]:
     """Each step by itself, checked."""
     profile = profile or h100()
     plans = [make_plan([step], profile, cluster, options) for step in steps]

@@ -69,8 +69,8 @@ class Recipe:
             [
                 MicroBatch(
                     step=number,
-                    job=dataset.job(item),
-                    keys=tuple(f"{s.source}/{s.epoch}/{s.row}" for s in item.samples),
+                    job=item.job,
+                    keys=tuple(sample.draw for sample in item.samples),
                     weight=1.0 / dataset.step(number).num_samples,
                 )
                 for item in dataset.step(number).items

@@ -1,4 +1,17 @@
-"""What the functions of all fused ops do to their arguments: tokens as rows, tables as [S, D].
+"""What the functions of all fused ops take, and what they do to it first: tokens as rows, tables as [S, D].
+
+    h = ln_modulate(x, scale, shift, segments)                      # norm(x) * (1 + scale) + shift
+    x, h = gate_residual_ln_modulate(x, attn, gate, scale, shift, segments)
+    q, k = qk_norm_rope(q, k, wq, wk, cos, sin, head_dim=128)
+
+Tokens are packed [N, D] (any leading dimensions are flattened); `segments` says which row of the [S, D] tables each
+token uses. On CUDA the Triton kernels run, elsewhere library calls; both mean what `reference.py` in the op's folder
+says.
+
+dtypes: activations bf16, fp16, fp32 or fp64, tables independently. Arithmetic, statistics and table gradients are fp32
+(fp64 for fp64 inputs), with one rounding at each store. Results have the autocast dtype under autocast (except fp64
+inputs), else x's dtype, unless out_dtype is given. Gradients of tables are sums over the local tokens, zero for rows
+without tokens: summing them over sequence-parallel shards gives the gradient of the whole.
 
 ValueError for what does not fit.
 """
@@ -8,9 +21,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.kernels.base.segments import Index, Segments
+from ops.kernels.base.segments import IndexTensors, Segments
 
-NO_INDEX: Index = (None, None, None, None, None)
+NO_INDEX: IndexTensors = (None, None, None, None, None)
 
 
 def token_rows(x: Tensor) -> Tensor:
@@ -27,7 +40,9 @@ def num_rows(table: Tensor) -> int:
     return table.numel() // table.shape[-1]
 
 
-def check_tables(x_ND: Tensor, segments: Segments | None, **tables: Tensor | None) -> tuple[list[Tensor | None], Index]:
+def check_tables(
+    x_ND: Tensor, segments: Segments | None, **tables: Tensor | None
+) -> tuple[list[Tensor | None], IndexTensors]:
     """The tables as [S, D] views, and the index tensors of the op; ValueError if they do not fit the tokens."""
     num_rows, width = x_ND.shape
     flat: list[Tensor | None] = []

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-Gradients = tuple[Tensor | None, ...]  # one per input of the forward
+InputGradients = tuple[Tensor | None, ...]  # one per input of the forward
 
 
 class Context(Protocol):

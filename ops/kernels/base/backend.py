@@ -18,14 +18,14 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-Choice = Literal["auto", "library", "triton"]
+PathChoice = Literal["auto", "library", "triton"]
 MAX_WIDTH = 8192  # one row of fp32 accumulators per program must fit the register file
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-_choice: Choice = "auto"
+_choice: PathChoice = "auto"
 
 
 @contextmanager
-def forced(choice: Choice) -> Iterator[None]:
+def forced(choice: PathChoice) -> Iterator[None]:
     """Run the ops on one implementation: benchmarks compare them, tests run Triton's interpreter on CPU tensors."""
     global _choice
     before, _choice = _choice, choice

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.autograd import Context, InputGradients
 
 LIBRARY = torch.library.Library("heddle", "FRAGMENT")  # owns the registrations; they end with it
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
@@ -57,7 +57,7 @@ def custom_op(
 
 def register_autograd(
     op: RegisteredOp[R],
-    backward: Callable[..., Gradients],
+    backward: Callable[..., InputGradients],
     setup_context: Callable[[X, Iterable[object], R], None],
 ) -> None:
     """Give the op a derivative: setup_context(ctx, inputs, output) saves, backward(ctx, *gradients) computes."""
@@ -85,7 +85,7 @@ def register_autograd(
 def refuse_double_backward(op: RegisteredOp[R], name: str) -> None:
     """Make the backward of a backward op an error that says what to do."""
 
-    def refuse(ctx: Context, *grads: Tensor) -> Gradients:
+    def refuse(ctx: Context, *grads: Tensor) -> InputGradients:
         raise RuntimeError(NO_DOUBLE_BACKWARD.format(name))
 
     def save_nothing(ctx: Context, inputs: Iterable[object], output: R) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INDEX_SCHEMA = "Tensor? run, Tensor? cu, Tensor? run2mod, Tensor? mod_off, Tensor? mod_runs"
-Index = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+IndexTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,20 +95,6 @@ class Segments:
         ends = torch.arange(batch + 1, dtype=torch.int32, device=device)
         samples = ends[:batch]
         return cls(samples.repeat_interleave(tokens), ends * tokens, samples, ends, samples)
-
-    @classmethod
-    def per_frame(cls, batch: int, frames: int, tokens_per_frame: int, device: torch.device | str = "cpu") -> Segments:
-        """Tokens ordered (batch, frame, height * width), one table row per sample and frame."""
-        return cls.packed([tokens_per_frame] * (batch * frames), device=device)
-
-    @classmethod
-    def from_seq_ids(cls, seq_ids: Tensor, num_mods: int) -> Segments:
-        """From the table row of each token [N], in any order (KnapFormer's balanced token order).
-
-        Reads seq_ids on the host: call it in the loader, not between layers.
-        """
-        rows, lengths = torch.unique_consecutive(seq_ids.cpu(), return_counts=True)
-        return cls.packed(lengths.tolist(), rows.tolist(), num_mods, seq_ids.device)
 
 
 def as_segments(

@@ -1,7 +1,7 @@
 """Launch configurations of the Triton kernels: a checked-in table per op for shipped widths, a rule for all others.
 
 No @triton.autotune: it recompiles cold for every N, prefers what is fast with a warm L2 (up to 45 % off), and fails in
-the interpreter. A table (<op>/launch_table.py) is keyed by (kernel, D, activation dtype, architecture); the
+the interpreter. A table (TABLE of an op's `triton.py`) is keyed by (kernel, D, activation dtype, architecture); the
 ahead-of-time gate compiles every row for its architecture and asserts no spills, wide accesses and no layout conversion
 in the row loop.
 
@@ -33,11 +33,6 @@ class Launch:
 
 
 Table = Mapping[tuple[Kernel, int, str, str], Launch]  # (kernel, D, dtype of x, architecture)
-
-
-# The second stage adds the slots of one table row: SUM_SLOTS x SUM_COLUMNS values are loaded at once, so the 400 to 800
-# slots of a whole sample are a handful of trips to the L2 cache.
-SUM_SLOTS, SUM_COLUMNS, SUM_WARPS = 128, 32, 4
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from ops.kernels.base.blocks import is_per_token, row, row_blocks
 from ops.kernels.base.dtypes import compute_dtype
 from ops.kernels.base.segments import Segments
-from ops.kernels.gate_residual.call import GateBackwardCall, GateCall, GateNormBackwardCall, GateNormCall
+from ops.kernels.gate_residual.reference import GateBackwardCall, GateCall, GateNormBackwardCall, GateNormCall
 from ops.kernels.norm_modulate import cpu as norm
-from ops.kernels.norm_modulate.call import NormCall
 from ops.kernels.norm_modulate.cpu import effective_tables, no_table_grads, norm_block_bwd, table_grads
+from ops.kernels.norm_modulate.reference import NormCall
 
 
 def forward(call: GateCall) -> Tensor:

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ops.kernels.base.rows import load_row, multiply, one_plus, store_row, sum_row, to_fp32
 from ops.kernels.base.segments import Segments
+from ops.kernels.base.slots import sum_slots
 from ops.kernels.base.tuning import configuration
-from ops.kernels.norm_modulate import launch
-from ops.kernels.norm_modulate.launch_table import TABLE
+from ops.kernels.norm_modulate.triton import TABLE
 
 COLUMNS = 128  # AdaptiveLoad's d_tile: one feature per thread
 ROWS = 256  # its n_tile
@@ -86,7 +86,7 @@ def dtile_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Column sums of one (row tile, column tile); slots as in `triton_kernels`, with the row tile as the program."""
+    """Column sums of one (row tile, column tile); slots as in base/slots.py, with the row tile as the program."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < D
     tile = tl.program_id(1)
@@ -136,7 +136,7 @@ def dtile_bwd(
         ROWS=ROWS,
         num_warps=COLUMNS // 32,
     )
-    dscale, dshift = launch.sum_slots(slots, segments, ROWS, segments.num_mods)
+    dscale, dshift = sum_slots(slots, segments, ROWS, segments.num_mods)
     return dx, dscale, dshift
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ops.kernels.base.blocks import as_row, is_per_token, row, row_blocks
 from ops.kernels.base.dtypes import compute_dtype
-from ops.kernels.norm_modulate.call import NormBackwardCall, NormCall
+from ops.kernels.norm_modulate.reference import NormBackwardCall, NormCall
 
 aten = torch.ops.aten
 

@@ -1,25 +1,99 @@
-"""heddle::ln_modulate and its backward as torch.library custom ops.
+"""ln_modulate: what models call, the op heddle::ln_modulate with its derivative, and what it is compared with.
 
 The backward is an op of its own, so torch.compile traces through it and selective checkpointing policies can name
 both. Saved: x, mean, rstd (8 bytes a row) and the tables as they came; shift is not needed.
+
+Measured beside it are eager PyTorch, a plain LayerNorm where one sample allows it, and Liger's RMSNorm; the ablations
+of its reductions (`ablations.py`) replace only the backward and are functions of saved tensors instead.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ops.kernels.base.autograd import Context, Gradients
+from ops.kernels.base.arguments import check_affine, check_tables, result_dtype, token_rows
+from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.blocks import is_per_token
 from ops.kernels.base.dtypes import compute_dtype
+from ops.kernels.base.measured import (
+    EPS,
+    Contest,
+    MeasuredOp,
+    OpCase,
+    OpVariant,
+    Outputs,
+    RowLayout,
+    Tensors,
+    modulation,
+    samples,
+)
 from ops.kernels.base.registry import custom_op, refuse_double_backward, register_autograd
-from ops.kernels.base.segments import INDEX_SCHEMA
-from ops.kernels.norm_modulate import cpu
-from ops.kernels.norm_modulate.call import NormBackwardCall, NormCall
+from ops.kernels.base.segments import INDEX_SCHEMA, Segments
+from ops.kernels.norm_modulate import cpu, reference
+from ops.kernels.norm_modulate.reference import NormBackwardCall, NormCall
+
+
+def ln_modulate(
+    x: Tensor,
+    scale: Tensor | None = None,
+    shift: Tensor | None = None,
+    segments: Segments | None = None,
+    *,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-6,
+    rms: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """(norm(x) * weight + bias) * (1 + scale) + shift; LayerNorm, or RMSNorm with rms.
+
+    x [..., D]; scale, shift [S, D] (other leading dimensions are flattened; chunks of a wider table are fine); weight,
+    bias [D]. Without segments, tables of one row apply to all tokens and tables of N rows to one token each.
+    """
+    x_ND = token_rows(x)
+    (scale, shift), index = check_tables(x_ND, segments, scale=scale, shift=shift)
+    check_affine(x_ND, weight, bias)
+    h, _, _ = forward(x_ND, weight, bias, scale, shift, *index, eps, rms, result_dtype(x, out_dtype))
+    return h.view(x.shape)
+
+
+class FusedAdaLN(nn.Module):
+    """Norm with optional affine weights and modulation: forward(x, scale, shift, segments)."""
+
+    def __init__(self, dim: int, eps: float = 1e-6, elementwise_affine: bool = False, rms: bool = False) -> None:
+        super().__init__()
+        self.eps, self.rms = eps, rms
+        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.zeros(dim)) if elementwise_affine and not rms else None
+
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor | None = None,
+        shift: Tensor | None = None,
+        segments: Segments | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """x [..., D], tables [S, D] -> [..., D]."""
+        return ln_modulate(
+            x,
+            scale,
+            shift,
+            segments,
+            weight=self.weight,
+            bias=self.bias,
+            eps=self.eps,
+            rms=self.rms,
+            out_dtype=out_dtype,
+        )
 
 
 def cast_wanted(
@@ -32,11 +106,11 @@ def cast_wanted(
     ]
 
 
-def per_token_with_weight(per_token: bool, weight: Tensor | None) -> str | None:
+def _per_token_with_weight(per_token: bool, weight: Tensor | None) -> str | None:
     return "per-token tables together with an affine norm" if per_token and weight is not None else None
 
 
-def fake_ln_modulate(call: NormCall) -> tuple[Tensor, ...]:
+def fake_forward(call: NormCall) -> tuple[Tensor, ...]:
     """h [N, D], mean [N] or [0], rstd [N]"""
     x, num_rows, dtype = call.x, call.x.shape[0], compute_dtype(call.x)
     return (
@@ -51,20 +125,20 @@ def fake_ln_modulate(call: NormCall) -> tuple[Tensor, ...]:
     f"(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, {INDEX_SCHEMA}, "
     "float eps, bool rms, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)",
     NormCall,
-    fake_ln_modulate,
+    fake_forward,
 )
-def ln_modulate(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
+def forward(call: NormCall) -> tuple[Tensor, Tensor, Tensor]:
     """h [N, D], mean [N] (empty for RMS) and rstd [N]."""
-    lacking = per_token_with_weight(is_per_token(call.x, call.scale, call.shift, call.segments), call.weight)
+    lacking = _per_token_with_weight(is_per_token(call.x, call.scale, call.shift, call.segments), call.weight)
     if use_kernels(call.x, call.weight, call.bias, call.scale, call.shift, unsupported=lacking):
-        from ops.kernels.norm_modulate import launch  # needs triton
+        from ops.kernels.norm_modulate import triton  # which not every machine has
 
-        return launch.forward(call)
+        return triton.forward(call)
     return cpu.forward(call)
 
 
-def fake_ln_modulate_bwd(call: NormBackwardCall) -> tuple[Tensor, ...]:
-    """As `ln_modulate_bwd`; [0, D] and [0] for what is not asked for."""
+def fake_backward(call: NormBackwardCall) -> tuple[Tensor, ...]:
+    """As `backward`; [0, D] and [0] for what is not asked for."""
     x, sums, dtype = call.x, call.sums, compute_dtype(call.x)
     num_rows, width = x.shape
     num_mods = num_rows if call.per_token else 1 if call.mod_off is None else call.mod_off.shape[0] - 1
@@ -83,15 +157,15 @@ def fake_ln_modulate_bwd(call: NormBackwardCall) -> tuple[Tensor, ...]:
     f"(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor mean, Tensor rstd, {INDEX_SCHEMA}, "
     "bool per_token, bool rms, bool sums) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     NormBackwardCall,
-    fake_ln_modulate_bwd,
+    fake_backward,
 )
-def ln_modulate_bwd(call: NormBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def backward(call: NormBackwardCall) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx [N, D], gradients of scale, shift [S, D], weight, bias [D]; without `sums` these are empty."""
-    lacking = per_token_with_weight(call.per_token, call.weight)
+    lacking = _per_token_with_weight(call.per_token, call.weight)
     if use_kernels(call.x, call.dy, call.weight, call.bias, call.scale, unsupported=lacking):
-        from ops.kernels.norm_modulate import launch  # needs triton
+        from ops.kernels.norm_modulate import triton  # which not every machine has
 
-        return launch.backward(call)
+        return triton.backward(call)
     return cpu.backward(call)
 
 
@@ -114,16 +188,76 @@ def _setup(ctx: NormContext, inputs: Iterable[object], output: tuple[Tensor, Ten
     ctx.dtypes = [None if t is None else t.dtype for t in (call.scale, call.shift, call.weight, call.bias)]
 
 
-def _backward(ctx: NormContext, dy: Tensor | None, *_stats: None) -> Gradients:
+def _backward(ctx: NormContext, dy: Tensor | None, *_stats: None) -> InputGradients:
     if dy is None:
         return (None,) * 13
     x, weight, bias, scale, mean, rstd, *index = ctx.saved_tensors
     _, weight_wanted, bias_wanted, scale_wanted, shift_wanted, *_ = ctx.needs_input_grad
     wanted = (scale_wanted, shift_wanted, weight_wanted, bias_wanted)
-    dx, *grads = ln_modulate_bwd(dy, x, weight, bias, scale, mean, rstd, *index, ctx.per_token, ctx.rms, any(wanted))
+    dx, *grads = backward(dy, x, weight, bias, scale, mean, rstd, *index, ctx.per_token, ctx.rms, any(wanted))
     dscale, dshift, dweight, dbias = cast_wanted(grads, wanted, ctx.dtypes)
     return dx, dweight, dbias, dscale, dshift, *(None,) * 8
 
 
-register_autograd(ln_modulate, _backward, _setup)
-refuse_double_backward(ln_modulate_bwd, "ln_modulate")
+register_autograd(forward, _backward, _setup)
+refuse_double_backward(backward, "ln_modulate")
+
+
+def _case(name: str, rms: bool) -> OpCase:
+    return OpCase(
+        name=name,
+        inputs={"x": "tokens", "scale": "table", "shift": "table"},
+        ours=lambda t, segments: (ln_modulate(t["x"], t["scale"], t["shift"], segments, rms=rms),),
+        meaning=lambda t, rows: (reference.ln_modulate(t["x"], t["scale"], t["shift"], rows, rms=rms),),
+    )
+
+
+def eager_ln(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
+    h = F.layer_norm(samples(t["x"], layout), t["x"].shape[-1:], eps=EPS)
+    return (h * (1 + modulation(t["scale"], layout, rows)) + modulation(t["shift"], layout, rows),)
+
+
+def _one_line_ln(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
+    """One sample needs no modulation ops at all: scale and shift are the affine weights of a plain LayerNorm."""
+    return (F.layer_norm(t["x"], t["x"].shape[-1:], 1 + t["scale"][0], t["shift"][0], EPS),)
+
+
+def _eager_rms(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
+    h = F.rms_norm(samples(t["x"], layout), t["x"].shape[-1:], eps=EPS)
+    return (h * (1 + modulation(t["scale"], layout, rows)) + modulation(t["shift"], layout, rows),)
+
+
+def liger_rms() -> OpVariant:
+    """Liger's modulated RMSNorm (no LayerNorm of that kind exists there), which takes one table row per equal run."""
+    if importlib.util.find_spec("liger_kernel") is None:
+        raise ValueError("liger-kernel is not installed. Install it, or run without --liger.")
+    function = importlib.import_module("liger_kernel.ops.modulated_rms_norm").LigerModulatedRMSNormFunction
+
+    def run(t: Tensors, layout: RowLayout, _: Segments, rows: Tensor) -> Outputs:
+        # offset 0, bf16 rounding before the modulation as in eager, and dx not written over dy, which replays reuse
+        return (function.apply(samples(t["x"], layout), None, t["scale"], t["shift"], EPS, 0.0, "llama", False),)
+
+    return run
+
+
+_NORM, _RMS = _case("ln_modulate", rms=False), _case("rms_modulate", rms=True)
+_AFFINE = OpCase(
+    name="affine-norm",
+    inputs={"x": "tokens", "weight": "vector", "bias": "vector"},
+    ours=lambda t, segments: (ln_modulate(t["x"], weight=t["weight"], bias=t["bias"]),),
+    meaning=lambda t, rows: (reference.ln_modulate(t["x"], weight=t["weight"], bias=t["bias"]),),
+)
+
+
+def _contests(liger: bool) -> tuple[Contest, ...]:
+    ln: dict[str, OpVariant] = {"eager": eager_ln, "one-line eager": _one_line_ln}
+    rms: dict[str, OpVariant] = {"eager": _eager_rms}
+    if liger:
+        rms["Liger RMS"] = liger_rms()
+    return (
+        Contest(name="ln_modulate", case=_NORM, turn=0, forward_T=2, backward_T=3, others=ln),
+        Contest(name="ln_modulate, RMS", case=_RMS, turn=4, forward_T=2, backward_T=3, others=rms),
+    )
+
+
+MEASURED = MeasuredOp(cases=(_NORM, _RMS, _AFFINE), contests=_contests)

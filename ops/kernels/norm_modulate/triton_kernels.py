@@ -6,11 +6,8 @@
 | gate_residual      | 3T                   | 3T (read dx', y; write dy)        |
 | gate + ln_modulate | 4T                   | 6T (read dh, dx', x', y; write 2) |
 
-That is the minimum. The backward stays at it because it is one pass: P programs walk R = ceil(N / P) consecutive rows
-each and keep the column sums of gate, scale and shift in fp32 registers. A program that meets the end of a run writes
-its sums to slot `program + run`. Walking the rows, either the program or the run grows at every write, so slots are
-unique, those of a run are contiguous, there are fewer than P + R of them, and neither atomics nor the host are needed.
-`sum_slots` then adds the slots of each table row in a fixed order: the result is the same bits on every run.
+That is the minimum. The backward stays at it because it is one pass, whose column sums go to slots that a second kernel
+adds (`ops/kernels/base/slots.py`).
 (A second pass over x and dy, the D-tile reduction of AdaptiveLoad, costs 5T; see `ablations.py`.)
 
 Offsets: int64 for the base of a row or run, int32 inside the loop; int64 in the loop costs 60 registers at D = 3072.
@@ -164,13 +161,7 @@ def backward_kernel(
     row = program * rows_per_program
     last = tl.minimum(row + rows_per_program, num_rows)
     while row < last:
-        run = row * 0
-        mod = run.to(tl.int64)
-        end = last
-        if INDEX == "runs":
-            run = tl.load(run_ptr + row)
-            mod = tl.load(run2mod_ptr + run).to(tl.int64)
-            end = tl.minimum(last, tl.load(cu_ptr + run + 1))
+        run, mod, end = run_at(row, last, run_ptr, cu_ptr, run2mod_ptr, INDEX)
         base = row.to(tl.int64)
         x_base, dh_base = x_ptr + base * (x_stride8 * 8), dh_ptr + base * (dh_stride8 * 8)
         dxo_base, y_base = dxo_ptr + base * (dxo_stride8 * 8), y_ptr + base * (y_stride8 * 8)
@@ -198,30 +189,12 @@ def backward_kernel(
                 if not RMS:
                     mean = tl.load(mean_ptr + row + i)
                 rstd = tl.load(rstd_ptr + row + i)
-                xhat = ()
-                wdy = ()
-                for c in tl.static_range(NC):
-                    value = (x[c].to(tl.float32) - mean) * rstd
-                    grad = dh[c].to(tl.float32)
-                    if SUMS:
-                        sum_P = sum_P[:c] + (sum_P[c] + grad * value,) + sum_P[c + 1 :]
-                        sum_Q = sum_Q[:c] + (sum_Q[c] + grad,) + sum_Q[c + 1 :]
-                    xhat = xhat + (value,)
-                    wdy = wdy + (grad,)
+                xhat, wdy, sum_P, sum_Q = norm_products(x, dh, mean, rstd, sum_P, sum_Q, NC, SUMS)
                 if AFFINE:
                     wdy = multiply(wdy, to_fp32(weight, NC), NC)
                 if HAS_SCALE:
                     wdy = multiply(wdy, one_plus(to_fp32(scale, NC), NC), NC)
-                c1 = sum_row(multiply(wdy, xhat, NC), NC) / D
-                c2 = 0.0
-                if not RMS:
-                    c2 = sum_row(wdy, NC) / D
-                # (wdy - xhat * c1 - c2) * rstd in two fused multiply-adds
-                c1 = c1 * rstd
-                c2 = c2 * rstd
-                total = ()
-                for c in tl.static_range(NC):
-                    total = total + (wdy[c] * rstd - (xhat[c] * c1 + c2),)
+                total = norm_gradient(xhat, wdy, rstd, D, NC, RMS)
                 if HAS_DXO:
                     total = add(total, to_fp32(dxo, NC), NC)
                 store_row(dx_base + i * D, total, D, CH, NC)
@@ -234,69 +207,76 @@ def backward_kernel(
                         sum_G = axpy(total, to_fp32(y, NC), sum_G, NC)
                 else:
                     store_row(dy_base + i * D, total, D, CH, NC)
-        slot_row = slots_ptr + (program + run).to(tl.int64) * D
-        plane = num_slots.to(tl.int64) * D
-        if SUMS:
-            store_row(slot_row, sum_P, D, CH, NC)
-            store_row(slot_row + plane, sum_Q, D, CH, NC)
-            if GATE_SUM:
-                store_row(slot_row + 2 * plane, sum_G, D, CH, NC)
-        elif GATE_SUM:
-            store_row(slot_row, sum_G, D, CH, NC)
+        slot = slots_ptr + (program + run).to(tl.int64) * D
+        store_sums(slot, num_slots.to(tl.int64) * D, sum_P, sum_Q, sum_G, D, CH, NC, SUMS, GATE_SUM)
         row = end
 
 
-@triton.jit(do_not_specialize=SIZES[1:])
-def sum_slots_kernel(
-    slots_ptr,
-    cu_ptr,
-    mod_off_ptr,
-    mod_runs_ptr,
-    first_ptr,
-    second_ptr,
-    third_ptr,
-    num_slots,
-    rows_per_program,
-    D: tl.constexpr,
-    BLOCK_SLOTS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INDEX: tl.constexpr,
-):
-    """One [num_mods, D] sum per plane of the slots of each table row, in ascending order of run and slot.
-
-    A table row without tokens gets zeros: sums over sequence-parallel ranks stay right.
-    """
-    mod, plane = tl.program_id(0), tl.program_id(2)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = (columns < D)[None, :]
-    base = slots_ptr + plane.to(tl.int64) * num_slots * D
-    total = tl.zeros((BLOCK_SLOTS, BLOCK_D), tl.float32)
-    first_run, last_run = 0, 1
+@triton.jit
+def run_at(row, last, run_ptr, cu_ptr, run2mod_ptr, INDEX: tl.constexpr):
+    """The run of a row, its table row, and where the run or the program's rows end."""
+    run = row * 0
+    mod = run.to(tl.int64)
+    end = last
     if INDEX == "runs":
-        first_run, last_run = tl.load(mod_off_ptr + mod), tl.load(mod_off_ptr + mod + 1)
-    for index in tl.range(first_run, last_run):
-        first_slot, end_slot = 0, num_slots
-        if INDEX == "runs":
-            run = tl.load(mod_runs_ptr + index)
-            first_row, end_row = tl.load(cu_ptr + run), tl.load(cu_ptr + run + 1)
-            first_slot = first_row // rows_per_program + run
-            # An empty run owns no slot.
-            end_slot = tl.where(end_row > first_row, (end_row - 1) // rows_per_program + run + 1, first_slot)
-        for lo in tl.range(first_slot, end_slot, BLOCK_SLOTS):
-            slots = lo + tl.arange(0, BLOCK_SLOTS)
-            total += tl.load(
-                base + slots[:, None].to(tl.int64) * D + columns[None, :],
-                mask=(slots < end_slot)[:, None] & inside,
-                other=0.0,
-            )
-    offsets = mod.to(tl.int64) * D + columns
-    sums = tl.sum(total, axis=0)
-    if plane == 0:
-        tl.store(first_ptr + offsets, sums, mask=columns < D)
-    elif plane == 1:
-        tl.store(second_ptr + offsets, sums, mask=columns < D)
-    else:
-        tl.store(third_ptr + offsets, sums, mask=columns < D)
+        run = tl.load(run_ptr + row)
+        mod = tl.load(run2mod_ptr + run).to(tl.int64)
+        end = tl.minimum(last, tl.load(cu_ptr + run + 1))
+    return run, mod, end
+
+
+@triton.jit
+def norm_products(x, dh, mean, rstd, sum_P, sum_Q, NC: tl.constexpr, SUMS: tl.constexpr):
+    """xhat and dh of a row in fp32, and the column sums with the row's part: dh * xhat and dh."""
+    xhat = ()
+    wdy = ()
+    for c in tl.static_range(NC):
+        value = (x[c].to(tl.float32) - mean) * rstd
+        grad = dh[c].to(tl.float32)
+        if SUMS:
+            sum_P = sum_P[:c] + (sum_P[c] + grad * value,) + sum_P[c + 1 :]
+            sum_Q = sum_Q[:c] + (sum_Q[c] + grad,) + sum_Q[c + 1 :]
+        xhat = xhat + (value,)
+        wdy = wdy + (grad,)
+    return xhat, wdy, sum_P, sum_Q
+
+
+@triton.jit
+def norm_gradient(xhat, wdy, rstd, D: tl.constexpr, NC: tl.constexpr, RMS: tl.constexpr):
+    """The gradient of a normalised row: (wdy - xhat * c1 - c2) * rstd, in two fused multiply-adds."""
+    c1 = sum_row(multiply(wdy, xhat, NC), NC) / D
+    c2 = 0.0
+    if not RMS:
+        c2 = sum_row(wdy, NC) / D
+    c1 = c1 * rstd
+    c2 = c2 * rstd
+    total = ()
+    for c in tl.static_range(NC):
+        total = total + (wdy[c] * rstd - (xhat[c] * c1 + c2),)
+    return total
+
+
+@triton.jit
+def store_sums(
+    slot,
+    plane,
+    sum_P,
+    sum_Q,
+    sum_G,
+    D: tl.constexpr,
+    CH: tl.constexpr,
+    NC: tl.constexpr,
+    SUMS: tl.constexpr,
+    GATE_SUM: tl.constexpr,
+):
+    """The column sums of a run to its slot, `plane` elements apart."""
+    if SUMS:
+        store_row(slot, sum_P, D, CH, NC)
+        store_row(slot + plane, sum_Q, D, CH, NC)
+        if GATE_SUM:
+            store_row(slot + 2 * plane, sum_G, D, CH, NC)
+    elif GATE_SUM:
+        store_row(slot, sum_G, D, CH, NC)
 
 
 @triton.jit

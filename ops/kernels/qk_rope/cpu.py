@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ops.kernels.base.blocks import BLOCK_ELEMENTS
 from ops.kernels.base.dtypes import compute_dtype
-from ops.kernels.qk_rope.call import QKBackwardCall, QKCall
+from ops.kernels.qk_rope.reference import QKBackwardCall, QKCall
 
 
 def forward(call: QKCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -1,11 +1,54 @@
-"""What qk_norm_rope means, in plain PyTorch. Differentiable, any device, exact in float64; the judge of every test."""
+"""What heddle::qk_norm_rope takes and means: its arguments, and the op in plain PyTorch.
+
+The reference is differentiable, runs on any device and is exact in float64; it is the judge of every test.
+The fields of a call stand in the order of the op's schema; no other list of them exists.
+
+N tokens, D width, G = heads with per_head, else 1.
+
+Calls are named tuples, because one is made per call of an op, and a frozen dataclass of 19 fields takes 5.4 us against
+0.6 us.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ops.kernels.base.dtypes import compute_dtype
+
+
+class QKCall(NamedTuple):
+    """RMSNorm of q and k, then rotation of the pairs (2i, 2i + 1) of every head."""
+
+    q: Tensor  # [N, D]
+    k: Tensor  # [N or another number, D]
+    wq: Tensor | None  # [D], or [head_dim] with per_head
+    wk: Tensor | None
+    cos: Tensor | None  # [n, head_dim / 2]; token r uses row r % n
+    sin: Tensor | None
+    head_dim: int
+    per_head: bool
+    eps: float
+    out_dtype: torch.dtype
+
+
+class QKBackwardCall(NamedTuple):
+    """The gradients of both outputs, and what the forward saved."""
+
+    dqo: Tensor  # [N, D]
+    dko: Tensor
+    q: Tensor  # [N, D]
+    k: Tensor
+    wq: Tensor | None
+    wk: Tensor | None
+    cos: Tensor | None  # [n, head_dim / 2]
+    sin: Tensor | None
+    rstd_q: Tensor  # [N, G]
+    rstd_k: Tensor
+    head_dim: int
+    per_head: bool
 
 
 def qk_norm_rope(

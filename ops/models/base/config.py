@@ -12,6 +12,7 @@ from typing import Any, Self
 from ops.attention.names import AttentionName
 from ops.config import Diffusion
 from ops.degrees import SequenceSetting, default_degrees
+from ops.models.base.flops import ForwardFlops
 from ops.ranges import above, between, check_numbers
 from ops.spatial_temporal.slicing import Slicing
 
@@ -223,9 +224,9 @@ class DiTConfig:
         return default_degrees(self.num_heads, setting, most)
 
     @property
-    def text_share(self) -> float:
-        """The share of its blocks that attend to the text, where they attend in turn as `spatial_temporal` says."""
-        return 0.5
+    def flops(self) -> ForwardFlops:
+        """What its blocks compute of a sample. Prices of plans and the figures of a run follow from it."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what its blocks compute.")
 
     @property
     def fetchable(self) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig, Spacing
+    from ops.models.base.vae import DiffusersVAE
 
 EmptyText = Literal["encoded", "none"]
 Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
@@ -46,8 +47,9 @@ class VAEClass:
     name: str
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
-    can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
+    can_be_tiled: bool = True  # by the cuts of ops/models/base/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
+    runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
 
 
 def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -56,7 +58,7 @@ def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True)
-"""Of FLUX.1, Latte and STDiT3: every frame by itself."""
+"""Stable Diffusion's, of pictures: every frame by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +138,15 @@ class Published:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedParts:
+    """The frozen parts of a family's published pipelines, as fields of their config.json (`encoders.py` has usual
+    ones)."""
+
+    text: Mapping[str, Json]  # folder of the pipeline -> the encoder in it
+    vae: Json = field(default_factory=dict)  # where it is not its class's default
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCode:
     """Whose transformer it is, where Diffusers has no class of it: config.json names the class in `architectures`, the
     weights lie in `stem`.safetensors, and an export is the transformer with its encoders but no pipeline."""
@@ -184,6 +195,7 @@ class Family:
     # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
     # stride over time) -> the channels of `config.fitted` behind the noisy ones, [Q, t, h, w]
     first_frame: Callable[[Tensor, int], Tensor] | None = None
+    hint_share: float = 0.0  # of the first frame in the noise that sampling begins with
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
@@ -191,11 +203,14 @@ class Family:
     # `Any` is the settings of this very family, which no common parameter type can be.
     write_rest: Callable[[Any], dict[str, object]]  # config -> further keys of config.json
 
+    # attention heads by the names that profiles of published models have, which need not say them
+    published_heads: Mapping[str, int] = field(default_factory=dict)
+
     lora_names: LoraNames
     # of a config of this family, and of the flow that was trained
     scheduler: Callable[[Any, FlowConfig], Scheduler] = no_class
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
-    wan_steps: bool = False  # sampling as SamplerConfig.wan_steps
+    whole_times: bool = False  # sampling as SamplerConfig.whole_times
     spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
     # (config of this family, sample) -> what the Diffusers class takes
     parity_inputs: Callable[[Any, ParitySample], dict[str, Any]] = no_class
@@ -205,6 +220,7 @@ class Family:
     # frames of tokens that the Diffusers class takes, where it takes one number of them
     parity_frames: Callable[[Any], int | None] = lambda config: None
 
+    parts: PublishedParts
     # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
     # ValueError for a scheduler of another training than is computed
     published: Callable[[Json, Json, Json], Published]

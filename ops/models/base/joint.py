@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.conditions import Conditions
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.base.config import DiTConfig
 from ops.models.base.joint_config import JointDiTConfig
 from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, init_linear, sinusoidal_embedding

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ForwardFlops, joint_flops
 from ops.ranges import between, check_numbers
 
 JOINT_BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
@@ -50,6 +51,10 @@ class JointDiTConfig(DiTConfig):
             raise ValueError(
                 f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim {self.head_dim}."
             )
+
+    @property
+    def flops(self) -> ForwardFlops:
+        return joint_flops(sum(self.block_counts), self.dim, self.ffn_dim)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """Layers that the transformers share, with Diffusers' parameter names.
 
-Modules named after a norm hold parameters only; the fused ops of ops/fused.py do the arithmetic.
+Modules named after a norm hold parameters only; the fused ops of ops/kernels/ do the arithmetic.
 S sequences, n local rows, D model width, H heads, d head size.
 """
 
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.fused import qk_norm_rope
+from ops.kernels.qk_rope.op import qk_norm_rope
 
 Activation = Callable[[Tensor], Tensor]
 _TIME_DIM = 256  # sinusoidal width of AdaLayerNormSingle, not a setting there

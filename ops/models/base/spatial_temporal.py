@@ -56,7 +56,7 @@ class StackInputs:
 
 
 class SpatialTemporalTransformer(PackedTransformer):
-    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.Layer` for who calls what."""
+    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for who calls what."""
 
     def on_frames(self, block: RowBlock, shared: StackInputs, x: Tensor, *rest: object) -> Tensor:
         """x [B, t, P, D]: rows by frame."""

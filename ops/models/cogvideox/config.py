@@ -7,6 +7,7 @@ from typing import Literal
 
 from ops.config import Diffusion
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ForwardFlops, joint_flops
 from ops.ranges import above, between, check_numbers
 
 
@@ -49,6 +50,10 @@ class CogVideoXConfig(DiTConfig):
             raise ValueError(
                 f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as CogVideoX has it."
             )
+
+    @property
+    def flops(self) -> ForwardFlops:
+        return joint_flops(sum(self.block_counts), self.dim, self.ffn_dim)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:

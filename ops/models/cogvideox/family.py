@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
+from ops.models.base.encoders import T5_XXL
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
 from ops.models.cogvideox.config import CogVideoXConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
 
 
 def _model() -> type[nn.Module]:
     from ops.models.cogvideox.model import CogVideoXDiT
 
     return CogVideoXDiT
+
+
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.cogvideox.vae import CogVideoXVAE
+
+    return CogVideoXVAE
 
 
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -124,7 +132,7 @@ FAMILY = Family(
     model=_model,
     diffusers_class="CogVideoXTransformer3DModel",
     pipeline_class=lambda config: "CogVideoXPipeline",
-    vae=VAEClass(name="AutoencoderKLCogVideoX", numbers=_vae_numbers),
+    vae=VAEClass(name="AutoencoderKLCogVideoX", numbers=_vae_numbers, runs=_vae),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",
@@ -152,11 +160,13 @@ FAMILY = Family(
     },
     read_rest=_read_rest,
     write_rest=_write_rest,
+    published_heads={"cogvideox-2b": 30, "cogvideox-5b": 48},
     lora_names=LoraNames(
         blocks=("transformer_blocks.",),
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.comm import Group
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.cogvideox.config import CogVideoXConfig

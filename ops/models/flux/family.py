@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from ops.models.base.encoders import CLIP_L, PICTURE_VAE_FIELDS, T5_XXL
 from ops.models.base.family import (
     PICTURE_VAE,
     Family,
@@ -12,6 +13,7 @@ from ops.models.base.family import (
     LoraNames,
     ParitySample,
     Published,
+    PublishedParts,
     TextRecipe,
     even_sigmas,
 )
@@ -129,6 +131,10 @@ FAMILY = Family(
     diffusers_class="FluxTransformer2DModel",
     pipeline_class=lambda config: "FluxPipeline",
     vae=PICTURE_VAE,
+    parts=PublishedParts(
+        text={"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
+        vae={**PICTURE_VAE_FIELDS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+    ),
     published=_published,
     texts={"flux": _TEXT},
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
@@ -150,6 +156,7 @@ FAMILY = Family(
     read_rest=_read_rest,
     write_rest=_write_rest,
     converter="convert_flux_transformer_checkpoint_to_diffusers",
+    published_heads={"flux.1": 24},
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=even_sigmas,
     shifts_by_tokens=True,

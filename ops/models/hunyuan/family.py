@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.models.base.encoders import CLIP_L, LLAMA_8B
 from ops.models.base.family import (
     Family,
     Json,
@@ -11,6 +12,7 @@ from ops.models.base.family import (
     ParitySample,
     PictureRecipe,
     Published,
+    PublishedParts,
     Scheduler,
     TextRecipe,
     VAEClass,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
 
 
 # Of HunyuanVideoPipeline: what the published weights were trained on. 95 tokens stand before the caption.
@@ -63,6 +66,12 @@ def _model() -> type[nn.Module]:
     from ops.models.hunyuan.model import HunyuanDiT
 
     return HunyuanDiT
+
+
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.hunyuan.vae import HunyuanVAE
+
+    return HunyuanVAE
 
 
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -171,13 +180,15 @@ FAMILY = Family(
         "HunyuanVideoImageToVideoPipeline" if config.starts_from_image else "HunyuanVideoPipeline"
     ),
     first_frame=_first_frame,
-    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers),
+    hint_share=0.001,  # HunyuanVideoImageToVideoPipeline.prepare_latents
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, runs=_vae),
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
         "HunyuanVideoPipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan for a complete pipeline, or give --base."
     ),
+    parts=PublishedParts(text={"text_encoder": LLAMA_8B, "text_encoder_2": CLIP_L}),
     published=_published,
     key_map={
         "num_layers": "num_layers",
@@ -194,6 +205,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    published_heads={"hunyuan-video-13b": 24, "open-sora-v2": 24},  # the latter has the same blocks
     converter="convert_hunyuan_video_transformer_to_diffusers",
     lora_names=LoraNames(blocks=JOINT_BLOCKS, projections=(*JOINT_PROJECTIONS, "proj_out"), original=_ORIGINAL),
     scheduler=_scheduler,

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.joint import (
     EPS,
     ConditionEmbedding,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ops.config import Diffusion
+from ops.models.base.flops import ForwardFlops, crossing_flops, joint_flops
 from ops.models.base.spatial_temporal_config import SpatialTemporalDiTConfig
 from ops.ranges import between, check_numbers
 
@@ -25,6 +26,13 @@ class LatteConfig(SpatialTemporalDiTConfig):
     def __post_init__(self) -> None:
         SpatialTemporalDiTConfig.__post_init__(self)
         check_numbers("model.dit", self, sample_size=between(2, 1 << 16), video_length=between(1, 1 << 16))
+
+    @property
+    def flops(self) -> ForwardFlops:
+        """Spatial blocks attend to the text, too."""
+        spatial, temporal = (f(self.num_layers, self.dim, self.ffn_dim) for f in (crossing_flops, joint_flops))
+        pair = spatial.pair + temporal.pair
+        return replace(spatial, video=spatial.video + temporal.video, pair=pair, in_turn=True)
 
     @property
     def diffusion(self) -> Diffusion:

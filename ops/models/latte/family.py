@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, ParitySample, Published, Scheduler
+from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
+from ops.models.base.family import (
+    PICTURE_VAE,
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    PublishedParts,
+    Scheduler,
+)
 from ops.models.latte.config import LatteConfig
 
 if TYPE_CHECKING:
@@ -131,6 +141,7 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate
 from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import FeedForward, TimeModulation, TwoLayerMLP, gelu_tanh, init_linear
 from ops.models.base.spatial_temporal import (
     FlatPatches,
@@ -27,7 +28,7 @@ from ops.models.base.spatial_temporal import (
 )
 from ops.models.base.transformer import ForwardInputs
 from ops.models.latte.config import LatteConfig
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _OUT_EPS = 1e-6
@@ -70,14 +71,14 @@ class LatteDiT(SpatialTemporalTransformer):
             finished.append(noise.unflatten(0, x.shape[:3]))
         return from_rest(finished, rest, group)
 
-    def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
+    def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
         """Spatial and temporal blocks in turn, as `run_layers` calls them. Frames are numbered behind the first spatial
         block, pictures are not."""
         moments = None
         if stack.split.frames > 1:
             places = torch.arange(stack.split.frames, dtype=torch.float64, device=shared.device)
             moments = sinusoids(places, self.config.dim)[:, None]  # [T, 1, D]
-        layers: list[Layer] = []
+        layers: list[LayerFunction] = []
         for number, (spatial, temporal) in enumerate(zip(self.transformer_blocks, self.temporal_transformer_blocks)):
             layers.append(partial(self._on_frames, spatial, shared))
             layers.append(partial(self._on_positions, temporal, shared, None if number else moments))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Self
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ForwardFlops, crossing_flops
 from ops.ranges import above, between, check_numbers
 
 
@@ -30,6 +31,10 @@ class LTXConfig(DiTConfig):
             raise ValueError(
                 f"model.dit.ffn_dim {self.ffn_dim} is not 4 times the width {self.dim}, as LTX-Video has it."
             )
+
+    @property
+    def flops(self) -> ForwardFlops:
+        return crossing_flops(self.num_layers, self.dim, self.ffn_dim)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, VAEClass, even_sigmas
+from ops.models.base.encoders import T5_XXL
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    PublishedParts,
+    VAEClass,
+    even_sigmas,
+)
 from ops.models.ltx.config import LTXConfig
 
 if TYPE_CHECKING:
@@ -120,6 +130,7 @@ FAMILY = Family(
     ),
     scheduler=even_sigmas,
     shifts_by_tokens=True,
+    parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ForwardFlops, joint_flops
 from ops.ranges import between, check_numbers
 
 POOL_HEADS = 8  # of the attention that pools the text, not a setting in the published code
@@ -34,6 +35,15 @@ class MochiConfig(DiTConfig):
                 f"model.dit.text_dim {self.text_dim} is not a multiple of {POOL_HEADS}, the heads by which Mochi "
                 f"pools the text."
             )
+
+    @property
+    def flops(self) -> ForwardFlops:
+        """Text has keys, values and queries as wide as the video's, and an MLP of its own width; the last block gives
+        none back, so it only has the former there."""
+        own = joint_flops(self.num_layers, self.dim, self.ffn_dim)
+        joined, back = 6.0 * self.context_dim * self.dim, 2.0 * self.context_dim * self.dim
+        mlp = 16.0 * self.context_dim**2
+        return replace(own, text=self.num_layers * joined + (self.num_layers - 1) * (back + mlp))
 
     @property
     def told_signal(self) -> bool:

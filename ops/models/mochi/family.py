@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
     Family,
     Json,
     LoraNames,
     ParitySample,
     Published,
+    PublishedParts,
     Scheduler,
     VAEClass,
     config_normalisation,
@@ -150,6 +152,7 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     spacing="linear_quadratic",
+    parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: -output,

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
 from ops.kernels.base.segments import Segments
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.base.joint import Modulation
 from ops.models.base.joint_config import default_rope_split
 from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding

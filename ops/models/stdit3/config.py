@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
+from ops.models.base.flops import ForwardFlops, crossing_flops
 from ops.models.base.spatial_temporal_config import SpatialTemporalDiTConfig
 from ops.ranges import above, between, check_numbers
 
@@ -40,8 +41,9 @@ class STDiT3Config(SpatialTemporalDiTConfig):
         return self.frame_rate
 
     @property
-    def text_share(self) -> float:
-        return 1.0
+    def flops(self) -> ForwardFlops:
+        """Blocks of both kinds attend to the text, too."""
+        return replace(crossing_flops(2 * self.num_layers, self.dim, self.ffn_dim), in_turn=True)
 
     def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
         plain = SpatialTemporalDiTConfig.fitted(self, channels, stride, text_dim, image_dim)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.config import TokenShift
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published
+from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
+from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts
 from ops.models.stdit3.config import STDiT3Config
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ FAMILY = Family(
             "mlp.fc2",
         ),
     ),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
     notes=_notes,
     export_notes=_export_notes,

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.fused import gate_residual, gate_residual_ln_modulate, ln_modulate, qk_norm_rope
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.base.layers import gelu_tanh, sinusoidal_embedding
 from ops.models.base.spatial_temporal import (
     FlatPatches,
@@ -32,7 +34,7 @@ from ops.models.base.spatial_temporal import (
 from ops.models.base.transformer import ForwardInputs
 from ops.models.stdit3.config import STDiT3Config
 from ops.packing import Layout
-from ops.spatial_temporal.layers import Layer, run_layers
+from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
 _SINUSOIDS = 256  # of times and frame rates, not a setting in the published code
@@ -88,10 +90,10 @@ class STDiT3(SpatialTemporalTransformer):
         at_least_fp32 = torch.promote_types(told.dtype, torch.float32)
         return told.to(at_least_fp32), modulation.to(at_least_fp32)
 
-    def _layers(self, stack: Stack, shared: StackInputs) -> list[Layer]:
+    def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
         """Spatial and temporal blocks in turn, as `run_layers` calls them."""
         cos, sin = frame_rotation(stack.split.frames, self.config, shared)
-        layers: list[Layer] = []
+        layers: list[LayerFunction] = []
         for spatial, temporal in zip(self.spatial_blocks, self.temporal_blocks):
             layers.append(partial(self._on_frames, spatial, shared))
             layers.append(partial(self._on_positions, temporal, shared, cos, sin))

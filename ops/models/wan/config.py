@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Self
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.flops import ForwardFlops, crossing_flops
 from ops.ranges import above, between, check_numbers
 
 
@@ -28,6 +29,10 @@ class WanConfig(DiTConfig):
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
         check_numbers("model.dit", self, image_dim=between(0, 1 << 16), boundary=above(0, 0.999))
+
+    @property
+    def flops(self) -> ForwardFlops:
+        return crossing_flops(self.num_layers, self.dim, self.ffn_dim)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:

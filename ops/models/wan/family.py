@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, Scheduler, VAEClass
+from ops.models.base.encoders import UMT5_XXL
+from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
 from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
 
 
 def _model() -> type[nn.Module]:
     from ops.models.wan.model import WanDiT
 
     return WanDiT
+
+
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.wan.vae import WanVAE
+
+    return WanVAE
 
 
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
@@ -171,7 +179,7 @@ FAMILY = Family(
     pipeline_class=_pipeline_class,
     first_frame=_first_frame,
     surplus=("norm_added_q",),  # of older image-to-video folders; no code has ever read it
-    vae=VAEClass(name="AutoencoderKLWan", numbers=_vae_numbers),
+    vae=VAEClass(name="AutoencoderKLWan", numbers=_vae_numbers, runs=_vae),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",
@@ -187,6 +195,7 @@ FAMILY = Family(
     fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
     read_rest=_read_rest,
     write_rest=_write_rest,
+    published_heads={"wan2.1-1.3b": 12, "wan2.1-14b": 40},
     converter="convert_wan_transformer_to_diffusers",
     lora_names=LoraNames(
         blocks=("blocks.",),
@@ -194,7 +203,8 @@ FAMILY = Family(
         original={f"blocks.*.{ours}": f"blocks.*.{theirs}" for ours, theirs in _ORIGINAL_LAYERS.items()},
     ),
     scheduler=_scheduler,
-    wan_steps=True,
+    whole_times=True,
+    parts=PublishedParts(text={"text_encoder": UMT5_XXL}),
     published=_published,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import ray
 
-from actors.config import WorkersConfig
-from actors.feed.encoders import Encoders, plan_item, text_keys
-from actors.feed.feeder import Feeder
-from actors.feed.step_source import StepSource
+from actors.config import TrainConfig, WorkersConfig
+from actors.feed.encoders import Encoders
+from actors.feed.feeder import EngineOf, Feeder
+from actors.feed.item_cache import ItemCache
+from actors.feed.item_facts import ItemFacts
+from actors.feed.step_source import StepSource, item_facts
+from actors.plan.types import Item
 from actors.step import StepBatches
 from app.inputs.items import items_from_data
 from app.settings.config import RunConfig
@@ -26,9 +29,10 @@ from app.settings.sections import RunSection
 from data.cache import Cache
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, EngineConfig, LimitsConfig, SourceConfig
 from data.dataset.dataset import Dataset
+from data.engines.engine import make_engine
 from data.ledger import Fault, Reason
 from data.tools.synthetic import SynthConfig, synthesize
-from data.types import Bucket, DataItem, SampleRef
+from data.types import Bucket, DataItem, DecodeJob, NeedsPixels, SampleRef
 from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
@@ -66,13 +70,28 @@ def config(clips: Path, cache: Path | None = None) -> DataConfig:
     )
 
 
+def feeder_of(data: DataConfig, folder: Path, model: ModelConfig = MODEL, engine_of: EngineOf = make_engine) -> Feeder:
+    resolved, geometry = resolve(model)
+    facts = item_facts(data, TrainConfig(), WorkersConfig(device="cpu"), resolved, geometry)
+    return Feeder(data, facts, 0, str(folder), engine_of)
+
+
+def planned(feeder: Feeder, step: int) -> list[Item]:
+    """The items of a step as the planner sees them."""
+    return [item.plan for item in feeder.items(step)]
+
+
+def cache_of(feeder: Feeder) -> ItemCache:
+    assert feeder._cache is not None
+    return feeder._cache
+
+
 @pytest.fixture
 def make(clips: Path, tmp_path: Path) -> Iterator[Callable[[], Feeder]]:
     made: list[Feeder] = []
 
     def feeder() -> Feeder:
-        cached = config(clips, tmp_path / "cache")
-        made.append(Feeder(cached, Geometry(), 0, Encoders.of(MODEL), str(tmp_path)))
+        made.append(feeder_of(config(clips, tmp_path / "cache"), tmp_path))
         return made[-1]
 
     yield feeder
@@ -83,15 +102,14 @@ def make(clips: Path, tmp_path: Path) -> Iterator[Callable[[], Feeder]]:
 
 def fill(feeder: Feeder, steps: int) -> Cache:
     """What workers would have put for the first steps."""
-    cache = feeder._cache
-    assert cache is not None
+    items, cache = cache_of(feeder), cache_of(feeder).cache
     for step in range(steps):
         for item in feeder.dataset.step(step).items:
-            latents, texts = feeder._cache_keys(item)
+            names = items.names(item)
             tokens = Geometry().tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
-            for name in latents:
+            for name in names.latents:
                 cache.put("latents", name, np.ones((tokens, WIDTH), np.float32))
-            for name in texts:
+            for name in names.texts:
                 cache.put("text", name, np.ones((5, MODEL.text.d_model), np.float32))
     return cache
 
@@ -120,25 +138,60 @@ def test_an_item_whose_latents_are_damaged_is_encoded_again(
     feeder = make()
     cache = fill(feeder, 2)
     victim = feeder.dataset.step(0).items[1]
-    feeder.start(0)  # the engine has asked for pixels of nothing by now
-    damage(cache._path("latents", feeder._cache_keys(victim)[0][0]))
+    damage(cache._path("latents", cache_of(feeder).names(victim).latents[0]))
+    feeder.start(0)
     items = feeder.items(0)
-    assert [item.cached for item in items.items] == [("text", "vae"), ("text",)]
-    assert {key for key in items.cached if key[0] == "vae"} == {("vae", items.items[0].id)}
+    assert [item.cached for item in planned(feeder, 0)] == [("text", "vae"), ("text",)]
     for _ in range(2):  # also when the step is asked for again
-        spared, decoded = feeder.batches(0).references
+        batches = feeder.batches(0)
+        spared, decoded = batches.references
         assert spared.video.shape[1] == 0 and decoded.video.shape[1] == victim.bucket.frames and decoded.video.any()
+        first, second = (item.plan.id for item in items)
+        assert set(batches.cached) == {("text", first), ("vae", first), ("text", second)}
     assert feeder.items(0) is items
     assert feeder.ledger()["delivered"] == feeder.dataset.step(0).num_samples
-    assert [item.cached for item in feeder.items(1).items] == [("text", "vae")] * 2
+    assert [item.cached for item in planned(feeder, 1)] == [("text", "vae")] * 2
+
+
+def test_what_is_decoded_is_what_plans_are_told_while_workers_fill_the_cache(make: Callable[[], Feeder]) -> None:
+    """The engine looks at steps 0 and 1 when it begins, and the planner asks for them after they were filled; it asks
+    for step 2 before the engine does."""
+    feeder = make()
+    feeder.start(0)
+    told = feeder.items(2)
+    fill(feeder, 4)
+    for step, pixels in ((0, True), (1, True), (2, True), (3, False)):
+        batches = feeder.batches(step)
+        assert [item.cached for item in planned(feeder, step)] == [() if pixels else ("text", "vae")] * 2
+        assert [batch.video.shape[1] > 0 for batch in batches.references] == [pixels] * 2
+        assert bool(batches.cached) != pixels
+    assert feeder.items(2) is told
+    feeder.start(0)  # again: nothing of it is on a worker
+    assert [item.cached for item in planned(feeder, 0)] == [("text", "vae")] * 2
+    assert [batch.video.shape[1] for batch in feeder.batches(0).references] == [0, 0]
+
+
+def test_items_of_other_sizes_are_looked_up_anew(make: Callable[[], Feeder]) -> None:
+    """They have the ids of those that were decoded ahead."""
+    feeder = make()
+    fill(feeder, 6)
+    feeder.start(0)
+    before = {step: planned(feeder, step) for step in range(3)}
+    feeder.resize({"from": 2, "sizes": {"1x64x96": 3, "9x64x96": 1}})
+    assert [planned(feeder, step) for step in range(2)] == [before[0], before[1]]
+    assert planned(feeder, 2) != before[2], "other batches"
+    for item in feeder.dataset.step(2).items:
+        (found,) = [one for one in planned(feeder, 2) if one.id == item.id]
+        held = cache_of(feeder)
+        assert found.cached == held.named(held.names(item))
 
 
 def test_a_text_that_is_damaged_is_encoded_again(make: Callable[[], Feeder]) -> None:
     feeder = make()
     cache = fill(feeder, 1)
-    name = feeder._cache_keys(feeder.dataset.step(0).items[0])[1][0]
+    name = cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts[0]
     zero_the_end(cache._path("text", name))
-    assert "text" not in feeder.items(0).items[0].cached and "vae" in feeder.items(0).items[0].cached
+    assert planned(feeder, 0)[0].cached == ("vae",)
 
 
 def folder(path: Path) -> Path:
@@ -187,8 +240,9 @@ def test_plans_count_the_rows_that_captions_are_padded_with(pad_to: int, rows: i
         SampleRef(source=0, epoch=0, row=row, start_frame=0, key=str(row), caption_chars=chars, content="")
         for row, chars in enumerate([3, 200])
     )
-    item = plan_item(DataItem(id="s0.0", bucket=Bucket(17, 64, 96), samples=samples), encoders, ())
-    assert item.text_tokens == rows
+    bucket, limits = Bucket(17, 64, 96), LimitsConfig()
+    job = DecodeJob(item="s0.0", bucket=bucket, clips=(), fps=0.0, crop=False, limits=limits, decoder="")
+    assert encoders.text_tokens(DataItem(job=job, samples=samples)) == rows
 
 
 def test_latents_of_image_to_video_have_names_of_their_own() -> None:
@@ -208,15 +262,13 @@ def test_cached_results_of_image_to_video_have_the_rows_of_the_image(
     clips: Path, tmp_path: Path, more: int, found: bool
 ) -> None:
     dit = replace(MODEL.dit, first_frame="channels")
-    model, geometry = resolve(replace(MODEL, dit=dit, image=ImageConfig(d_model=16)))
-    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
+    model = replace(MODEL, dit=dit, image=ImageConfig(d_model=16))
+    feeder = feeder_of(config(clips, tmp_path / "cache"), tmp_path, model)
     item = feeder.dataset.step(0).items[0]
-    tokens = geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
-    names = feeder._cache_keys(item)[0]
-    assert feeder._cache is not None
-    for name in names:
-        feeder._cache.put("latents", name, np.ones((tokens + more, 400), np.float32))
-    assert (feeder._load("vae", 0, item, names) is not None) == found
+    tokens = feeder.dataset.geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
+    for name in cache_of(feeder).names(item).latents:
+        cache_of(feeder).cache.put("latents", name, np.ones((tokens + more, 400), np.float32))
+    assert ("vae" in planned(feeder, 0)[0].cached) == found
 
 
 @pytest.mark.parametrize(("rows", "found"), [(3, True), (6, True), (7, False)])
@@ -225,97 +277,85 @@ def test_cached_text_of_two_encoders_has_the_rows_of_the_vector(
 ) -> None:
     """At most four rows of a caption and two of 20 numbers in rows of 16."""
     text = TextConfig(kind="hunyuan", max_length=4, d_model=16, num_heads=2, num_layers=1, pooled_dim=20)
-    model, geometry = resolve(replace(MODEL, dit=HunyuanConfig(num_single_layers=1), text=text))
-    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
-    item = feeder.dataset.step(0).items[0]
-    names = feeder._cache_keys(item)[1]
-    assert feeder._cache is not None
-    for name in names:
-        feeder._cache.put("text", name, np.ones((rows, 16), np.float32))
-    assert (feeder._load("text", 0, item, names) is not None) == found
+    model = replace(MODEL, dit=HunyuanConfig(num_single_layers=1), text=text)
+    feeder = feeder_of(config(clips, tmp_path / "cache"), tmp_path, model)
+    for name in cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts:
+        cache_of(feeder).cache.put("text", name, np.ones((rows, 16), np.float32))
+    assert ("text" in planned(feeder, 0)[0].cached) == found
 
 
-def of_pictures(clips: Path, folder: Path) -> tuple[Feeder, ModelConfig, Geometry]:
-    """A feeder for a text encoder that sees first frames."""
-    text = TextConfig(kind="hunyuan_i2v", max_length=20, d_model=16, num_heads=2, num_layers=1, pooled_dim=16)
+def of_pictures(clips: Path, folder: Path, text: bool = True) -> tuple[Feeder, TextConfig]:
+    """A feeder for a text encoder that sees first frames; whether its run keeps texts in the cache."""
+    settings = TextConfig(kind="hunyuan_i2v", max_length=20, d_model=16, num_heads=2, num_layers=1, pooled_dim=16)
     dit = HunyuanConfig(num_single_layers=1, first_frame="token_replace")
-    model, geometry = resolve(replace(MODEL, dit=dit, text=text))
-    return Feeder(config(clips, folder / "cache"), geometry, 0, Encoders.of(model), str(folder)), model, geometry
+    data = config(clips, folder / "cache")
+    data = replace(data, cache=replace(data.cache, text=text))
+    model = replace(MODEL, dit=dit, text=settings)
+    return feeder_of(data, folder, model), resolve(model)[0].text
 
 
-def keep(feeder: Feeder, model: ModelConfig, geometry: Geometry, texts: bool = True) -> DataItem:
+def keep(feeder: Feeder, text: TextConfig, texts: bool = True) -> DataItem:
     """Results of the first item, as workers would have put them."""
-    item, cache = feeder.dataset.step(0).items[0], feeder._cache
-    assert cache is not None
-    latent_names, text_names = feeder._cache_keys(item)
-    tokens = geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
-    for name in latent_names:
-        cache.put("latents", name, np.ones((tokens, feeder._encoders.latent_width), np.float32))
-    for name in text_names if texts else ():
-        cache.put("text", name, np.ones((model.text.most_tokens + model.text.tail, 16), np.float32))
+    item, cache = feeder.dataset.step(0).items[0], cache_of(feeder).cache
+    names, width = cache_of(feeder).names(item), feeder._facts.encoders.latent_width
+    tokens = feeder.dataset.geometry.tokens(item.bucket.frames, item.bucket.height, item.bucket.width)
+    for name in names.latents:
+        cache.put("latents", name, np.ones((tokens, width), np.float32))
+    for name in names.texts if texts else ():
+        cache.put("text", name, np.ones((text.most_tokens + text.tail, 16), np.float32))
     return item
 
 
 def test_a_text_of_a_first_frame_is_named_by_it_and_counted_with_its_rows(clips: Path, tmp_path: Path) -> None:
-    feeder, model, _ = of_pictures(clips, tmp_path)
-    step = feeder.dataset.step(0)
-    (item, *_) = step.items
-    named = feeder._text_names(item)
-    job, encoders = feeder.dataset.job(item), feeder._encoders
+    feeder, text = of_pictures(clips, tmp_path)
+    (item, *_) = feeder.dataset.step(0).items
+    facts = feeder._facts
     later = replace(item, samples=tuple(replace(s, start_frame=s.start_frame + 1) for s in item.samples))
-    larger = replace(item, bucket=replace(item.bucket, height=2 * item.bucket.height))
+    larger = replace(item, job=replace(item.job, bucket=replace(item.bucket, height=2 * item.bucket.height)))
+
+    def named(one: DataItem, by: ItemFacts = facts) -> tuple[str, ...]:
+        return ItemCache(feeder._config, by.encoders, by.geometry).names(one).texts
+
     for other in (later, larger):
-        assert not set(text_keys(other, job, encoders, feeder._config)) & set(named)
-    assert text_keys(item, job, encoders, feeder._config) == named
-    alone = replace(encoders, picture_rows=0)
-    assert text_keys(later, job, alone, feeder._config) == text_keys(item, job, alone, feeder._config)
-    assert encoders.picture_rows == model.text.picture_rows == 4
-    assert (
-        plan_item(item, encoders, ()).text_tokens == plan_item(item, replace(alone, least_text=0), ()).text_tokens + 4
-    )
+        assert not set(named(other)) & set(named(item))
+    alone = replace(facts, encoders=replace(facts.encoders, picture_rows=0))
+    assert named(later, alone) == named(item, alone)
+    assert facts.encoders.picture_rows == text.picture_rows == 4
+    assert facts.encoders.text_tokens(item) == replace(alone.encoders, least_text=0).text_tokens(item) + 4
 
 
 def test_pixels_are_spared_only_where_the_texts_of_first_frames_are_kept_too(clips: Path, tmp_path: Path) -> None:
     """The answer stands when workers fill the cache between the planner's question and the engine's."""
-    feeder, model, geometry = of_pictures(clips, tmp_path)
-    item = keep(feeder, model, geometry, texts=False)
-    assert feeder.items(0).items[0].cached == ("vae",) and feeder.dataset.needs_pixels(item)
-    keep(feeder, model, geometry)
-    assert feeder.dataset.needs_pixels(item)
-    again, _, _ = of_pictures(clips, tmp_path)
-    assert not again.dataset.needs_pixels(item) and again.items(0).items[0].cached == ("text", "vae")
+    feeder, text = of_pictures(clips, tmp_path)
+    item = keep(feeder, text, texts=False)
+    assert planned(feeder, 0)[0].cached == ("vae",) and feeder._needs_pixels(item)
+    keep(feeder, text)
+    assert feeder._needs_pixels(item)
+    again, _ = of_pictures(clips, tmp_path)
+    assert not again._needs_pixels(item) and planned(again, 0)[0].cached == ("text", "vae")
 
 
-def test_a_damaged_text_of_a_first_frame_has_its_item_decoded(clips: Path, tmp_path: Path) -> None:
-    feeder, model, geometry = of_pictures(clips, tmp_path)
-    item = keep(feeder, model, geometry)
-    assert feeder._cache is not None and not feeder.dataset.needs_pixels(item)
-    zero_the_end(feeder._cache._path("text", feeder._text_names(item)[0]))
-    assert feeder.items(0).items[0].cached == ()
-    assert feeder.dataset.needs_pixels(item) and feeder.dataset.latents_denied(item)
+def damaged(path: Path) -> None:
+    zero_the_end(path)
 
 
-def test_a_text_of_a_first_frame_that_is_gone_since_it_was_named_has_its_item_decoded(
-    clips: Path, tmp_path: Path
+@pytest.mark.parametrize("harm", [damaged, Path.unlink])
+def test_a_text_of_a_first_frame_that_is_damaged_or_gone_has_its_item_decoded(
+    clips: Path, tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
-    """As after another item of the same clip and caption has found it damaged."""
-    feeder, model, geometry = of_pictures(clips, tmp_path)
-    item = keep(feeder, model, geometry)
-    assert feeder._cache is not None and not feeder.dataset.needs_pixels(item)
-    feeder._cache._path("text", feeder._text_names(item)[0]).unlink()
-    assert feeder.items(0).items[0].cached == ()
-    assert feeder.dataset.needs_pixels(item) and feeder.dataset.latents_denied(item)
+    feeder, text = of_pictures(clips, tmp_path)
+    item = keep(feeder, text)
+    harm(cache_of(feeder).cache._path("text", cache_of(feeder).names(item).texts[0]))
+    assert feeder._needs_pixels(item) and planned(feeder, 0)[0].cached == ("vae",)
 
 
 def test_no_pixels_are_spared_for_texts_of_first_frames_that_the_cache_is_not_asked_for(
     clips: Path, tmp_path: Path
 ) -> None:
     """A folder may hold texts of another run, and this one have data.cache.text off."""
-    feeder, model, geometry = of_pictures(clips, tmp_path)
-    item = keep(feeder, model, geometry)
-    without = replace(feeder._config, cache=replace(feeder._config.cache, text=False))
-    asked = Feeder(without, geometry, 0, feeder._encoders, str(tmp_path))
-    assert asked.items(0).items[0].cached == ("vae",) and asked.dataset.needs_pixels(item)
+    item = keep(*of_pictures(clips, tmp_path))
+    asked, _ = of_pictures(clips, tmp_path, text=False)
+    assert planned(asked, 0)[0].cached == ("vae",) and asked._needs_pixels(item)
 
 
 def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> None:
@@ -333,14 +373,11 @@ def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> N
 
 def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_path: Path) -> None:
     """As an array without rows, which is what is wanted of it."""
-    model, geometry = resolve(replace(MODEL, text=replace(MODEL.text, empty="none")))
-    feeder = Feeder(config(clips, tmp_path / "cache"), geometry, 0, Encoders.of(model), str(tmp_path))
-    item = feeder.dataset.step(0).items[0]
-    names = feeder._cache_keys(item)[1]
-    assert feeder._cache is not None
-    for name in names:
-        feeder._cache.put("text", name, np.ones((0, model.text.d_model), np.float32))
-    assert feeder._load("text", 0, item, names) is not None
+    model = replace(MODEL, text=replace(MODEL.text, empty="none"))
+    feeder = feeder_of(config(clips, tmp_path / "cache"), tmp_path, model)
+    for name in cache_of(feeder).names(feeder.dataset.step(0).items[0]).texts:
+        cache_of(feeder).cache.put("text", name, np.ones((0, model.text.d_model), np.float32))
+    assert planned(feeder, 0)[0].cached == ("text",)
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:
@@ -353,7 +390,7 @@ def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) ->
 class Engine:
     """Hands out steps of a plan without decoding; of some steps the first samples are bad, always the same."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, config: DataConfig, needs_pixels: NeedsPixels) -> None:
         self.dataset = dataset
 
     def start(self, first_step: int) -> None:
@@ -394,11 +431,9 @@ def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
     monkeypatch.setattr(ray, "get", lambda value, timeout=None: value)
     monkeypatch.setattr(ray, "wait", lambda asked, num_returns=1, timeout=None: (asked, []))
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
-    monkeypatch.setattr("actors.feed.feeder.make_engine", lambda dataset, config: Engine(dataset))
     plain = two_sources(clips)
-    return StepSource(
-        lambda: Actor(Feeder(plain, Geometry(), 0, Encoders.of(MODEL), "")), Geometry(), "sample", 10**6, 60.0
-    )
+    make = lambda: Actor(feeder_of(plain, clips, engine_of=Engine))  # noqa: E731
+    return StepSource(make, Geometry(), "sample", 10**6, 60.0)
 
 
 def two_sources(clips: Path) -> DataConfig:
@@ -467,14 +502,14 @@ def test_steps_that_are_walked_over_are_counted_from_the_plan(clips: Path, known
     """Nobody has counted them here: all are scheduled, none is missing; only who was bad among them is not known."""
     plain = two_sources(clips)
     first, then = (Dataset.open(plain, Geometry(), 0) for _ in range(2))
-    engine = Engine(first)
+    engine = Engine(first, plain, lambda item: True)
     tokens = {}
     for step in range(40):
         tokens[step] = first.token(step)
         engine.batches(step)
     if known is not None:
         then.resume(json.loads(json.dumps(tokens[known])))
-    Engine(then).start(40)
+    Engine(then, plain, lambda item: True).start(40)
     assert told(then.ledger.summary()) == counted(first, 40, known or 0)
 
 
@@ -496,14 +531,14 @@ def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[
     fill(feeder, 1)
     warm = items_from_data(feeder.dataset, 2, preview, MODEL)
     assert [item.cached for step in warm for item in step] == [("text", "vae")] * 2 + [()] * 2
-    assert [feeder.items(step).items for step in range(2)] == warm
+    assert [tuple(planned(feeder, step)) for step in range(2)] == warm
 
 
 def batches_of(data: StepSource, steps: range) -> list[list[tuple[str, tuple[str, ...]]]]:
     found = []
     for step in steps:
-        items = data.data(step).items
-        found.append([(f"{i.frames}x{i.height}x{i.width}", keys) for i, keys in zip(items.items, items.keys)])
+        items = data.data(step).items.items.values()
+        found.append([("x".join(map(str, i.bucket)), tuple(s.key for s in i.samples)) for i in items])
     return found
 
 

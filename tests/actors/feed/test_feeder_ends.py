@@ -13,11 +13,12 @@ import pytest
 import ray
 
 from actors import process
-from actors.feed.encoders import Encoders
+from actors.config import TrainConfig, WorkersConfig
 from actors.feed.feeder import Feeder
-from actors.feed.step_source import StepSource, actor_factory
+from actors.feed.step_source import StepSource, actor_factory, item_facts
 from actors.step import DataLost
 from data.config import BatchConfig, BucketsConfig, DataConfig, EngineConfig, SourceConfig
+from data.engines.engine import make_engine
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -53,10 +54,10 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     )
     return {
         "config": config,
-        "geometry": Geometry(),
+        "facts": item_facts(config, TrainConfig(), WorkersConfig(device="cpu"), ModelConfig(), Geometry()),
         "seed": 0,
-        "encoders": Encoders.of(ModelConfig()),
         "run_dir": str(tmp_path),
+        "engine_of": make_engine,
     }
 
 
@@ -76,9 +77,8 @@ def test_a_terminated_feeder_is_gone_while_decoding_waits_for_it(cluster: None, 
 def test_a_stopped_feeder_is_replaced_and_a_busy_one_is_waited_for(
     cluster: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    source = StepSource(
-        actor_factory(KnownFeeder, **settings(tmp_path)), Geometry(), "sample", 100, stall_s=120.0, silent_s=8.0
-    )
+    make = actor_factory(KnownFeeder, **settings(tmp_path))
+    source = StepSource(make, Geometry(), "sample", 100, stall_s=120.0, silent_s=8.0)
     source.open(0)
     first = source.data(0)
     feeder: Any = source._feeder

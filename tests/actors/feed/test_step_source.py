@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.step import DataLost
+from actors.plan.types import Item
+from actors.step import DataLost, DrawnItem, StepBatches, StepItems
 from data.errors import DataIOError
 from tests.actors.fakes import Handle, source_of
 
@@ -59,6 +60,22 @@ def test_a_step_that_cannot_be_read_is_told_at_once_also_while_the_next_one_hang
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(DataIOError, match=r"00001\.tar"):
         source_of(feeder).has(3)
+
+
+def test_the_samples_of_a_step_are_made_once_and_before_it_is_dispatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are thousands on a large cluster: the planner is asked while the step before runs."""
+    plan = Item(id="s3.0", batch=2, frames=5, height=32, width=48)
+    batches = StepBatches(references=("pixels",), position={"step": 4})  # type: ignore[arg-type]
+    feeder = Handle(items=lambda step: (DrawnItem(plan=plan, keys=("0/0/1", "0/0/7")),), batches=lambda step: batches)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference)
+    source, made = source_of(feeder), StepItems.of
+    asked: list[int] = []
+    monkeypatch.setattr(StepItems, "of", lambda step, *given: asked.append(step) or made(step, *given))
+    assert source.items(3) == (plan,) and asked == [3]
+    data = source.data(3)
+    assert asked == [3] and data.batches == {"s3.0": "pixels"}
+    assert [(s.key, s.weight) for s in data.items.items["s3.0"].samples] == [("0/0/1", 0.5), ("0/0/7", 0.5)]
+    assert source.items(3) == (plan,) and asked == [3]
 
 
 def test_steps_that_an_earlier_feeder_has_told_keep_their_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from actors.config import PlannerConfig
 from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
+from actors.plan.costs.spanning import Spanned
 from actors.plan.types import PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.options import profile_of
@@ -29,8 +30,8 @@ def learned() -> Profile:
             for _ in range(5):
                 profile.observe("dit", batch, *CLIP, degree, 0.3 + 2.0 * batch / degree, 12)
     profile.observe("text", 2, *CLIP, 1, 0.05, 12)
-    profile.observe("dit", 2, *CLIP, 4, 2.6, 12, overlap=1.0)
-    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, overlap=1.0)
+    profile.observe("dit", 2, *CLIP, 4, 2.6, 12, spanned=Spanned(2, 1.0))
+    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, spanned=Spanned(2, 1.0))
     return profile
 
 

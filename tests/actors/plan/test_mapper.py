@@ -10,11 +10,11 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import Mapper, PlannedJob, PlanOptions, Problem, StepContext
-from actors.plan.types import Cluster, Item
+from actors.plan.types import Cluster, Item, places_in
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import MAPPERS
 
-CLUSTER = Cluster(nodes=(8, 8), rails="AABBCCDD")
+CLUSTER = Cluster(nodes=(8, 8), places=places_in((8, 8), rails="AABBCCDD"))
 ITEM = Item(id="a", batch=1, frames=13, height=720, width=1280, text_tokens=100)
 
 

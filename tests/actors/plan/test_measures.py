@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.plan.costs.flops import DiTWork, flop_coefficients
+from actors.plan.costs.flops import DiTWork, flop_coefficients, text_cost
 from actors.plan.costs.forms import Load
 from actors.plan.devices import DEVICES, device_speed
 from actors.plan.measures import (
@@ -17,8 +17,10 @@ from actors.plan.measures import (
     wait_sync,
     workload_imbalance,
 )
+from ops.models.base.flops import joint_flops
 from ops.models.latte.config import LatteConfig
 from ops.models.stdit3.config import STDiT3Config
+from ops.models.wan.config import WanConfig
 
 
 def test_cv_step_is_the_gap_over_the_longest() -> None:
@@ -55,7 +57,7 @@ def test_waiting_is_counted_inside_bags_and_for_the_last_one_to_come() -> None:
 def test_flops_are_those_of_knapformer_s_table() -> None:
     """FLUX, 57 blocks of width 3072 with an MLP of four times that: KnapFormer prints 26.20 % HFU for 461.8 K tokens in
     2.95 s on 32 H100. With sequences of one length (1024 of 451 tokens) it comes to 26.2 %."""
-    work = DiTWork(layers=57, dim=3072, ffn_dim=4 * 3072, recomputes=True)
+    work = DiTWork(forward=joint_flops(57, 3072, 4 * 3072), recomputes=True)
     tflop = work.computed_tflop(1024, 451)
     forward = 1024 * 57 * (24 * 451 * 3072**2 + 4 * 451**2 * 3072) / 1e12
     assert tflop == pytest.approx(4 * forward)
@@ -65,32 +67,69 @@ def test_flops_are_those_of_knapformer_s_table() -> None:
 
 def test_spatial_temporal_blocks_attend_to_frames_positions_and_text() -> None:
     """Latte-1 on 16 frames of 512 x 512 with 120 tokens of text: 28 blocks each of 1024 and of 16 tokens,
-    counted block by block. Plans count the same."""
+    counted block by block; the former attend to the text, of which each takes keys and values. Plans count the same."""
     dit = LatteConfig(num_layers=28, num_heads=16, head_dim=72, ffn_dim=4608)
     tokens, text, d = 16 * 1024, 120, 1152
-    linear = 56 * tokens * (8 * d * d + 4 * d * 4608)
+    linear = 28 * tokens * (20 * d * d + 2 * 4 * d * 4608) + 28 * text * 4 * d * d
     attention = 28 * 4 * d * tokens * (1024 + text) + 28 * 4 * d * tokens * 16
-    tflop = DiTWork.of(dit).model_tflop(1, tokens + text, text, 16)
+    tflop = DiTWork.of(dit).model_tflop(1, tokens, text, 16)
     assert tflop == pytest.approx(3 * (linear + attention) / 1e12)
     fit = flop_coefficients(
         dit, 1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0
     )["dit"]
-    load = Load(batch=1, frames=16, height=512, width=512, text_tokens=text, tokens=tokens, degree=1, token_frames=16)
+    load = Load(
+        batch=1,
+        frames=16,
+        height=512,
+        width=512,
+        text_tokens=text,
+        tokens=tokens,
+        degree=1,
+        token_frames=16,
+        text=text_cost(dit),
+    )
     assert fit.predict(load) == pytest.approx(tflop)
     both = STDiT3Config(num_layers=28, num_heads=16, head_dim=72, ffn_dim=4608)  # where every block attends to the text
-    more = DiTWork.of(both).model_tflop(1, tokens + text, text, 16)
-    assert more == pytest.approx(tflop + 3 * 28 * 4 * d * tokens * text / 1e12)
+    more = DiTWork.of(both).model_tflop(1, tokens, text, 16)
+    assert more == pytest.approx(tflop + 3 * 28 * (4 * d * tokens * text + 4 * d * d * (tokens + text)) / 1e12)
     costs = flop_coefficients(
         both, 1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1.0
     )
-    assert costs["dit"].predict(load) == pytest.approx(more)
-    full = replace(DiTWork.of(dit), spatial_temporal=False)
-    assert tflop < 0.5 * full.model_tflop(1, tokens + text, text, 16)
+    assert costs["dit"].predict(replace(load, text=text_cost(both))) == pytest.approx(more)
+    full = DiTWork(forward=replace(dit.flops, in_turn=False), recomputes=False)
+    assert tflop < 0.5 * full.model_tflop(1, tokens, text, 16)
+
+
+def test_text_that_is_read_costs_keys_and_values_on_every_member_of_a_bag() -> None:
+    """Wan2.1-1.3B: of a video token's 12 d^2 + 4 d f, a row of text takes 4 d^2."""
+    dit = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960)
+    tokens, text, d, blocks = 32760, 512, 1536, 30
+    row, pair = 3 * blocks * (12 * d * d + 4 * d * 8960) / 1e12, 3 * blocks * 4 * d / 1e12
+    fit = flop_coefficients(
+        dit, 1.0, vae_flops_per_pixel=0.0, text_flops_per_token=0.0, launch_s=0.0, exchange_gbps=1e12
+    )["dit"]
+    for degree in (1, 4):
+        load = Load(
+            batch=2,
+            frames=81,
+            height=480,
+            width=832,
+            text_tokens=text,
+            tokens=tokens,
+            degree=degree,
+            text=text_cost(dit),
+        )
+        keys_and_values = 3 * blocks * 4 * d * d * text / 1e12
+        expected = 2 * ((row * tokens + pair * tokens * (tokens + text)) / degree + keys_and_values)
+        assert fit.predict(load) == pytest.approx(expected, rel=1e-6)
+    assert DiTWork.of(dit).model_tflop(2, tokens, text) == pytest.approx(
+        2 * (row * tokens + pair * tokens * (tokens + text) + keys_and_values)
+    )
 
 
 def test_frozen_weights_have_no_gradient_of_their_own() -> None:
-    full = DiTWork(layers=1, dim=2, ffn_dim=8, recomputes=False)
-    lora = DiTWork(layers=1, dim=2, ffn_dim=8, recomputes=False, frozen=True)
+    full = DiTWork(forward=joint_flops(1, 2, 8), recomputes=False)
+    lora = replace(full, frozen=True)
     linear, attention = 10 * (8 * 4 + 4 * 2 * 8), 4 * 100 * 2
     assert full.model_tflop(1, 10) == pytest.approx((3 * linear + 3 * attention) / 1e12)
     assert lora.model_tflop(1, 10) == pytest.approx((2 * linear + 3 * attention) / 1e12)

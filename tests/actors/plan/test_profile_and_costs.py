@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig
-from actors.plan.costs.fit import fit, fit_form, fit_memory, knapformer_constants
+from actors.plan.costs.fit import fit, fit_form, knapformer_constants
 from actors.plan.costs.forms import FORMS, Load, vae_tiles
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
@@ -67,11 +67,6 @@ def test_coefficients_are_never_negative() -> None:
     seconds = [10.0 / (1 + p.batch) for p in grid()]  # falls with the load: no physical model fits
     found = fit("dit", grid(), seconds, "nonsense")
     assert min(found.coefficients) >= 0 and found.poor
-
-
-def test_memory_fit_recovers_states_and_tokens() -> None:
-    states, per_token, _ = fit_memory(grid(), [20 + 3e-4 * p.batch * p.length / p.degree for p in grid()])
-    assert (states, per_token) == pytest.approx((20, 3e-4))
 
 
 def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:

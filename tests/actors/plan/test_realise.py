@@ -13,9 +13,9 @@ from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search.improve import draw_bag, realise
 from actors.plan.strategies.search.space import SearchResult
-from actors.plan.types import Cluster, Item
+from actors.plan.types import Cluster, Item, places_in
 
-CLUSTER = Cluster(nodes=(8, 8), rails="AABBCCDD")
+CLUSTER = Cluster(nodes=(8, 8), places=places_in((8, 8), rails="AABBCCDD"))
 PENALTY_S = 0.2  # of a bag over nodes without a common rail
 
 

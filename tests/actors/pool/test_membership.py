@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
 from actors.messages import WorkerInfo
-from actors.pool.membership import Membership
+from actors.pool.membership import Membership, ShortageOf
 from actors.pool.membership_types import (
     Alive,
     Boundary,
@@ -22,6 +26,7 @@ from actors.pool.membership_types import (
     Form,
     HandedOver,
     Joined,
+    LeaveOut,
     Leaving,
     Limits,
     Loaded,
@@ -47,8 +52,8 @@ LIMITS = Limits(
 class Pool:
     """A membership with a clock that the test moves."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.membership = Membership(limits)
+    def __init__(self, limits: Limits = LIMITS, shortage: ShortageOf = lambda infos: "") -> None:
+        self.membership = Membership(limits, shortage=shortage)
         self.now = 0.0
         self.view: View = self.membership.view()
 
@@ -120,6 +125,17 @@ def test_workers_are_numbered_node_by_node() -> None:
     pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
     pool.see(*(loaded(worker) for worker in range(4)))
     assert pool.view.workers == (1, 3, 0, 2)
+
+
+def test_workers_of_a_node_are_ranked_by_their_gpus_also_after_a_loss_and_a_rejoin() -> None:
+    pool = Pool(replace(LIMITS, max=8))
+    gpus = {0: 2, 1: 0, 2: 3, 3: 1}  # worker -> GPU
+    pool.see(*(Joined(worker=worker, node="n", gpu=gpu) for worker, gpu in gpus.items()))
+    pool.see(*(loaded(worker) for worker in gpus))
+    assert pool.view.workers == (1, 3, 0, 2)
+    pool.see(Dead(worker=1), *(HandedOver(worker=worker) for worker in (0, 2, 3)))
+    pool.see(Joined(worker=9, node="n", gpu=0), loaded(9), Boundary(step=3))
+    assert pool.view.workers == (9, 3, 0, 2), "the newest worker has the first GPU"
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
@@ -355,12 +371,75 @@ def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     assert decisions == (form(42, (7,), "start", clean=True),)
 
 
+# Memory -------------------------------------------------------------------------------------------------------------
+
+
+def no_loner(infos: Sequence[WorkerInfo]) -> str:
+    """A worker that is alone on its node, node = number // 2, would have to hold all that its node shares."""
+    workers = [int(info.worker[1:]) for info in infos]
+    alone = [worker for worker in workers if len(workers) > 1 and worker ^ 1 not in workers]
+    return f"{alone[0]} is alone" if alone else ""
+
+
+def joined(*workers: int) -> list[Event]:
+    return [
+        *(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers),
+        *(loaded(worker) for worker in workers),
+    ]
+
+
+def test_a_worker_with_whom_memory_would_be_short_waits_until_another_comes() -> None:
+    pool = Pool(shortage=no_loner).run(0, 1)
+    pool.see(*joined(2))
+    assert pool.view.change_pending
+    assert pool.see(Boundary(step=1)) == [LeaveOut(workers=(2,), why="2 is alone")]
+    assert pool.view.workers == (0, 1) and not pool.view.change_pending, "steps go on"
+    assert pool.see(Boundary(step=2), Tick()) == [], "nothing is said twice"
+    pool.see(*joined(3))
+    assert pool.view.change_pending
+    (form,) = of(Form, pool.see(Boundary(step=3)))
+    assert form.workers == (0, 1, 2, 3) and not pool.view.change_pending
+
+
+def test_who_is_left_alone_on_a_node_leaves_the_generation_and_may_come_back() -> None:
+    pool = Pool(shortage=no_loner).run(0, 1, 2, 3)
+    pool.see(Leaving(worker=3))
+    found = pool.see(Boundary(step=1))
+    assert [form.workers for form in of(Form, found)] == [(0, 1)]
+    assert of(LeaveOut, found) == [LeaveOut(workers=(2,), why="2 is alone")]
+    assert [drain.worker for drain in of(Drain, found)] == [3]
+    pool.see(Dead(worker=0), HandedOver(worker=1))
+    assert pool.view.state == "waiting", "1 and 2 are alone, each on its node"
+    pool.see(*joined(5, 4))
+    assert pool.view.workers == (4, 5)
+
+
+def test_a_run_that_shrinks_below_its_memory_waits_and_says_why() -> None:
+    pool = Pool(shortage=no_loner).run(0, 1, 2, 3)
+    found = pool.see(Dead(worker=1), Dead(worker=2), HandedOver(worker=0), HandedOver(worker=3))
+    (wait,) = of(Wait, found)
+    assert (wait.have, wait.need) == (2, 2)
+    assert str(wait) == ("waiting for workers: 2 of at least 2 are ready, which have too little memory: 0 is alone")
+    assert of(Fail, pool.see(Loading(count=1), Tick(), after=200)) == [], "one is loading that may change it"
+    pool.see(Loading(count=0))
+    (fail,) = of(Fail, pool.see(Tick(), after=101))
+    assert fail.code == 75 and "2 workers with too little memory to train together (0 is alone)" in fail.reason
+
+
+def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:
+    """No worker that may come is known to help: its refusal ends the run with the changes that would."""
+    assert Pool(shortage=lambda infos: "all are too small").run(0, 1).view.workers == (0, 1)
+    gathered = Pool(shortage=no_loner)
+    gathered.see(*joined(0, 1, 2))
+    assert gathered.view.workers == (0, 1), "but those that fit begin"
+
+
 # Storms -------------------------------------------------------------------------------------------------------------
 
 WORKERS = st.integers(0, 11)
 EVENTS = st.one_of(
     st.builds(Joined, worker=WORKERS, node=st.sampled_from("abc")),
-    st.builds(Loaded, worker=WORKERS),
+    st.builds(loaded, WORKERS),
     st.builds(HandedOver, worker=WORKERS),
     st.builds(Alive, worker=WORKERS),
     st.builds(Leaving, worker=WORKERS),
@@ -451,6 +530,33 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
             ready = [m for m in pool.view.members if m.phase == "ready"]
             waits = any(m.phase in ("recovering", "starting") for m in pool.view.members) or pool.view.requested
             assert waits or len(ready) < limits.min
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(EVENTS, st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=80))
+def test_in_any_storm_no_generation_but_the_first_has_too_little_memory(storm: list[tuple[Event, float]]) -> None:
+    limits = Limits(min=2, max=5, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+                    max_breaks=10**6, max_losses=10**6)  # fmt: skip
+    at: dict[int, str] = {}
+
+    def short(workers: tuple[int, ...]) -> str:
+        counts = Counter(at[worker] for worker in workers)
+        return "one is alone" if len(counts) > 1 and min(counts.values()) == 1 else ""
+
+    pool, formed = Pool(limits, short), 0
+    for event, after in storm:
+        if isinstance(event, Joined) and event.worker not in at:
+            at[event.worker] = event.node
+        for form in of(Form, pool.see(event, after=after)):
+            assert not formed or not short(form.workers)
+            formed += 1
+        members = pool.view.members
+        ready = tuple(m.worker for m in members if m.phase == "ready")
+        waits = any(m.phase in ("recovering", "starting") for m in members) or pool.view.requested
+        if pool.view.state != "running":
+            assert waits or len(ready) < limits.min or short(ready)
+        if isinstance(event, Boundary) and pool.view.state == "running":
+            assert not pool.view.change_pending, "the run goes on until something else happens"
 
 
 @settings(max_examples=100, deadline=None)

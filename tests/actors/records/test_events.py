@@ -73,6 +73,9 @@ WORDS = {  # a value for every field that an event has
     "change": 0.15,
     "target_s": 2.0,
     "applied": True,
+    "nodes": {"h": "2 GPUs, NVLink AA, numa 00, rails AB"},
+    "nccl": {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": ""},
+    "from_file": True,
 }
 
 

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import ray
 
+from actors.config import SnapshotConfig
 from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
 from actors.outcome import Events
-from actors.plan.types import Cascade, Item, Part, PlanError, StepPlan
+from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
+from actors.planning.memory import MemoryForecast
+from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
 from actors.records.events import (
@@ -20,16 +23,19 @@ from actors.records.events import (
     GenerationFormed,
     RunFinished,
     RunStarted,
+    SpeedsLearned,
     StepsRecovered,
     WorkerDied,
     WorkerDrained,
 )
 from actors.run.controller import Controller, LookPace
+from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
 from actors.state.recovery import CommitLog, Recovery
-from actors.step import StepAssignment, StepData, StepItems, StepSamples
+from actors.step import Seat, StepAssignment, StepData
 from ops.geometry import Geometry
-from tests.actors.fakes import Handle, Listening, StateHere, config_of, controller_of, pool_here
+from ops.typed import ConfigError
+from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here, step_items
 
 STEPS = 6
 
@@ -63,16 +69,13 @@ class Source:
     def has(self, step: int, timeout_s: float) -> bool:
         return True
 
-    def items(self, step: int) -> StepItems | None:
-        image = Item(id=f"s{step}", batch=1, frames=1, height=64, width=96, text_tokens=7)
-        return StepItems(step=step, items=(image,), keys=(("a/0/0",),)) if step < STEPS else None
+    def items(self, step: int) -> tuple[Item, ...] | None:
+        return self.data(step).items.planned if step < STEPS else None
 
     def data(self, step: int) -> StepData:
-        items = self.items(step)
-        assert items is not None
-        samples = StepSamples.of(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry(), "sample")
+        items = step_items(step, [(f"s{step}", (1, 64, 96), ["a/0/0"])], Geometry())
         batches: dict[str, Any] = {f"s{step}": "pixels"}
-        return StepData(items=items, samples=samples, batches=batches, cached={})
+        return StepData(items=items, batches=batches)
 
     def request(self, step: int) -> None: ...
     def ledger(self) -> dict[str, Any]:
@@ -83,9 +86,13 @@ class Source:
 
 
 class Planning:
-    """All on the first worker."""
+    """All on the first worker; `asked` are the clusters that plans were asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Cluster] = []
 
     def plan(self, step: int, window: Any, cluster: Any, done: Any, budget_s: float) -> StepAssignment:
+        self.asked.append(cluster)
         part = Part(item=f"s{step}", first=0, count=1)
         cascades = tuple(
             Cascade(
@@ -118,8 +125,12 @@ class Held(StateHere):
         super().__init__(-1, STEPS - 1, first=-1)
         self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}")
         self.recovered: list[int] = []
+        self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
 
-    def recover(self, holders: Sequence[Any], commits: CommitLog) -> Recovery:
+    def take_over(self, world: Sequence[Seat], step: int) -> None:
+        self.taken_over.append((tuple(seat.name for seat in world), step))
+
+    def recover(self, commits: CommitLog) -> Recovery:
         newest = commits.newest
         self.recovered.append(newest)
         return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)
@@ -140,10 +151,14 @@ class Held(StateHere):
 
 
 class Workers:
-    """Two of them; `dies` says whether a worker dies in a step."""
+    """Two of them; `dies` says whether a worker dies in a step, `forms` what the forming of a generation raises."""
 
-    def __init__(self, dies: Callable[[str, int], bool] = lambda name, step: False) -> None:
-        self._dies = dies
+    def __init__(
+        self,
+        dies: Callable[[str, int], bool] = lambda name, step: False,
+        forms: Callable[[FormTask], Exception | None] = lambda task: None,
+    ) -> None:
+        self._dies, self._forms = dies, forms
         self.handles: dict[str, Any] = {name: self._worker(name) for name in ("w0", "w1")}
         self.formed: list[FormTask] = []
 
@@ -153,8 +168,12 @@ class Workers:
                 return ray.exceptions.ActorDiedError()
             return report(name, task.step), None
 
+        def form(task: FormTask) -> Exception | None:
+            self.formed.append(task)
+            return self._forms(task)
+
         return Handle(
-            form=lambda task: self.formed.append(task),
+            form=form,
             finish_step=finish,
             hand_over=lambda step: Handover(worker=name),
         )
@@ -192,10 +211,11 @@ class Run:
         self,
         workers: Workers,
         later: dict[int, list[Event]] | None = None,
-        state_gib: float = 0.0,
+        shortage: Shortage | None = None,
         wait_s: float = 120.0,
+        cluster: Cluster | None = None,
     ) -> None:
-        self.listener, self.source, self.state = Listening(), Source(), Held()
+        self.listener, self.source, self.state, self.planner = Listening(), Source(), Held(), Planning()
         coming: dict[int, list[Event]] = later or {}
         up: list[Event] = [Joined(worker=n, node="n") for n in (0, 1)]
         up += [Loaded(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
@@ -208,12 +228,12 @@ class Run:
 
         self.controller = controller_of(
             self.state,
-            config=config_of(),
+            config=config_of(cluster=cluster),
             listener=self.listener,
             events=Events(self.listener),
             source=self.source,
-            planner=Planning(),
-            state_gib=state_gib,
+            planner=self.planner,
+            shortage=shortage,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
             pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
             lookout=SimpleNamespace(
@@ -224,6 +244,22 @@ class Run:
 
     def told(self, *kinds: type) -> list[Any]:
         return [event for event in self.listener.told if isinstance(event, kinds)]
+
+
+def test_a_cluster_file_that_does_not_match_ends_a_run_before_its_first_step() -> None:
+    run = Run(Workers(), cluster=Cluster(nodes=(1, 1)))
+    assert run.outcome.code == 2 and run.listener.steps == [] and run.told(GenerationFormed) == []
+    assert run.outcome.reason == (
+        "workers.cluster describes nodes of 1 and 1 GPUs, and h has 2 workers. Correct the file, or leave "
+        "workers.cluster empty: a run then takes what its workers tell."
+    )
+
+
+def test_plans_count_on_the_speeds_of_the_cluster_file() -> None:
+    """Nobody has measured any, so they stay."""
+    run = Run(Workers(), cluster=Cluster(nodes=(2,), speed=(1.0, 0.5)))
+    assert run.outcome.code == 0 and run.told(SpeedsLearned) == []
+    assert len(run.planner.asked) == STEPS and {cluster.speed for cluster in run.planner.asked} == {(1.0, 0.5)}
 
 
 def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
@@ -270,7 +306,7 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
     """A step that was dispatched before a worker was found to be slow expected of it what it expects of any."""
     heard: list[dict[str, float]] = []
     speeds = SimpleNamespace(
-        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names: (1.0, 0.5)
+        observe=lambda reports, planned_with: heard.append(planned_with), factors=lambda names, expected: (1.0, 0.5)
     )
     runner = SimpleNamespace(
         world=[SimpleNamespace(name="w0"), SimpleNamespace(name="w1")], cluster=SimpleNamespace(speed=(1.0, 0.5))
@@ -287,10 +323,46 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info
+    weights = 200 * 2**30 // 16
     workers.info = lambda name: replace(told(name), node=name, store_gib=0.5, shared_gib=2.0)  # type: ignore[method-assign]
+    room = GenerationRoom(sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16))
+    shortage = Shortage(snapshot=SnapshotConfig(), room=room)
     with pytest.raises(PlanError, match=r"node h has an object store of 0\.50 GiB.*take 0\.56 GiB"):
-        Run(workers, state_gib=200.0)
+        Run(workers, shortage=shortage)
     assert workers.formed == []
+
+
+@pytest.mark.parametrize(
+    ("cause", "ends"),
+    [
+        (MemoryError("no room for 54,506 MiB of shared memory (gradients)"), PlanError),
+        (ConfigError("train.memory.gradients: the memory of the node's GPUs cannot be used (PCIe)."), ConfigError),
+    ],
+)
+@pytest.mark.parametrize("first_seen", ["by itself", "behind a finish that failed"])
+def test_what_no_other_generation_would_do_better_ends_the_run_at_once(
+    cause: Exception, ends: type[Exception], first_seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = ray.exceptions.RayTaskError("form", "", cause)
+    workers = Workers(forms=lambda task: failed)
+    if first_seen != "by itself":  # looked at when the step's own calls have failed for it
+        stale = ray.exceptions.RayTaskError("finish", "", RuntimeError("the worker is in no generation"))
+        for handle in workers.handles.values():
+            handle.finish_step = Remote(lambda task: stale)
+        looks = iter([False])
+        check = StepRunner._check_forming
+        monkeypatch.setattr(StepRunner, "_check_forming", lambda runner: next(looks, True) and check(runner))
+    with pytest.raises(ends, match=str(cause)[:20]):
+        Run(workers)
+    assert [task.generation for task in workers.formed] == [1, 1]
+
+
+def test_what_a_worker_lacks_that_could_not_form_may_be_there_the_next_time() -> None:
+    failed = ray.exceptions.RayTaskError("form", "", RuntimeError("a peer has gone"))
+    workers = Workers(forms=lambda task: failed if task.generation == 1 else None)
+    run = Run(workers)
+    assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
+    assert "could not form the generation: a peer has gone" in run.told(GenerationEnded)[0].why
 
 
 def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:

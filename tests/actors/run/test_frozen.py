@@ -21,8 +21,9 @@ from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
-from tests.actors.exactness import MODEL, train_config
+from tests.actors.exactness import train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
+from tests.families.kit import MODEL
 
 
 def info(worker: str, **frozen: str) -> WorkerInfo:
@@ -71,7 +72,7 @@ class Recovering(StateHere):
         super().__init__(-1, first=-1)
         self._origin = origin
 
-    def recover(self, holders: object, commits: object) -> SimpleNamespace:
+    def recover(self, commits: object) -> SimpleNamespace:
         return SimpleNamespace(origin=self._origin, newly_safe=self._went_on())
 
     def _went_on(self) -> Iterator[None]:

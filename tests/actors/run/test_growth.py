@@ -19,10 +19,11 @@ from actors.run.dispatch import Holdings, calls_of
 from actors.run.step_metrics import StepFacts, step_metrics
 from actors.run.steps import StepRunner
 from actors.run.waits import StepWaits
-from actors.step import Seat, StepSamples
+from actors.step import Seat
 from ops.geometry import Geometry
+from ops.models.base.flops import joint_flops
 from ops.waiting import Patience
-from tests.actors.fakes import Handle
+from tests.actors.fakes import Handle, step_items
 
 WORKERS = 64
 IMAGE = (1, 64, 96)
@@ -42,7 +43,7 @@ def report(worker: str, *spans: Span) -> StepReport:
 def test_a_dispatch_makes_a_task_per_bag_and_another_only_for_members_that_do_something_else() -> None:
     everybody = tuple(range(WORKERS))
     plan = [cascade("text", (0,)), cascade("vae", everybody), cascade("dit", everybody)]
-    samples = StepSamples.of(0, [("s0.0", IMAGE, ["a", "b"])], Geometry(), "sample")
+    samples = step_items(0, [("s0.0", IMAGE, ["a", "b"])], Geometry(), "sample")
     patience = Patience(limit_s=7.0, why="a test")
     calls = calls_of(plan, {0: samples}, 1, 0, Holdings(), patience=patience)
     made = {id(call.task): call.task for call in calls}
@@ -101,16 +102,16 @@ def test_metrics_count_a_sample_once_and_not_for_every_worker_of_its_bag() -> No
     counted: list[tuple[int, ...]] = []
 
     class Counting(DiTWork):
-        def _forward(self, length: int, text: int, frames: int) -> tuple[float, float]:
-            counted.append((length, text, frames))
-            return super()._forward(length, text, frames)
+        def model_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
+            counted.append((tokens, text, frames))
+            return super().model_tflop(samples, tokens, text, frames)
 
     pieces = tuple(Piece(item=f"s0.{n}", bucket=IMAGE, batch=2) for n in range(3))
     span = Span(name="", module="dit", cascade="c", step=0, start=0.0, end=1.0, degree=WORKERS, pieces=pieces)
     plan = StepPlan(step=0, cascades=(), makespan_s=1.0, lower_bound_s=1.0, planning_s=0.0, idle_ratio=0.0)
     facts = StepFacts(step=0, generation=1, plan=plan, planning_s=0.0, step_s=1.0, data_wait_s=0.0, finished_at=0.0,
                       num_samples=6, num_tokens=144, dispatch_s=0.0, num_calls=WORKERS)  # fmt: skip
-    work = Counting(layers=1, dim=8, ffn_dim=32, recomputes=True)
+    work = Counting(forward=joint_flops(1, 8, 32), recomputes=True)
     found = step_metrics(facts, [report(f"w{n}", span) for n in range(WORKERS)], Geometry(), work)
     assert found.tokens == 6 * 24 and len(found.tflops_by_worker) == WORKERS
     assert len(counted) <= 3 * len(pieces)

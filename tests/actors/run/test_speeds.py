@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -57,12 +58,66 @@ def test_noise_and_a_common_misprediction_change_nothing() -> None:
     assert speeds.factors(("a", "b")) == ()
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-def test_cascades_of_a_bag_say_nothing_about_one_worker(degree: int) -> None:
+def bag_report(
+    worker: str, bag: tuple[str, ...], own: Mapping[str, float], number: int, told: bool = True, module: str = "dit"
+) -> Span:
+    """One rank of a bag that takes as long as the slowest, and waits for it inside."""
+    longest = max(own[name] for name in bag)
+    return Span(
+        name=module,
+        module=module,
+        cascade=f"{'-'.join(bag)}/{number}",
+        step=0,
+        start=0.0,
+        end=longest + 0.1,
+        degree=len(bag),
+        bag=tuple(range(len(bag))),
+        work_s=longest + 0.1,
+        exposed_s=longest + 0.1 - own[worker] if told else 0.0,
+        planned_end_s=1.0,
+    )
+
+
+def bags_seen(
+    speeds: Speeds, own: Mapping[str, float], bags: Sequence[tuple[str, ...]], told: bool = True, module: str = "dit"
+) -> tuple[float, ...]:
+    """Factors after 25 steps of two cascades on every bag."""
+    for _ in range(25):
+        reports = [
+            replace(
+                report(name, 1.0),
+                spans=tuple(
+                    bag_report(name, bag, own, n, told, module) for n in range(2) for bag in bags if name in bag
+                ),
+            )
+            for name in own
+        ]
+        speeds.observe(reports, {})
+    return speeds.factors(tuple(own))
+
+
+FIXED = (("a", "b"), ("c", "d"))
+MIXED = (("a", "b"), ("c", "d"), ("a", "c"), ("b", "d"))
+OWN = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 2.0}
+
+
+@pytest.mark.parametrize("bags", [FIXED, MIXED, (("a", "b", "c", "d"),)])
+def test_of_a_slow_bag_the_worker_is_known_that_the_others_wait_for(bags: tuple[tuple[str, ...], ...]) -> None:
+    assert bags_seen(Speeds(), OWN, bags) == (1.0, 1.0, 1.0, 0.5)
+
+
+def test_a_bag_says_nothing_where_nobody_measures_its_waits_or_its_ranks_compute_unlike() -> None:
+    assert bags_seen(Speeds(), OWN, FIXED, told=False) == ()
+    assert bags_seen(Speeds(), OWN, FIXED, module="vae") == ()
+    assert bags_seen(Speeds(bags=False), OWN, FIXED) == ()
+
+
+def test_a_bag_of_which_a_worker_is_missing_says_nothing() -> None:
     speeds = Speeds()
-    for _ in range(20):
-        speeds.observe([report("a", 9.0, degree=degree), report("b", 1.0, degree=degree)], {})
-    assert speeds.factors(("a", "b")) == ()
+    for _ in range(50):
+        spans = (bag_report("d", ("c", "d"), OWN, 0),)
+        speeds.observe([replace(report("a", 1.0), spans=()), replace(report("d", 1.0), spans=spans)], {})
+    assert speeds.factors(("a", "d")) == ()
 
 
 def test_a_new_worker_is_not_judged_by_its_first_cascades() -> None:

@@ -15,6 +15,7 @@ from actors.run.step_metrics import LoadHistory, StepFacts, begin_of, loss_by_bu
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
+from ops.models.base.flops import joint_flops
 from tests.actors.exactness import make_hosts, one_worker, run_step, train_config
 
 GEOMETRY = Geometry()
@@ -116,7 +117,7 @@ def test_lengths_of_a_step_count_the_text() -> None:
 
 
 def test_flops_are_told_per_step_and_per_worker() -> None:
-    work = DiTWork(layers=2, dim=100, ffn_dim=400, recomputes=True)
+    work = DiTWork(forward=joint_flops(2, 100, 400), recomputes=True)
     forward = 2 * (24 * (8 * 100**2 + 4 * 100 * 400) + 4 * 24**2 * 100) / 1e12
     reports = [report("w0", ran(0, 1), ran(1, 2)), report("w1", ran(0.5, 1))]
     peaked = [replace(one, peak_tflops=1e-3) for one in reports]
@@ -129,7 +130,33 @@ def test_flops_are_told_per_step_and_per_worker() -> None:
     assert found.fbl_s == 2.0
     assert found.mfu == pytest.approx(9 * forward / (4.0 * 2e-3), abs=1e-4)
     assert found.hfu == pytest.approx(12 * forward / (2.0 * 2e-3), abs=1e-4)
-    assert step_metrics(facts(), reports, GEOMETRY, work).mfu is None, "nobody knows the peaks"
+    plain = step_metrics(facts(), reports, GEOMETRY, work)
+    assert plain.mfu is None and plain.mfu_by_worker == plain.hfu_by_worker == {}, "nobody knows the peaks"
+
+
+def test_utilization_of_a_worker_is_against_its_own_peak() -> None:
+    """w0 trains two images and w1 one, on a device of half its speed."""
+    work = DiTWork(forward=joint_flops(2, 100, 400), recomputes=True)
+    forward = 2 * (24 * (8 * 100**2 + 4 * 100 * 400) + 4 * 24**2 * 100) / 1e12
+    reports = [
+        replace(report("w0", ran(0, 1), ran(1, 2)), peak_tflops=2e-3),
+        replace(report("w1", ran(0.5, 1)), peak_tflops=1e-3),
+        replace(report("w2", ran(0.5, 1)), peak_tflops=0.0),
+    ]
+    found = step_metrics(replace(facts(), step_s=4.0), reports, GEOMETRY, work)
+    each = pytest.approx(3 * forward / (4.0 * 1e-3), abs=1e-4)
+    assert found.mfu_by_worker == {"w0": each, "w1": each}, "that of w2 is not known"
+    assert found.hfu_by_worker["w1"] == pytest.approx(4 * forward / (2.0 * 1e-3), abs=1e-4)
+
+
+def test_imbalance_is_of_work_and_not_of_waiting_for_the_bag() -> None:
+    """Both are in the bag for 5 s, of which w0 has waited 3 s for w1."""
+    bag = {"degree": 2, "cascade": "c"}
+    reports = [
+        report("w0", ran(0, 5, wait_s=3.0, work_s=2.0, **bag), ran(5, 6, work_s=1.0)),
+        report("w1", ran(3, 5, work_s=2.0, **bag)),
+    ]
+    assert step_metrics(facts(), reports, GEOMETRY).wir == 1.5
 
 
 def test_waiting_for_others_is_told_apart_from_communication() -> None:
@@ -141,6 +168,7 @@ def test_waiting_for_others_is_told_apart_from_communication() -> None:
     found = step_metrics(facts(), reports, GEOMETRY)
     assert found.wait_sync_by_worker == {"w0": 4.0, "w1": 0.0} and found.wait_sync_s == 2.0
     assert found.exposed_s == pytest.approx(0.75)
+    assert found.exposed_by_worker == {"w0": 0.75, "w1": 0.75}
 
 
 def test_step_time_follows_the_load_rather_than_the_tokens() -> None:

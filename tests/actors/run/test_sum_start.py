@@ -9,9 +9,9 @@ import torch
 from actors.messages import SumStart
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of, finish_of
-from actors.step import StepSamples
 from ops.geometry import Geometry
 from tests.actors.exactness import execute, items_of, make_hosts, on_all, one_worker, random_cascades, train_config
+from tests.actors.fakes import step_items
 
 SHAPE = (1, 32, 32)
 NEVER, BEFORE, DURING, AFTER = SumStart
@@ -26,7 +26,7 @@ def cascade(name: str, module: str, workers: tuple[int, ...], start: float, step
 def starts(*cascades: Cascade) -> dict[int, list[SumStart]]:
     """Per worker, what each of its calls says."""
     geometry = Geometry(vae_stride=(4, 8, 8))
-    steps = {s: StepSamples.of(s, [(f"{n}{s}", SHAPE, ["k"]) for n in "abc"], geometry, "sample") for s in (0, 1)}
+    steps = {s: step_items(s, [(f"{n}{s}", SHAPE, ["k"]) for n in "abc"], geometry, "sample") for s in (0, 1)}
     found: dict[int, list[SumStart]] = {}
     for call in calls_of(cascades, steps, 1, 0, Holdings()):
         found.setdefault(call.rank, []).append(call.task.start_sum)
@@ -74,7 +74,7 @@ def test_no_worker_joins_a_bag_or_adds_gradient_behind_its_start(seed: int) -> N
     rng = np.random.default_rng(seed)
     items = items_of(rng, 3)
     shapes = [(i.id, (i.frames, i.height, i.width), ["k"] * i.batch) for i in items]
-    samples = StepSamples.of(0, shapes, Geometry(vae_stride=(4, 8, 8)), "sample")
+    samples = step_items(0, shapes, Geometry(vae_stride=(4, 8, 8)), "sample")
     calls = calls_of(random_cascades(rng, items, 4), {0: samples}, 1, 0, Holdings())
     for rank in {call.rank for call in calls}:
         mine = [call.task for call in calls if call.rank == rank]
@@ -89,17 +89,17 @@ def test_executors_start_as_they_are_told_and_finish_with_one_result() -> None:
     hosts = make_hosts(3, torch.float32, train_config())
     items = [Item(id="s0.0", batch=1, frames=5, height=32, width=32, text_tokens=12)]
     shapes = [(i.id, (i.frames, i.height, i.width), ["k"] * i.batch) for i in items]
-    samples = StepSamples.of(0, shapes, hosts[0].executor.modules.geometry, "sample")
+    samples = step_items(0, shapes, hosts[0].executor.modules.geometry, "sample")
     text, vae, dit = one_worker(items)
     early = [cascade("b", "vae", (1,), 0, step=1)]
-    steps = {0: samples, 1: StepSamples.of(1, [("b1", SHAPE, ["k"])], hosts[0].executor.modules.geometry, "sample")}
+    steps = {0: samples, 1: step_items(1, [("b1", SHAPE, ["k"])], hosts[0].executor.modules.geometry, "sample")}
     calls = calls_of([text, vae, dit, *early], steps, 1, 0, Holdings())
     started: dict[int, int] = {}
 
     def run(rank: int) -> None:
         executor = hosts[rank].executor
         for call in [c for c in calls if c.rank == rank]:
-            execute(executor, call, {}, frozenset())
+            execute(hosts[rank].encoding, call, {}, frozenset())
         started[rank] = executor.sync.gradients.started
         executor.finish(finish_of(rank, calls, 1, 0, export=False))
         assert executor.sync.gradients.started == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.config import WorkersConfig
-from actors.messages import Piece, Shape, Span, StepReport, shapes_of
+from actors.messages import CascadeShape, Piece, Span, StepReport, shapes_of
 from actors.plan.types import Cascade, Part
 from actors.run.waits import StepWaits
 
@@ -17,7 +17,7 @@ def cascade(end_s: float) -> Cascade:
     return Cascade(id="c", module="dit", step=3, parts=(part,), degree=1, workers=(0,), start_s=0.0, end_s=end_s)
 
 
-def shapes(frames: int = 81, module: str = "dit", batch: int = 1) -> set[Shape]:
+def shapes(frames: int = 81, module: str = "dit", batch: int = 1) -> set[CascadeShape]:
     return shapes_of(module, (Piece(item="i", bucket=(frames, 480, 832), batch=batch),), 1)
 
 

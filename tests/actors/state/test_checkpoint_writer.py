@@ -23,7 +23,6 @@ from actors.state.keeper import VersionLost
 from actors.state.recovery import CommitLog
 from actors.step import Seat
 from ops.shards import ARRAYS, ShardState, shard_bounds
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import (
     Handle,
     KeepersHere,
@@ -35,6 +34,7 @@ from tests.actors.fakes import (
     snapshot,
     state_of,
 )
+from tests.families.kit import MODEL
 
 TOTAL = 640
 META = {"parameters": []}

@@ -24,8 +24,8 @@ from actors.state.keeper_fleet import Base, Keepers, keeper_nodes
 from actors.state.recovery import CommitLog
 from actors.state.run_state import RunState, Stuck
 from ops.shards import ShardState
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Listening, Remote, collected, snapshot, state_of
+from tests.families.kit import MODEL
 
 ROOM = ("host", 1 << 40)
 GONE = ray.exceptions.ActorUnschedulableError("its node is gone")
@@ -151,7 +151,7 @@ def test_a_frozen_keeper_holds_nobody_up_when_others_hold_the_newest_step(clock:
     at_once = (0.0, Standing(committed=7))
     answers, frozen = Actor(clock, at_once, (0.0, held(7))), Actor(clock, at_once, (1e9, []))
     keepers, _, _ = keepers_of({"a": answers, "frozen": frozen})
-    recovery = state_of(keepers=keepers).recover((), CommitLog(committed=7))
+    recovery = state_of(keepers=keepers).recover(CommitLog(committed=7))
     assert recovery.step == 7 and clock.now < 1020
 
 
@@ -170,7 +170,7 @@ def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Cloc
     busy = Actor(clock, (0.0, Standing(committed=450)), (14.0, held(450)))
     keepers, _, _ = keepers_of({"busy": busy})
     state, listener = behind_disk(tmp_path, keepers)
-    recovery = state.recover((), CommitLog(committed=450))
+    recovery = state.recover(CommitLog(committed=450))
     assert recovery.step == 450 and listener.told == [] and busy.told == []
 
 
@@ -179,7 +179,7 @@ def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock:
     keepers, _, _ = keepers_of({"frozen": frozen})
     state, listener = behind_disk(tmp_path, keepers)
     with pytest.raises(StopRun, match=r"frozen may hold the newest state.*snapshot\.patience_s") as stop:
-        state.recover((), CommitLog(committed=450))
+        state.recover(CommitLog(committed=450))
     assert stop.value.outcome.code == 75 and listener.kinds == [KeepersSilent]
     assert state.keep_last((), CommitLog(committed=450)) == -1 and state.writer.saved == []  # type: ignore[attr-defined]
     assert not state.free_memory(450) and frozen.told == []

@@ -20,8 +20,8 @@ from actors.state.recovery import CommitLog
 from actors.state.run_state import Stuck
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
-from tests.actors.exactness import MODEL
 from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, source_of, state_of
+from tests.families.kit import MODEL
 
 ANOTHER_POSITION = {"step": 3}
 
@@ -104,7 +104,7 @@ def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> 
     keepers = KeepersHere(a=[held(7)])
     state = state_of(keepers=keepers)
     finished = collected(7, 3, snapshot(7, generation=3))
-    recovery = state.recover((), CommitLog(committed=6, finished=(finished,)))
+    recovery = state.recover(CommitLog(committed=6, finished=(finished,)))
     assert recovery.step == 7 and recovery.newly_safe == (finished,)
     state.committed(finished, {})
     assert ("commit", 7) in keepers.told
@@ -120,8 +120,9 @@ def test_workers_of_a_clean_end_hand_their_state_to_their_keepers(monkeypatch: p
         return Handover(worker="w0", snapshot=snapshot(step))
 
     seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
-    recovery = state_of(keepers=keepers).recover([seat], CommitLog(committed=8))
-    assert steps == [8] and keepers.told == [("hold", 8)] and recovery.step == 8
+    state = state_of(keepers=keepers)
+    state.take_over([seat], 8)
+    assert steps == [8] and keepers.told == [("hold", 8)] and state.recover(CommitLog(committed=8)).step == 8
 
 
 def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None:

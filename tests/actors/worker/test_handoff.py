@@ -14,7 +14,6 @@ import torch
 from actors.messages import STORE, CascadeTask
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of
-from actors.step import StepSamples
 from actors.worker.caching import ResultCache
 from actors.worker.handoff import EncodeResult, EncodeStore, HandoffError, Inputs, gather_inputs
 from actors.worker.worker import _published
@@ -22,11 +21,13 @@ from data.cache import Cache
 from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
-from tests.actors.exactness import MODELS, items_of, make_hosts, one_worker, run_step, train_config
+from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config
+from tests.actors.fakes import step_items
+from tests.families.registry import MODELS
 from tests.ops.conftest import _run_ranks as on_ranks
 
 GEOMETRY = Geometry(vae_stride=(4, 8, 8))
-SAMPLES = StepSamples.of(3, [("a", (5, 32, 32), ["0/0/7", "0/0/8"]), ("b", (1, 32, 32), ["0/0/9"])], GEOMETRY, "sample")
+SAMPLES = step_items(3, [("a", (5, 32, 32), ["0/0/7", "0/0/8"]), ("b", (1, 32, 32), ["0/0/9"])], GEOMETRY, "sample")
 
 
 def cascade(
@@ -102,12 +103,12 @@ def test_an_encode_whose_consumer_is_not_planned_yet_is_kept_and_published() -> 
 
 def test_weights_of_a_step_add_up_to_one() -> None:
     for how in ("sample", "token"):
-        samples = StepSamples.of(0, [("a", (5, 32, 32), ["1", "2"]), ("b", (1, 32, 32), ["3"])], GEOMETRY, how)
-        assert sum(s.weight for of in samples.samples.values() for s in of) == pytest.approx(1)
+        samples = step_items(0, [("a", (5, 32, 32), ["1", "2"]), ("b", (1, 32, 32), ["3"])], GEOMETRY, how)
+        assert sum(s.weight for of in samples.items.values() for s in of.samples) == pytest.approx(1)
 
 
 def test_a_result_of_the_wrong_shape_or_dtype_is_refused_by_name() -> None:
-    sample = SAMPLES.samples["b"][0]
+    sample = SAMPLES.items["b"].samples[0]
     good = {"vae": torch.zeros(4, 8), "text": torch.zeros(3, 5)}
     sources = {"vae": (STORE,), "text": (STORE,)}
 
@@ -131,7 +132,7 @@ def test_a_result_of_the_wrong_shape_or_dtype_is_refused_by_name() -> None:
 
 
 def test_bytes_of_the_object_store_and_of_the_bag_are_counted_apart() -> None:
-    sample = SAMPLES.samples["b"][0]
+    sample = SAMPLES.items["b"].samples[0]
     rows = {"vae": torch.zeros(4, 8), "text": torch.zeros(3, 5)}
     fetched = {(module, sample.id): EncodeResult(id=sample.id, rows=value) for module, value in rows.items()}
     store = EncodeStore()
@@ -162,7 +163,7 @@ def test_what_came_from_other_workers_is_reported_with_the_cascade() -> None:
 
 def test_a_result_that_is_not_there_is_named() -> None:
     with pytest.raises(HandoffError, match="vae result of sample"):
-        EncodeStore().take("vae", SAMPLES.samples["b"][0].id)
+        EncodeStore().take("vae", SAMPLES.items["b"].samples[0].id)
 
 
 def test_results_are_freed_at_their_consumer() -> None:
@@ -238,7 +239,7 @@ def test_a_text_of_a_frame_that_did_not_decode_is_not_kept(tmp_path: Path) -> No
 @pytest.mark.parametrize("degree", [1, 2])
 def test_a_sample_is_not_ok_whose_text_is_of_a_frame_that_did_not_decode(degree: int) -> None:
     """Its latent may come out of a cache, where it is right."""
-    sample = SAMPLES.samples["b"][0]
+    sample = SAMPLES.items["b"].samples[0]
     results = {
         "vae": EncodeResult(id=sample.id, rows=torch.zeros(4, 8)),
         "text": EncodeResult(id=sample.id, rows=torch.zeros(3, 5), ok=False),

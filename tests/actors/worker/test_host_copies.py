@@ -14,13 +14,13 @@ import ray
 import torch
 
 from actors.run.dispatch import Holdings, calls_of
-from actors.step import StepSamples
 from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, EncodeResult, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
-from ops.shard_export import Wait
+from ops.shard_export import CopyWait
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config
+from tests.actors.fakes import step_items
 
 
 class SlowCopy:
@@ -73,13 +73,14 @@ def test_who_asks_first_waits_for_the_cascade() -> None:
 def test_an_executor_starts_copies_of_what_it_publishes_and_forgets_them_with_its_generation() -> None:
     copy = SlowCopy()
     copies = HostCopies(copy)
-    executor = make_hosts(1, torch.float32, train_config(), copies=copies)[0].executor
+    (host,) = make_hosts(1, torch.float32, train_config(), copies=copies)
+    executor, encoding = host.executor, host.encoding
     items = items_of(np.random.default_rng(0), 1)
     shapes = [(i.id, (i.frames, i.height, i.width), ["0/0/0"] * i.batch) for i in items]
-    samples = StepSamples.of(0, shapes, executor.modules.geometry, "sample")
+    samples = step_items(0, shapes, executor.modules.geometry, "sample")
     text, vae = calls_of([c for c in one_worker(items) if c.module != "dit"], {0: samples}, 1, 0, Holdings())
     assert text.task.publish and vae.task.publish
-    assert execute(executor, text, {}, frozenset()) == [] and execute(executor, vae, {}, frozenset()) == []
+    assert execute(encoding, text, {}, frozenset()) == [] and execute(encoding, vae, {}, frozenset()) == []
     assert len(copies) == 2, "nothing waited for the copies"
     copy.end.set()
     (first, *_) = copies.take((1, vae.task.cascade), 0.0) or []
@@ -102,7 +103,7 @@ def _slow(rows: torch.Tensor) -> CopyInFlight:
 class SlowSnapshots:
     """Copies of a state that last into the next step, and read their source at the end."""
 
-    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> CopyWait:
         ended, once = threading.Event(), threading.Lock()
 
         def wait() -> None:

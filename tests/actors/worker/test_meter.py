@@ -75,11 +75,11 @@ def test_every_cascade_says_what_it_took_and_where_nobody_counts_nothing() -> No
 
 def test_clips_that_do_not_fit_together_are_encoded_in_parts_with_the_same_result() -> None:
     host = metered(64.0)
-    whole = host.executor.vae(task("vae", 4), clips(4), [True] * 4)
+    whole = host.encoding.vae(task("vae", 4), clips(4), [True] * 4)
     (span,) = host.executor.work.spans
     assert span.need_gib is not None and span.exceeded_gib is None
     short = with_room(0.7 * span.need_gib)
-    parts = short.executor.vae(task("vae", 4), clips(4), [True] * 4)
+    parts = short.encoding.vae(task("vae", 4), clips(4), [True] * 4)
     assert all(torch.equal(a.rows, b.rows) for a, b in zip(whole, parts, strict=True))
     (span,) = short.executor.work.spans
     assert span.exceeded_gib is not None, "the planner hears that four at a time are too many"
@@ -156,7 +156,7 @@ def test_the_room_is_what_the_states_leave_and_not_what_is_garbage() -> None:
 def test_the_error_travels_between_processes() -> None:
     host = with_room(1e-5)
     with pytest.raises(OutOfMemory) as caught:
-        host.executor.vae(task("vae", 1), clips(1), [True])
+        host.encoding.vae(task("vae", 1), clips(1), [True])
     again = pickle.loads(pickle.dumps(caught.value))
     assert again.found == caught.value.found and str(again) == again.found.describe()
     assert replace(again.found, room_gib=0.0).missing_gib == 0.0

@@ -16,10 +16,11 @@ from actors.plan.types import Cascade, Item, Part
 from actors.run import steps
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.run.steps import StepRunner
-from actors.step import StepSamples
+from actors.step import StepItems
 from actors.worker.work_done import FinishedStep
 from ops.sync import StepIncomplete
 from tests.actors.exactness import Host, execute, make_hosts, on_all, train_config
+from tests.actors.fakes import step_items
 
 ITEMS = [
     [Item(id=f"s{step}.{n}", batch=2, frames=5, height=32, width=48, text_tokens=12) for n in range(2)]
@@ -52,9 +53,9 @@ def two_steps(early: tuple[int, ...]) -> list[list[Cascade]]:
     return [[*first, late], second]
 
 
-def samples_of(hosts: Sequence[Host]) -> dict[int, StepSamples]:
+def samples_of(hosts: Sequence[Host]) -> dict[int, StepItems]:
     return {
-        step: StepSamples.of(
+        step: step_items(
             step,
             [(i.id, (i.frames, i.height, i.width), [f"0/{step}/{i.id}/{n}" for n in range(i.batch)]) for i in items],
             hosts[0].executor.modules.geometry,
@@ -84,7 +85,7 @@ def train(hosts: Sequence[Host], plans: Sequence[Sequence[Cascade]]) -> list[lis
 
         def late(call: Call, updated: list = updated) -> list:
             assert updated[call.rank].wait(DONE_S), "the update waits for an encode that outlasts its step"
-            return execute(hosts[call.rank].executor, call, published, frozenset()) or []
+            return execute(hosts[call.rank].encoding, call, published, frozenset()) or []
 
         def run(
             rank: int,
@@ -103,7 +104,7 @@ def train(hosts: Sequence[Host], plans: Sequence[Sequence[Cascade]]) -> list[lis
                     continue
                 for needed in call.needs:
                     assert needed not in ready or ready[needed].wait(DONE_S)
-                deliver(call, execute(executor, call, published, frozenset()))
+                deliver(call, execute(hosts[rank].encoding, call, published, frozenset()))
             done[rank] = executor.finish(finish_of(rank, calls, 1, step, False, before))
             updated[rank].set()
             for call in [call for call in mine if call.task.outlasts]:
@@ -146,7 +147,7 @@ def test_a_step_that_lacks_what_outlasted_the_one_before_is_not_applied() -> Non
     calls = calls_of(first, samples_of(hosts), 1, 0, Holdings())
     executor = hosts[0].executor
     for call in calls[:-1]:
-        execute(executor, call, {}, frozenset())
+        execute(hosts[0].encoding, call, {}, frozenset())
     assert calls[-1].task.outlasts and calls[-1].task.cascade not in finish_of(0, calls, 1, 0, False).cascades
     with pytest.raises(StepIncomplete, match="was not begun here"):
         executor.end_outlasting(calls[-1].task)
@@ -160,7 +161,7 @@ def test_what_an_encode_raises_is_raised_at_its_end_and_stops_the_worker() -> No
     calls = calls_of([cascade("s1.0", "vae", (0,), 1, 9)], samples_of([host]), 1, 0, Holdings())
 
     def encode() -> list:
-        return host.executor.vae(calls[0].task, np.zeros((2, 5, 32, 48), np.uint8), [True, True])
+        return host.encoding.vae(calls[0].task, np.zeros((2, 5, 32, 48), np.uint8), [True, True])
 
     host.executor.begin_outlasting(calls[0].task, encode)
     with pytest.raises((ValueError, RuntimeError, IndexError, StaleGeneration)):
@@ -173,7 +174,7 @@ def test_a_generation_that_ends_waits_for_the_thread_and_drops_its_results() -> 
     (host,) = make_hosts(1, torch.float64, train_config())
     calls = calls_of([cascade("s1.0", "vae", (0,), 1, 9)], samples_of([host]), 1, 0, Holdings())
     threads = threading.active_count()
-    host.executor.begin_outlasting(calls[0].task, lambda: execute(host.executor, calls[0], {}, frozenset()) or [])
+    host.executor.begin_outlasting(calls[0].task, lambda: execute(host.encoding, calls[0], {}, frozenset()) or [])
     host.executor.leave()
     assert len(host.executor.store) == 0 and threading.active_count() <= threads
 

@@ -13,7 +13,7 @@ import torch
 from actors.messages import CascadeTask, FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
-from ops.shard_export import CopyAtOnce, Wait
+from ops.shard_export import CopyAtOnce, CopyWait
 from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
 
 ITEM = Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)
@@ -69,7 +69,7 @@ def test_the_gradient_sum_is_not_work_of_the_cascade_that_starts_it(
 class Late(CopyAtOnce):
     """A device whose state takes time to copy."""
 
-    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> Wait:
+    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> CopyWait:
         time.sleep(LATE_S)
         return super().__call__(arrays, into)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.cache import Cache, CachedLatents
+from data.cache import latent_keys
 from data.config import BatchConfig, BucketsConfig, CacheConfig, DataConfig, SegmentConfig, SourceConfig
 from data.dataset.coverage import account
 from data.dataset.dataset import Dataset
@@ -221,20 +221,19 @@ def test_a_cropped_clip_takes_the_bucket_of_its_crop_and_has_a_latent_of_its_own
     source = SourceConfig(path=str(tmp_path / "list.json"), kind="manifest", index=str(tmp_path / "index"))
     table = BucketsConfig(table=("9x64x96", "9x64x64"))
     data = dataset(tmp_path, sources=(source,), buckets=table, cache=CacheConfig(path=str(tmp_path / "cache")))
-    latents = CachedLatents(Cache(data.config.cache), "vae", data.config)
     found = {sample.row: (item, slot) for item in data.step(0).items for slot, sample in enumerate(item.samples)}
     (whole, of_whole), (part, of_part) = found[0], found[1]
     assert (whole.bucket, part.bucket) == (Bucket(9, 64, 96), Bucket(9, 64, 64))
     in_one_bucket = replace(part, samples=(whole.samples[of_whole], part.samples[of_part]))
-    assert len(set(latents.keys(in_one_bucket))) == 2
-    pixels = {item: decode_job(data.job(item)).video for item in (whole, part)}
-    assert np.array_equal(pixels[part][of_part], pixels[whole][of_whole][:, :, 8:72])
+    assert len(set(latent_keys(in_one_bucket, data.config, "vae"))) == 2
+    pixels, cut = (decode_job(item.job).video for item in (whole, part))
+    assert np.array_equal(cut[of_part], pixels[of_whole][:, :, 8:72])
 
 
 def test_jobs_name_the_bytes_of_their_clips(clips: Path) -> None:
     data = dataset(clips)
     item = data.step(0).items[0]
-    job = data.job(item)
+    job = item.job
     assert job.item == item.id and job.bucket == item.bucket == Bucket.parse(str(item.bucket))
     for clip, sample in zip(job.clips, item.samples):
         with tarfile.open(clip.media) as shard:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from data.config import SourceConfig
-from data.dataset.index import build_index, index_folder
+from data.dataset.index_build import build_index, index_folder
 from data.errors import DataError
 from data.ledger import Ledger
 from data.readers import part

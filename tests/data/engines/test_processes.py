@@ -49,7 +49,7 @@ def checksum(batch: Batch) -> str:
 def reference(clips: Path, first: int, last: int) -> list[list[str]]:
     """Checksums by plain decoding, one after the other."""
     data = dataset(clips)
-    return [[checksum(decode_job(data.job(item))) for item in data.step(step).items] for step in range(first, last)]
+    return [[checksum(decode_job(item.job)) for item in data.step(step).items] for step in range(first, last)]
 
 
 def drain(engine: PoolEngine, first: int, last: int) -> list[list[str]]:
@@ -103,7 +103,7 @@ def test_pixels_are_those_of_plain_decoding_for_any_seed_table_and_step(
     try:
         engine.start(engine.dataset.resume(json.loads(json.dumps(stopped.token(stop)))))
         assert drain(engine, stop, stop + 2) == [
-            [checksum(decode_job(plain.job(item))) for item in plain.step(step).items] for step in (stop, stop + 1)
+            [checksum(decode_job(item.job)) for item in plain.step(step).items] for step in (stop, stop + 1)
         ]
     finally:
         engine.stop()
@@ -243,7 +243,7 @@ def test_an_unknown_decoder_is_named(clips: Path) -> None:
 
 def test_a_block_is_the_batch_without_a_copy(clips: Path) -> None:
     data = dataset(clips)
-    batch = decode_job(data.job(data.step(0).items[0]))
+    batch = decode_job(data.step(0).items[0].job)
     block = to_block(batch)
     again = from_block(block)
     assert checksum(again) == checksum(batch) == checksum(as_batch(batch))

@@ -5,21 +5,19 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import ray
 
-from data.cache import Cache, CachedLatents
 from data.config import (
     BatchConfig,
     BucketsConfig,
-    CacheConfig,
     DataConfig,
     EngineConfig,
     LimitsConfig,
@@ -31,7 +29,7 @@ from data.engines.blocks import as_batch
 from data.engines.ray_data import LOGS_WATCHED, RayEngine
 from data.errors import DataIOError
 from data.ledger import Reason
-from data.types import Batch
+from data.types import Batch, DataItem
 from ops.geometry import Geometry
 from tests.data.making import clip
 from tests.rays import local_ray
@@ -94,7 +92,7 @@ def checksum(value: Any) -> str:
 def reference(clips: Path, first: int, last: int) -> list[list[str]]:
     """Checksums by plain decoding, one after the other."""
     data = dataset(clips)
-    return [[checksum(decode_job(data.job(item))) for item in data.step(step).items] for step in range(first, last)]
+    return [[checksum(decode_job(item.job)) for item in data.step(step).items] for step in range(first, last)]
 
 
 @ray.remote(num_cpus=0)
@@ -160,19 +158,19 @@ def test_every_number_of_consumers_sees_the_same_pixels(cluster: None, clips: Pa
     assert found == reference(clips, number, number + 3)
 
 
-def test_items_whose_latents_are_cached_are_not_decoded(cluster: None, clips: Path, tmp_path: Path) -> None:
-    plain = dataset(clips)
-    cache = Cache(CacheConfig(path=str(tmp_path), min_free_gib=0))
-    latents = CachedLatents(cache, "vae", plain.config)
-    data = Dataset.open(plain.config, Geometry(), seed=0, latents=latents)
-    known = [item for item in data.step(0).items if item.slot != 1]
-    for key in (key for item in known for key in latents.keys(item)):
-        cache.put("latents", key, np.zeros(3, np.float32))
-    engine = RayEngine(data)
+def test_items_that_need_no_pixels_are_asked_for_once_and_not_decoded(cluster: None, clips: Path) -> None:
+    data, asked = dataset(clips), Counter[str]()
+
+    def needs_pixels(item: DataItem) -> bool:
+        asked[item.id] += 1
+        return item.slot == 1
+
+    engine = RayEngine(data, needs_pixels=needs_pixels)
     engine.start(0)
     batches = [as_batch(ray.get(ref)) for ref in engine.batches(0)]
     engine.stop()
-    expected = [decode_job(plain.job(item)) for item in plain.step(0).items]
+    expected = [decode_job(item.job) for item in data.step(0).items]
+    assert {asked[item.id] for item in data.step(0).items} == {1}, "as its work begins, and never again"
     assert [batch.video.shape[1] == 0 for batch in batches] == [True, False, True]
     assert [(b.captions, b.ok, b.keys) for b in batches] == [(b.captions, b.ok, b.keys) for b in expected]
     assert (batches[1].video == expected[1].video).all()

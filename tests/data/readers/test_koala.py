@@ -306,7 +306,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from data.config import SourceConfig
-from data.dataset.index import build_index
+from data.dataset.index_build import build_index
 from data.ledger import Ledger
 
 def peak_mib():

@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-import pyarrow.fs as pafs
+import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -16,7 +16,7 @@ from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError, DataIOError
 from data.kinds import KINDS
 from data.readers.registry import guess_kind, reader_of
-from data.storage import ByteRange, ReadFile, expand, list_files, read_range, register_filesystem, retried, stat
+from data.storage import ByteRange, ReadFile, expand, list_files, read_range, retried, stat
 from ops.typed import ConfigError
 from tests.data.making import clip, good, index_of, picture, rejected, shard
 
@@ -70,26 +70,24 @@ def test_sources_that_are_nowhere(shards, tmp_path, path, sentence):
         index_of(path.format(shards=shards), tmp_path / "cache")
 
 
-def remote(kind: str, folder: Path) -> None:
-    if kind == "subtree":
-        register_filesystem("subtree", pafs.SubTreeFileSystem(str(folder), pafs.LocalFileSystem()))
-        return
+MEMORY = "fsspec+memory:/"
+
+
+def remote(folder: Path) -> None:
     memory = MemoryFileSystem()
     for file in folder.rglob("*"):
         if file.is_file():
             memory.pipe(f"/{file.relative_to(folder)}", file.read_bytes())
-    register_filesystem("memory", pafs.PyFileSystem(pafs.FSSpecHandler(memory)))
 
 
-@pytest.mark.parametrize("kind", ["subtree", "memory"])
-def test_any_pyarrow_file_system(shards, tmp_path, kind):
-    remote(kind, tmp_path)
+def test_any_pyarrow_file_system(shards, tmp_path):
+    remote(tmp_path)
     local, _ = index_of(shards, tmp_path / "local")
     for pattern in ("shards", "shards/{00000..00002}.tar", "shards/*.tar"):
-        index, _ = index_of(f"{kind}://{pattern}", tmp_path / kind)
+        index, _ = index_of(f"{MEMORY}/{pattern}", tmp_path / "remote")
         assert index.hash == local.hash, "the same shards elsewhere are the same index"
         row = index.row(3)
-        assert row.path == f"{kind}://shards/00001.tar" and index.caption(3) == "caption 1"
+        assert row.path == f"{MEMORY}/shards/00001.tar" and index.caption(3) == "caption 1"
         assert read_range(row.path, row.offset, row.size) == clip(seed=1)
     index.verify()
 
@@ -99,11 +97,11 @@ def test_tables_and_folders_on_a_remote_file_system(tmp_path):
     (tmp_path / "set" / "clips" / "a.mp4").write_bytes(clip())
     (tmp_path / "set" / "clips" / "a.txt").write_text("a clip")
     (tmp_path / "set" / "metadata.csv").write_text("video,prompt\nclips/a.mp4,from the table\nclips/b.mp4,gone\n")
-    remote("memory", tmp_path)
-    index, ledger = index_of("memory://set", tmp_path / "cache", kind="manifest")
+    remote(tmp_path)
+    index, ledger = index_of(f"{MEMORY}/set", tmp_path / "cache", kind="manifest")
     assert index.caption(0) == "from the table" and rejected(ledger) == {"file_missing": 1}
-    index, _ = index_of("memory://set/clips", tmp_path / "cache", kind="pairs")
-    assert index.caption(0) == "a clip" and index.row(0).path == "memory://set/clips/a.mp4"
+    index, _ = index_of(f"{MEMORY}/set/clips", tmp_path / "cache", kind="pairs")
+    assert index.caption(0) == "a clip" and index.row(0).path == f"{MEMORY}/set/clips/a.mp4"
 
 
 class Flaky(MemoryFileSystem):
@@ -111,6 +109,10 @@ class Flaky(MemoryFileSystem):
 
     failures = 0
     protocol = "flaky"
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.replace("flaky://", "memory://"))
 
     def _open(self, path, mode="rb", **options):
         file, outer = super()._open(path, mode, **options), self
@@ -135,8 +137,8 @@ def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards,
     flaky = Flaky()
     for file in shards.glob("*.tar"):
         flaky.pipe(f"/flaky/{file.name}", file.read_bytes())
-    register_filesystem("flaky", pafs.PyFileSystem(pafs.FSSpecHandler(flaky)))
-    index, ledger = index_of("flaky://flaky", tmp_path / "cache")
+    fsspec.register_implementation("flaky", Flaky, clobber=True)
+    index, ledger = index_of("fsspec+flaky://flaky", tmp_path / "cache")
     local, _ = index_of(shards, tmp_path / "local")
     assert flaky.failures > 2 and index.hash == local.hash and not ledger.rejected
 

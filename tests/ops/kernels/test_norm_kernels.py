@@ -4,12 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import fused
 from ops.kernels.base import host
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual import reference as gate_reference
+from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate import ablations
 from ops.kernels.norm_modulate import reference as norm_reference
+from ops.kernels.norm_modulate.op import ln_modulate
+from ops.kernels.qk_rope.op import qk_norm_rope
 
 FP32_OUTPUT, FP32_TABLE = 2e-6, 5e-6  # relative L2
 BF16_OUTPUT, BF16_GRADIENT = 2.0e-3, 2.0e-3  # rounding a float to bf16 costs 1.67e-3
@@ -67,7 +69,7 @@ def test_ln_modulate(device: str, width: int, dtype: torch.dtype) -> None:
     given = {"x": make(device, dtype, segments.num_rows, width)}
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("scale", "shift")}
     wanted = exact(given)
-    actual = fused.ln_modulate(**given, segments=segments)
+    actual = ln_modulate(**given, segments=segments)
     compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments))], given, wanted)
 
 
@@ -82,7 +84,7 @@ def test_every_combination_of_tables(device: str, rms: bool, tables: tuple[str, 
         shape = (width,) if name in ("weight", "bias") else (segments.num_mods, width)
         given[name] = make(device, torch.float32, *shape)
     wanted = exact(given)
-    actual = fused.ln_modulate(**given, segments=segments, rms=rms)
+    actual = ln_modulate(**given, segments=segments, rms=rms)
     compare([actual], [norm_reference.ln_modulate(**wanted, rows=rows_of(segments), rms=rms)], given, wanted)
 
 
@@ -97,7 +99,7 @@ def test_gate_residual_ln_modulate(device: str, residual: torch.dtype, width: in
     }
     given |= {name: make(device, torch.float32, segments.num_mods, width) for name in ("gate", "scale", "shift")}
     wanted = exact(given)
-    actual = fused.gate_residual_ln_modulate(**given, segments=segments, out_dtype=torch.bfloat16)
+    actual = gate_residual_ln_modulate(**given, segments=segments, out_dtype=torch.bfloat16)
     x = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
     # The norm sees x' as stored; the rounding is part of the op, so the reference gets the rounded values too.
     stored = x + (actual[0].detach().double() - x.detach())
@@ -111,7 +113,7 @@ def test_one_output_of_gate_residual_ln_modulate(device: str, used: list[int]) -
     given = {name: make(device, torch.float32, segments.num_rows, width) for name in "xy"}
     given["gate"] = make(device, torch.float32, segments.num_mods, width)
     wanted = exact(given)
-    actual = fused.gate_residual_ln_modulate(**given, segments=segments)
+    actual = gate_residual_ln_modulate(**given, segments=segments)
     x = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
     expected = [x, norm_reference.ln_modulate(x)]
     compare([actual[i] for i in used], [expected[i] for i in used], given, wanted)
@@ -126,13 +128,13 @@ def test_frozen_tables_need_no_sums(device: str, frozen: tuple[str, ...]) -> Non
     cotangent = torch.randn(segments.num_rows, width, device=device)
 
     def gradients(tensors: dict[str, Tensor]) -> list[Tensor]:
-        residual, h = fused.gate_residual_ln_modulate(**tensors, segments=segments)
+        residual, h = gate_residual_ln_modulate(**tensors, segments=segments)
         tables = {name: tensors[name] for name in ("scale", "shift")}
         outs = [
             residual,
             h,
-            fused.ln_modulate(tensors["x"], **tables, segments=segments),
-            fused.gate_residual(tensors["x"], tensors["y"], tensors["gate"], segments),
+            ln_modulate(tensors["x"], **tables, segments=segments),
+            gate_residual(tensors["x"], tensors["y"], tensors["gate"], segments),
         ]
         wrt = [given[name] for name in given if name not in frozen]
         return list(torch.autograd.grad(outs, wrt, [cotangent.to(out.dtype) for out in outs]))
@@ -146,7 +148,7 @@ def test_gate_residual(device: str) -> None:
     given["gate"] = make(device, torch.float32, segments.num_mods, width)
     wanted = exact(given)
     expected = gate_reference.gate_residual(wanted["x"], wanted["y"], wanted["gate"], rows_of(segments))
-    compare([fused.gate_residual(**given, segments=segments)], [expected], given, wanted)
+    compare([gate_residual(**given, segments=segments)], [expected], given, wanted)
 
 
 @pytest.mark.parametrize("table_rows", [1, 9], ids=["one row", "a row per token"])
@@ -157,11 +159,11 @@ def test_tables_without_segments(device: str, table_rows: int) -> None:
         "shift": make(device, torch.float32, table_rows, 136),
     }
     wanted = exact(given)
-    compare([fused.ln_modulate(**given)], [norm_reference.ln_modulate(**wanted)], given, wanted)
+    compare([ln_modulate(**given)], [norm_reference.ln_modulate(**wanted)], given, wanted)
     given["y"], given["gate"] = make(device, torch.bfloat16, 9, 136), make(device, torch.float32, table_rows, 136)
     given = {name: given[name] for name in ("x", "y", "gate")}
     wanted = exact(given)
-    compare([fused.gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
+    compare([gate_residual(**given)], [gate_reference.gate_residual(**wanted)], given, wanted)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -179,7 +181,7 @@ def test_random_widths_and_segments(device: str, seed: int) -> None:
     given = {"x": make(device, dtype, segments.num_rows, width)}
     given |= {name: make(device, dtype, num_mods, width) for name in ("scale", "shift")}
     wanted = exact(given)
-    actual = fused.ln_modulate(**given, segments=segments)
+    actual = ln_modulate(**given, segments=segments)
     expected = norm_reference.ln_modulate(**wanted, rows=rows_of(segments))
     assert error(actual, expected) <= (FP32_OUTPUT if dtype == torch.float32 else BF16_OUTPUT)
     cotangent = torch.randn_like(actual)
@@ -197,7 +199,7 @@ def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) ->
     odd = make(device, torch.float32, segments.num_rows, width + 3)
     for x in (wide[:, width : 2 * width], odd[:, 3:]):
         scale, shift = table[:, 1], table[:, 4]
-        actual = fused.ln_modulate(x, scale, shift, segments)
+        actual = ln_modulate(x, scale, shift, segments)
         expected = norm_reference.ln_modulate(x.double(), scale.double(), shift.double(), rows_of(segments))
         assert error(actual, expected) <= FP32_OUTPUT
         leaves = [wide if x.stride(0) == 3 * width else odd, table]
@@ -213,8 +215,8 @@ def test_layouts_do_not_matter(device: str, caplog: pytest.LogCaptureFixture) ->
 def test_no_tokens(device: str) -> None:
     segments = Segments.packed([0, 0], device=device)
     x, gate = make(device, torch.float32, 0, 64), make(device, torch.float32, 2, 64)
-    residual, h = fused.gate_residual_ln_modulate(x, x, gate, gate, gate, segments)
-    q, _ = fused.qk_norm_rope(x, x, make(device, torch.float32, 64), None, head_dim=16)
+    residual, h = gate_residual_ln_modulate(x, x, gate, gate, gate, segments)
+    q, _ = qk_norm_rope(x, x, make(device, torch.float32, 64), None, head_dim=16)
     assert residual.shape == h.shape == q.shape == (0, 64)
     (grad,) = torch.autograd.grad(residual.sum() + h.sum() + q.sum(), gate)
     assert torch.equal(grad, torch.zeros_like(gate))
@@ -223,7 +225,7 @@ def test_no_tokens(device: str) -> None:
 def test_large_mean_outlier_constant_and_broken_rows(device: str) -> None:
     x = torch.randn(6, 512, device=device) + 1e3
     x[2, 7], x[3], x[4, 0], x[5, 1] = 1e4, 5.0, float("nan"), float("inf")
-    y = fused.ln_modulate(x)
+    y = ln_modulate(x)
     assert error(y[:3], norm_reference.ln_modulate(x.double())[:3]) <= 1e-4  # the input itself has 1e-7 * mean / std
     assert y[3].abs().max() == 0
     assert y.isfinite().all(-1).tolist() == [True, True, True, True, False, False]
@@ -233,7 +235,7 @@ def test_large_mean_outlier_constant_and_broken_rows(device: str) -> None:
 def test_small_values_under_a_tiny_epsilon(device: str, rms: bool) -> None:
     given = {"x": (torch.randn(5, 200, device=device) * 1e-5).requires_grad_()}
     wanted = exact(given)
-    actual = fused.ln_modulate(**given, eps=1e-12, rms=rms)
+    actual = ln_modulate(**given, eps=1e-12, rms=rms)
     compare([actual], [norm_reference.ln_modulate(**wanted, eps=1e-12, rms=rms)], given, wanted)
 
 
@@ -241,9 +243,7 @@ def test_gradients_repeat_bit_by_bit(device: str) -> None:
     segments = MANY_RUNS.to(device)
     x, scale = make(device, torch.bfloat16, segments.num_rows, 128), make(device, torch.float32, 6, 128)
     runs = [
-        torch.autograd.grad(
-            fused.gate_residual_ln_modulate(x, x, scale, scale, scale, segments)[1].float().sum(), [x, scale]
-        )
+        torch.autograd.grad(gate_residual_ln_modulate(x, x, scale, scale, scale, segments)[1].float().sum(), [x, scale])
         for _ in range(2)
     ]
     assert all(torch.equal(a, b) for a, b in zip(*runs))

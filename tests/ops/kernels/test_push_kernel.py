@@ -6,7 +6,8 @@ from torch import Tensor
 
 from app.bench.gpu.node_peers import NodePeers
 from ops.kernels.base import backend
-from ops.kernels.push.function import ALIGN, push
+from ops.kernels.push.op import push
+from ops.kernels.push.reference import ALIGN
 from ops.peer_sum import PeerSum
 from ops.shards import shard_bounds
 from ops.sync import slots

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops import fused
 from ops.kernels.qk_rope import reference as qk_reference
+from ops.kernels.qk_rope.op import qk_norm_rope
 
 FP32_LIMIT, BF16_LIMIT, FP32_FROM_BF16 = 5e-6, 2.0e-3, 1e-5  # relative L2
 
@@ -27,7 +27,7 @@ def check(
     head_dim: int,
     per_head: bool,
 ) -> None:
-    actual = fused.qk_norm_rope(*given, *weights, cos, sin, head_dim=head_dim, per_head=per_head)
+    actual = qk_norm_rope(*given, *weights, cos, sin, head_dim=head_dim, per_head=per_head)
     wanted = [t.detach().double().requires_grad_() for t in given]
     wanted_weights = [None if w is None else w.detach().double().requires_grad_() for w in weights]
     expected = [
@@ -78,6 +78,6 @@ def test_gradients_repeat_bit_by_bit(device: str) -> None:
     w = make(device, torch.float32, 64)
     runs = []
     for _ in range(2):
-        out = fused.qk_norm_rope(q, k, w, w, head_dim=16)
+        out = qk_norm_rope(q, k, w, w, head_dim=16)
         runs.append(torch.autograd.grad([t.float().sum() for t in out], [q, k, w]))
     assert all(torch.equal(a, b) for a, b in zip(*runs))

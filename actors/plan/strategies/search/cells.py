@@ -18,7 +18,6 @@ from actors.plan.schedule.problem import Placement, PlannedJob, Problem, StepCon
 from actors.plan.strategies.search.improve import improved
 from actors.plan.strategies.search.space import chains
 from actors.plan.strategies.search.strips import Strip, balanced_strips
-from actors.plan.types import Cluster
 
 CELL_WORKERS = 16  # small enough for a strong search, large enough for bags over two nodes
 BALANCE_S = 0.1  # seconds for balancing strips, also where the budget is smaller
@@ -91,8 +90,7 @@ def _cells(problem: Problem) -> list[Cell]:
     per_cell = max(1, CELL_WORKERS // size)
     cells, node = [], 0
     while node < len(problem.cluster.nodes):
-        nodes = problem.cluster.nodes[node : node + per_cell]
-        cells.append(Cell(problem.on(Cluster(nodes=nodes, rails=problem.cluster.rails)), node * size, []))
+        cells.append(Cell(problem.on(problem.cluster.part(node, per_cell)), node * size, []))
         node += per_cell
     return cells
 

@@ -1,9 +1,10 @@
 """A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-An engine decides node and time of every job, not who of the node runs it. Workers of a node are equal but for their NIC
-rails, which a bag over several nodes wants in common. First the placement rules decide (earliest start, common rails,
-best fit). Where rails are then missing later, bags are drawn at random at the found times, rail by rail, so that whole
-rails stay free: within a node any free workers will do, since the found schedule never needs more than there are.
+An engine decides node and time of every job, not who of the node runs it. Workers of a node are equal but for NVLink
+islands, PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules decide
+(earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at random
+at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since the found
+schedule never needs more than there are.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def draw_bag(schedule: ListSchedule, index: int, found: SearchResult, source: ra
     for workers in idle:
         firsts = {topology.rail[w]: w for w in reversed(workers)}
         several = len(nodes) > 1  # then one worker of every chosen rail comes first: the overlap is of rails
-        bag += sorted(
+        wished = sorted(
             workers,
             key=lambda w: (
                 topology.rail[w] not in rank,
@@ -111,5 +112,7 @@ def draw_bag(schedule: ListSchedule, index: int, found: SearchResult, source: ra
                 rank.get(topology.rail[w], 0),
                 w,
             ),
-        )[:share]
+        )
+        near = topology.near[topology.node[workers[0]]]
+        bag += wished[:share] if several or near.alike else near.nearest(wished, share)
     return tuple(sorted(bag))

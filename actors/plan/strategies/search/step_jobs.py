@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.plan.schedule.problem import ENCODERS, ItemKey, PlannedJob, Problem, StepContext
-from actors.plan.types import MODULES, Module
+from actors.plan.schedule.problem import ItemKey, PlannedJob, Problem, StepContext
+from actors.plan.types import ENCODERS, MODULES, Module
 
 FEW_WORKERS = 8
 SHARES = (0.6, 0.3)  # of a step: the longest that a piece of a cut batch may take

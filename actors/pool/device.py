@@ -1,0 +1,135 @@
+"""What the workers of a run compute on: GPUs as their driver names them, and how fast those are that no table lists.
+
+Ray knows a GPU by a word of its name ("H100" of an H100 PCIe, too) and the process that plans may have none. So one is
+looked at where it is, by a task on it; what it says is kept in the run's folder, so that a resume on the same kinds of
+GPUs plans with the same figures.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import ray
+
+from actors.config import PlannerConfig, WorkersConfig
+from actors.plan.devices import device_speed
+from actors.pool.workers import uses_gpu
+from actors.ray_calls import cancel, get, remote_of, resources
+
+log = logging.getLogger(__name__)
+
+DEVICE = "device.json"  # in the folder of a run
+MEASURED_S = 10.0  # of products on a GPU that no table lists
+_LOOK_S = 180.0  # for a task to start, import torch and measure
+_KIND = "accelerator_type:"
+
+
+class ComputeSettings(Protocol):
+    """The sections of a run's settings that are asked for."""
+
+    @property
+    def workers(self) -> WorkersConfig: ...
+    @property
+    def planner(self) -> PlannerConfig: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeenGpu:
+    """A GPU as it was seen."""
+
+    name: str  # that its driver gives
+    tflops: float = 0.0  # bf16, measured; 0: a table has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersDevice:
+    """What workers compute on."""
+
+    name: str  # "cpu"; names of GPUs with "+" between them; "cuda" where nobody knows
+    measured: Mapping[str, float] = field(default_factory=dict)  # bf16 TFLOP/s by name, of GPUs that no table lists
+    kinds: tuple[str, ...] = ()  # the GPUs of the cluster as Ray names them
+
+    @property
+    def assumed(self) -> bool:
+        """Whether nobody knows how fast they are."""
+        return self.name != "cpu" and device_speed(self.name, self.measured) is None
+
+    def keep(self, folder: Path) -> None:
+        """Write it into a run's folder."""
+        torn = folder / f"{DEVICE}.torn"
+        torn.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        os.replace(torn, folder / DEVICE)
+
+    @classmethod
+    def kept(cls, folder: Path) -> WorkersDevice | None:
+        """That of a run's folder; None where there is none, or it is damaged."""
+        with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            told = json.loads((folder / DEVICE).read_text(encoding="utf-8"))
+            measured = {str(name): float(tflops) for name, tflops in told["measured"].items()}
+            return cls(name=str(told["name"]), measured=measured, kinds=tuple(map(str, told["kinds"])))
+        return None
+
+
+def workers_device(
+    config: ComputeSettings, folder: Path, look: Callable[[str], SeenGpu | None] | None = None
+) -> WorkersDevice:
+    """What a run's workers compute on. GPUs are looked at once, unless the folder knows those that are there now; with
+    a measured profile their names are enough. To be called with Ray connected."""
+    if not uses_gpu(config.workers):
+        return WorkersDevice(name="cpu")
+    kinds = gpu_kinds()
+    if config.planner.profile:
+        return WorkersDevice(name="+".join(kinds) or "cuda", kinds=kinds)
+    kept = WorkersDevice.kept(folder)
+    if kept is not None and kept.kinds == kinds and kept.name != "cpu" and not kept.assumed:
+        return kept
+    seen = {kind: (look or look_at)(kind) for kind in kinds or ("",)}
+    names = [gpu.name if gpu is not None else kind for kind, gpu in seen.items()]
+    return WorkersDevice(
+        name="+".join(sorted(set(filter(None, names)))) or "cuda",
+        measured={gpu.name: gpu.tflops for gpu in seen.values() if gpu is not None and gpu.tflops},
+        kinds=kinds,
+    )
+
+
+def gpu_kinds() -> tuple[str, ...]:
+    """The GPUs that the cluster has now, as Ray names them. One that it names twice, as A100 and A100-80G, has the
+    shorter name: profiles are compared with it."""
+    found = {name.removeprefix(_KIND) for name in resources(free=False) if name.startswith(_KIND)}
+    return tuple(sorted(kind for kind in found if kind.rpartition("-")[0] not in found))
+
+
+def look_at(kind: str) -> SeenGpu | None:
+    """A GPU of this kind ("": of any) of the cluster; None where none is free in time, or it cannot be used."""
+    task = remote_of(_seen).options(
+        num_cpus=0, num_gpus=1, max_retries=0, name="look at a GPU", **({"accelerator_type": kind} if kind else {})
+    )
+    answer = task.remote()
+    try:
+        found: SeenGpu | None = get(answer, timeout=_LOOK_S)
+    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
+        cancel(answer)
+        log.warning("no GPU %s could be looked at: %s", kind, type(error).__name__)
+        return None
+    return found
+
+
+def _seen() -> SeenGpu | None:
+    """The task, on a GPU."""
+    import torch
+
+    from ops.matmul import matmul_tflops
+
+    if not torch.cuda.is_available():
+        return None
+    name, device = torch.cuda.get_device_name(0), torch.device("cuda", 0)
+    if device_speed(name) is not None:
+        return SeenGpu(name=name)
+    return SeenGpu(name=name, tflops=matmul_tflops(device, torch.bfloat16, MEASURED_S))

@@ -1,0 +1,40 @@
+"""The frozen encoders of published pipelines by their numbers alone: fields of a config.json. No torch.
+
+With them the memory of a published model is predicted where nothing of it is downloaded (`heddle bench headroom`).
+"""
+
+from __future__ import annotations
+
+from ops.models.base.family import Json
+
+_GATED = {"feed_forward_proj": "gated-gelu"}
+UMT5_XXL: Json = {
+    **{"model_type": "umt5", "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24},
+    **_GATED,
+}
+T5_XXL: Json = {**UMT5_XXL, "model_type": "t5", "vocab_size": 32128}
+LLAMA_8B: Json = {
+    "model_type": "llama",
+    "vocab_size": 128320,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+CLIP_L: Json = {
+    "model_type": "clip_text_model",
+    "vocab_size": 49408,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 77,
+}
+PICTURE_VAE_FIELDS: Json = {  # of Stable Diffusion's autoencoder
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "block_out_channels": [128, 256, 512, 512],
+    "layers_per_block": 2,
+}

@@ -1,0 +1,51 @@
+"""What a forward pass of a transformer computes, as numbers that follow from its settings. Imports neither torch nor
+Ray.
+
+S video tokens in F frames and L rows of text of one sample; d width, f width of the MLP. A multiply and an add are two.
+Counted are the products of blocks with their weights and their attention, as KnapFormer has it (section 3.1, Eq. 1:
+24 S d^2 + 4 S^2 d of a block with f = 4 d). Left out is what is once per sample or outside of the blocks: modulation,
+embeddings, refiners of the text, image embeddings, the last projection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardFlops:
+    """FLOPs of all blocks: video S + text L of products with weights, pair S P + across S L + within L^2 of attention.
+
+    P is what a video token meets of its own kind: S, or the mean of a frame and a position, (S / F + F) / 2, where
+    blocks attend to these `in_turn`.
+    """
+
+    video: float
+    text: float
+    pair: float
+    across: float  # video to text, and text to video where it attends
+    within: float = 0.0
+    in_turn: bool = False
+
+    def linear(self, tokens: int, text: int) -> float:
+        """FLOPs of a sample's products with weights."""
+        return self.video * tokens + self.text * text
+
+    def attention(self, tokens: int, text: int, frames: int = 1) -> float:
+        """FLOPs of a sample's attention; `frames` of the token grid count where blocks attend in turn."""
+        met = (tokens / frames + frames) / 2 if self.in_turn else tokens
+        return tokens * (self.pair * met + self.across * text) + self.within * text * text
+
+
+def joint_flops(blocks: int, dim: int, ffn_dim: int) -> ForwardFlops:
+    """Blocks through which text and video go as one sequence, with weights of one size."""
+    row, pair = blocks * (8.0 * dim * dim + 4.0 * dim * ffn_dim), blocks * 4.0 * dim
+    return ForwardFlops(video=row, text=row, pair=pair, across=2 * pair, within=pair)
+
+
+def crossing_flops(blocks: int, dim: int, ffn_dim: int) -> ForwardFlops:
+    """Blocks in which video attends to itself and then to the text, of which they take keys and values alone."""
+    pair = blocks * 4.0 * dim
+    return ForwardFlops(
+        video=blocks * (12.0 * dim * dim + 4.0 * dim * ffn_dim), text=blocks * 4.0 * dim * dim, pair=pair, across=pair
+    )

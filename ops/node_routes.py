@@ -1,0 +1,46 @@
+"""Which ranks of different nodes send each other their nodes' gradients, and parameters back. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def routes(nodes: Sequence[int]) -> list[tuple[int, ...]]:
+    """To which ranks each rank sends its node's part of their ranges, given the node of every rank: each rank hears
+    from one rank of every other node, and the ranks of a node share the work.
+
+    Between nodes of one size those of the same place talk to each other: a rank then has one peer for each other node,
+    which is what a communicator takes memory for, and both use the same rail.
+
+    >>> routes([0, 0, 1, 1])
+    [(2,), (3,), (0,), (1,)]
+    >>> routes([0, 0, 0, 1])
+    [(), (), (3,), (0, 1, 2)]
+    """
+    members = {node: [rank for rank, home in enumerate(nodes) if home == node] for node in dict.fromkeys(nodes)}
+    sends: list[list[int]] = [[] for _ in nodes]
+    for node, here in members.items():
+        alike = [there for other, there in members.items() if other != node and len(there) == len(here)]
+        others = [there for other, there in members.items() if other != node and len(there) != len(here)]
+        for there in alike:
+            for rank, target in zip(here, there, strict=True):
+                sends[rank].append(target)
+        away = [target for there in others for target in there]
+        for number, rank in enumerate(here):
+            first, last = (len(away) * end // len(here) for end in (number, number + 1))
+            sends[rank] += away[first:last]
+    return [tuple(sorted(targets)) for targets in sends]
+
+
+def peers(nodes: Sequence[int]) -> list[int]:
+    """With how many ranks of other nodes each rank exchanges by `routes`.
+
+    >>> peers([0] * 8 + [1] * 8 + [2] * 8) == [2] * 24, peers([0, 0, 0, 1])
+    (True, [1, 1, 1, 3])
+    """
+    sends = routes(nodes)
+    met = [set(targets) for targets in sends]
+    for rank, targets in enumerate(sends):
+        for target in targets:
+            met[target].add(rank)
+    return [len(found) for found in met]

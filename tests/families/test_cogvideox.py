@@ -1,0 +1,211 @@
+"""CogVideoX: its cases for the tests of all families; text, and whole runs of its pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
+from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
+
+from ops.comm import Group
+from ops.config import FlowConfig
+from ops.geometry import Geometry
+from ops.models.cogvideox.config import CogVideoXConfig
+from ops.models.cogvideox.family import FAMILY
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import resolve
+from ops.models.load import build_dit, build_text
+from ops.packing import Layout, Sequence
+from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
+
+torch.set_num_threads(1)
+ROWS = 12
+DIT = CogVideoXConfig(
+    num_layers=2,
+    num_heads=2,
+    head_dim=16,
+    ffn_dim=128,
+    time_dim=16,
+    text_dim=16,
+    in_channels=4,
+    out_channels=4,
+    sample_size=(12, 20),
+    text_rows=ROWS,
+)
+KINDS = {
+    "2b": replace(DIT, rotary=False, snr_shift=3.0),
+    "5b": DIT,
+    "1.5": replace(DIT, patch=(2, 2, 2)),
+}
+
+
+def publish(folder: Path, dit: CogVideoXConfig = KINDS["2b"]) -> Path:
+    """A small pipeline as Diffusers itself saves it."""
+    torch.manual_seed(0)
+    scheduler = FAMILY.scheduler(dit, FlowConfig())
+    vae = AutoencoderKLCogVideoX(
+        down_block_types=("CogVideoXDownBlock3D",) * 4,
+        up_block_types=("CogVideoXUpBlock3D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        layers_per_block=1,
+        norm_num_groups=2,
+    )
+    transformer = their_class(dit)
+    with torch.no_grad():  # blocks that count for something, so that a wrong place or text shows
+        for parameter in transformer.parameters():
+            parameter.mul_(4)
+    t5 = T5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+    CogVideoXPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=T5EncoderModel(t5),
+        vae=vae,
+        transformer=transformer,
+        scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
+    ).save_pretrained(folder)
+    return folder
+
+
+def settings(folder: Path, **dit: object) -> ModelConfig:
+    path = str(folder)
+    return ModelConfig(
+        dit=CogVideoXConfig(path=path, **dit),  # type: ignore[arg-type]
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, max_length=ROWS, unmasked=ROWS, pad_to=ROWS),
+    )
+
+
+def settings_2b(folder: Path, **dit: object) -> ModelConfig:
+    return settings(folder, snr_shift=3.0, **dit)
+
+
+def clip(pipeline: CogVideoXPipeline) -> torch.Tensor:
+    made = pipeline(
+        prompt="a dot",
+        negative_prompt="",
+        max_sequence_length=ROWS,
+        height=32,
+        width=48,
+        num_frames=5,
+        guidance_scale=4.0,
+        num_inference_steps=3,
+        output_type="latent",
+        latents=initial_noise(3, (4, 2, 4, 6)).transpose(0, 1)[None],
+    )
+    return made.frames[0].transpose(0, 1)
+
+
+PADDED = {"max_length": 20, "unmasked": 20, "pad_to": 20}
+CASES = FamilyCases(
+    variants={
+        "2b": small(CogVideoXConfig, rotary=False, text_rows=9, time_dim=16, snr_shift=3.0),
+        "5b": small(CogVideoXConfig, time_dim=16, sample_size=(12, 20)),
+        "1.5": small(CogVideoXConfig, time_dim=16, patch=(2, 2, 2)),
+    },
+    models={
+        "2b": whole(
+            CogVideoXConfig(
+                num_layers=2, num_heads=12, head_dim=4, ffn_dim=192, time_dim=16, rotary=False, snr_shift=3.0
+            ),
+            **PADDED,
+        ),
+        "5b": whole(
+            CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
+            **PADDED,
+        ),
+    },
+    whole_runs=("2b",),
+    presets={"cogvideox-2b": 1.69, "cogvideox-5b": 5.57, "cogvideox1.5-5b": 5.57},
+    lora=("attn1.to_q", "attn1.to_out.0"),
+    pipeline=SmallPipeline(
+        publish=publish,
+        model=settings_2b,
+        sampled=settings_2b,
+        request={"prompt": "a dot", "frames": 5, "height": 32, "width": 48, "guidance_scale": 4.0},
+        clip=clip,
+        scheduler="DDIM, SNR shift 3",
+        note="call the pipeline with max_sequence_length=12.",
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampled_clip_is_the_one_of_the_pipeline(kind: str, tmp_path: Path) -> None:
+    """Prompts of any length have all their rows, encoded without a mask; guidance; DDIM from a time without signal."""
+    folder = publish(tmp_path / "base", KINDS[kind])
+    model, geometry = resolve(settings(folder, snr_shift=KINDS[kind].snr_shift))
+    assert replace(model.dit, path=None) == KINDS[kind]
+    encoder = build_text(model.text)
+    text, negative = encoder.encode(["a  dot &amp; ", ""])
+    assert len(text) == len(negative) == ROWS == encoder.count("")
+    pipe = CogVideoXPipeline.from_pretrained(folder)
+    with torch.no_grad():
+        wanted, unwanted = pipe.encode_prompt("a  dot &amp; ", "", max_sequence_length=ROWS)
+    torch.testing.assert_close(torch.stack([text, negative]), torch.cat([wanted, unwanted]), atol=1e-5, rtol=0)
+    module = build_dit(model.dit, 0).eval()
+    request = SampleRequest(text=text, frames=13, height=32, width=48, seed=5)
+    config = SamplerConfig(steps=3, guidance_scale=4.0)
+    (ours,) = sample_latents(module, [request], negative, geometry, config)
+    noise = initial_noise(5, (4, 4, 4, 6))
+    theirs = pipe(
+        prompt="a  dot &amp; ",
+        negative_prompt="",
+        max_sequence_length=ROWS,
+        height=32,
+        width=48,
+        num_frames=13,
+        num_inference_steps=3,
+        guidance_scale=4.0,
+        latents=noise.transpose(0, 1)[None],
+        output_type="latent",
+    ).frames[0]
+    atol = 1e-4 * float(theirs.abs().max())
+    torch.testing.assert_close(ours, theirs.transpose(0, 1), atol=atol, rtol=0)
+    others = {"2b": {"spatial_scale": 1.0}, "5b": {"sample_size": (24, 20)}, "1.5": {"rope_theta": 100.0}}
+    other = build_dit(replace(KINDS[kind], **others[kind]), 0).eval()  # type: ignore[arg-type]
+    other.load_state_dict(module.state_dict())
+    (elsewhere,) = sample_latents(other, [request], negative, geometry, config)
+    assert (elsewhere - ours).abs().max() > 5 * atol
+    (without,) = sample_latents(module, [replace(request, text=text[:4])], negative, geometry, config)
+    assert (without - ours).abs().max() > 10 * atol
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_of_each_clip_in_a_packed_batch(kind: str) -> None:
+    """Two clips of other shapes beside each other are what each is alone."""
+    module = build_dit(KINDS[kind], 0).eval()
+    generator = torch.Generator().manual_seed(1)
+    grids = [(2, 6, 10), (1, 4, 3), (2, 1, 7)]
+    width = 4 * module.patch_size
+    tokens = [torch.randn(t * h * w, width, generator=generator) for t, h, w in grids]
+    texts = [torch.randn(rows, 16, generator=generator) for rows in (ROWS, 3, 5)]
+    times = torch.tensor([900.0, 20.0, 999.0])
+    with torch.no_grad():
+        layout = Layout([Sequence(grid, len(text)) for grid, text in zip(grids, texts)])
+        together = module(torch.cat(tokens), times, torch.cat(texts), layout, Group.solo())
+        for rows, grid, own, text, time in zip(together.split(layout.lengths), grids, tokens, texts, times):
+            alone = module(own, time[None], text, Layout([Sequence(grid, len(text))]), Group.solo())
+            torch.testing.assert_close(rows, alone, atol=1e-5, rtol=1e-5)
+
+
+def test_legal_frame_counts_of_patches_of_two_latents_are_named() -> None:
+    geometry = Geometry(patch=(2, 2, 2))
+    assert geometry.token_grid(13, 32, 48) == (2, 2, 3)
+    with pytest.raises(ValueError, match=r"17 frames are 5 latent frames, .* patches of 2. Use 13 or 21"):
+        geometry.token_grid(17, 32, 48)
+    with pytest.raises(ValueError, match=r"1 frames are 1 latent frames.* Use 5 or 13"):
+        geometry.token_grid(1, 32, 48)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ValueError, match="4 times the width 32"):
+        replace(DIT, ffn_dim=100)
+    with pytest.raises(ValueError, match=r"tokens are \[1, 2, 2\] latents, those of 1.5 \[2, 2, 2\]"):
+        replace(DIT, patch=(1, 4, 4))
+    with pytest.raises(ValueError, match="head_dim 24 is not a multiple of 16"):
+        replace(DIT, head_dim=24, ffn_dim=192)
