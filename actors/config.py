@@ -137,7 +137,8 @@ class PlannerConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotConfig:
-    """State of committed steps in host memory of other nodes."""
+    """State of committed steps in host memory: of the nodes of its workers, and copies on others. Without (`enabled`
+    false) the state after a loss is that of the last checkpoint."""
 
     enabled: bool = True
     # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
@@ -186,8 +187,9 @@ class TrainMemoryConfig:
     # auto: on CPUs node from 64 MiB of gradient on; on GPUs node where they have no room for the largest clip else, or
     # host where they cannot reach each other.
     gradients: GradientSetting = "auto"
-    # Master weights, moments and EMA of a worker's part. device: beside its weights. host: in host memory, where it is
-    # updated, so that a GPU holds weights and gradient. auto: host where a GPU has no room for the largest clip else.
+    # Master weights, moments and EMA of a worker's part. device: beside its weights, with a copy in host memory. host:
+    # in host memory alone, where it is updated and is its own snapshot: a GPU holds weights and gradient. Both take two
+    # versions of host memory. auto: host where a GPU has no room for the largest clip else.
     state: StateSetting = "auto"
     # replicated: all weights on every worker. node: those of all blocks once in host memory of each node; GPUs copy a
     # block for its forward and again for its backward (`model.dit.gradient_checkpointing`), beside the block before it.

@@ -37,7 +37,10 @@ class SumStart(StrEnum):
 
 
 IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
-SNAPSHOTS = "snapshots"  # another one, in which it hands out its state
+SNAPSHOTS = "snapshots"  # another one, in which it says that a copy of its state has ended
+COPIES = "copies"  # concurrency groups of a keeper: in which it copies what others hold
+READS = "reads"  # in which it hands out what it holds
+WRITES = "writes"  # in which it writes checkpoints
 LOADING = "loading"  # activity of a worker until its modules are there
 
 
@@ -191,6 +194,7 @@ class WorkerInfo:
     first: tuple[tuple[str, int], ...] = ()  # (name, checksum) of each trained parameter before any update
     gradients: str = "own"  # where it would have them, "own", "node" or "host"
     state_on_host: bool = False  # optimizer state will lie in host memory
+    lends: int = 0  # the number by which it lends the memory of its node, once it has that
     parameters: str = "replicated"  # where it would have them, "replicated" or "node"
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
@@ -305,35 +309,80 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One worker's shard of a finished step. `shard` is owned by the worker and lives as long as it keeps it."""
+    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers are
+    told of it by the controller."""
+
+    step: int
+    generation: int
+    rank: int
+    lo: int
+    hi: int
+    total: int
+    bank: int
+    names: tuple[str, ...]  # of its arrays
+    updates: int
+    part_updates: tuple[int, ...] = ()
+    copied: Ref[None] | None = None  # resolves when it is all there; None: it is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldShard:
+    """One range of a version that a keeper holds."""
 
     step: int
     generation: int
     lo: int
     hi: int
     total: int
-    shard: Ref[ShardState]
-    acknowledgements: tuple[Ref[bool], ...] = ()  # resolve when the keepers have copied it
+    num_bytes: int
 
 
-class ShardKeeper(Protocol):
-    """A keeper as workers and the writer of checkpoints know it (`actors.state.keeper`)."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinAnswer:
+    """What a keeper says to a worker of its node that enters a generation."""
+
+    number: int  # of the lender of the node's memory
+    seat: int  # of the worker there
+    made_in: int  # the generation that has computed the version that training goes on from
+    ranges: tuple[tuple[int, int], ...]  # of it that lie in the node's memory
+    names: tuple[str, ...]  # of its arrays, if there are any
+    updates: int
+    part_updates: tuple[int, ...]
+
+
+class NodeKeeper(Protocol):
+    """A keeper as workers, other keepers and the writer of checkpoints know it (`actors.state.keeper`)."""
 
     @property
-    def put(self) -> Method[[int, Ref[ShardState], int], bool]: ...
+    def join(self) -> Method[[int, int, int, int], JoinAnswer | None]: ...
     @property
-    def held(self) -> Method[[], dict[int, list[tuple[int, int]]]]: ...
+    def put(self) -> Method[[tuple[Snapshot, ...]], bool]: ...
     @property
-    def get(self) -> Method[[int, int, int], list[ShardState]]: ...
+    def held(self) -> Method[[int, int], list[HeldShard]]: ...
+    @property
+    def read(self) -> Method[[int, int, int, int], ShardState | None]: ...
+    @property
+    def write(self) -> Method[[str, int, int, list[tuple[int, int]]], list[WrittenShard]]: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenShard:
+    """A range of a checkpoint that a keeper has written, and the name, size and checksum of its file."""
+
+    lo: int
+    hi: int
+    name: str
+    size: int
+    crc32: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
-    """Where the training state of a generation comes from: holders of a step's snapshot, or a checkpoint folder."""
+    """Where the training state of a generation comes from: keepers of a version of it, or a checkpoint folder."""
 
     step: int
-    keepers: tuple[ShardKeeper, ...] = ()
-    exports: tuple[Ref[ShardState], ...] = ()  # that living workers hold
+    generation: int = -1  # that has computed the version; -1: it is on disk
+    keepers: tuple[NodeKeeper, ...] = ()
     checkpoint: str | None = None
 
 
@@ -358,16 +407,16 @@ class FormTask:
     world: int
     store: tuple[str, int]  # host and port of the controller's TCPStore
     origin: Origin | None
-    snapshot_to: tuple[ShardKeeper, ...] = ()  # keepers that hold this worker's shards from now on
+    home: NodeKeeper  # of the worker's node, in whose memory its state is handed out
     nodes: tuple[int, ...] = ()  # number of each rank's node; workers of one node share memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handover:
-    """A survivor's answer when its generation has ended: the shards of finished steps that it still has."""
+    """A worker's answer when its generation has ended: its shard of the step that it was asked for, if it has it."""
 
     worker: str
-    exports: tuple[Snapshot, ...]
+    snapshot: Snapshot | None = None
 
 
 class AsideWork(Protocol):
@@ -420,7 +469,7 @@ class WorkerHandle(Protocol):
     @property
     def info(self) -> Method[[], WorkerInfo]: ...
     @property
-    def form(self) -> Method[[FormTask], Snapshot | None]: ...
+    def form(self) -> Method[[FormTask], None]: ...
     @property
     def hand_over(self) -> Method[[int | None], Handover]: ...
     @property
@@ -439,5 +488,3 @@ class WorkerHandle(Protocol):
     def finish_step(self) -> Method[[FinishTask], tuple[StepReport, Snapshot | None]]: ...
     @property
     def turn(self) -> Method[[TurnTask], TurnReport]: ...
-    @property
-    def set_keepers(self) -> Method[[tuple[ShardKeeper, ...]], Snapshot | None]: ...

@@ -6,16 +6,20 @@ import os
 import signal
 from pathlib import Path
 
-_START = 19  # of the fields after the name in /proc/PID/stat: ticks since the machine has booted
+_STATE, _START = 0, 19  # of the fields after the name in /proc/PID/stat: a letter, ticks since the machine has booted
+_ENDED = "ZX"  # states of a process that has ended: its memory is gone, its parent has not asked for its status yet
 
 
 def birth(pid: int) -> str:
     """When a process of this node began; empty when there is none, or no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return stat.rpartition(")")[2].split()[_START]  # the name before it may contain spaces and brackets
+    fields = _fields(pid)
+    return fields[_START] if fields else ""
+
+
+def lives(pid: int, born: str) -> bool:
+    """Whether the process that was born then has not ended."""
+    fields = _fields(pid)
+    return bool(fields) and fields[_START] == born and fields[_STATE] not in _ENDED
 
 
 def kill(pid: int, born: str) -> bool:
@@ -27,3 +31,11 @@ def kill(pid: int, born: str) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def _fields(pid: int) -> list[str]:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return stat.rpartition(")")[2].split()  # the name before it may contain spaces and brackets

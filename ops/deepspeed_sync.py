@@ -6,7 +6,7 @@ cascade touched get zeros (without that the reduction pairs different parameters
 only collective of a step: sum, norm, clip, sharded AdamW, all-gather.
 
 Its partition of the flat vector is padded to a multiple of 2 x workers, ours is not; state crosses between them in
-`form` and `export_shard`, so snapshots and checkpoints are those of FlatSync. It uses attributes that DeepSpeed does
+`form` and `begin_export`, so snapshots and checkpoints are those of FlatSync. It uses attributes that DeepSpeed does
 not promise, hence the pin deepspeed >=0.19.8,<0.20. It keeps fp32 parameters (use bf16 autocast); its waits see no
 cancel, so a worker stuck in one is replaced instead of recovered.
 """
@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
-from ops.shard_export import ShardExport
+from ops.own_state import copied
+from ops.shard_banks import ShardBanks
+from ops.shard_export import CopyAtOnce, ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
-from ops.sync import PhaseListener, StepResult, check_weight, slots, trainable
+from ops.sync import PhaseListener, StepResult, check_weight, slots, state_names, trainable
 
 log = logging.getLogger(__name__)
 
@@ -87,19 +89,20 @@ class DeepSpeedSync:
         self._module = module
         self._parameters = [p for _, p in named]
         self._group = Group.solo()
+        self._banks: ShardBanks | None = None
         self._engine: _Engine | None = None
         self._ema: Tensor | None = None
         _prepare_environment(self._parameters[0].device)
 
-    def form(self, group: Group, shards: Sequence[ShardState] | None) -> None:
+    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None:
         """Build an engine over `group` and give it the state of `shards`, or rank 0's parameters when there are none.
 
-        As in FlatSync, `shards` need to cover only this rank's part of `shard_bounds`. Collective.
+        As in FlatSync, `shards` need to cover only this rank's part of `shard_bounds`; `banks` get copies. Collective.
         """
         group.install_default()  # first: also taking an old engine apart asks for a rank
         self._drop_engine()
         _forget_groups()
-        self._group = group
+        self._group, self._banks = group, banks
         if shards is None:
             for parameter in self._parameters:
                 group.broadcast(parameter.data, source_rank=0)
@@ -115,6 +118,11 @@ class DeepSpeedSync:
             self._import(shards)
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """As `Sync.state_names`."""
+        return state_names(self.config)
+
+    @property
     def gradient_memory(self) -> str:
         """Each worker's own."""
         return "own"
@@ -125,7 +133,8 @@ class DeepSpeedSync:
         return "replicated"
 
     def leave(self) -> None:
-        """Nothing: the engine goes when the next generation forms."""
+        """Write into no bank any more. The engine goes when the next generation forms."""
+        self._banks = None
 
     def begin_step(self) -> None:
         """Zero the gradients, also those that no cascade will touch."""
@@ -169,7 +178,7 @@ class DeepSpeedSync:
             weight=total_weight,
             bad_weight=bad,
             loss=loss * share,
-            export=self.begin_export() if export else None,
+            export=self.begin_export(step) if export else None,
         )
 
     def _updated(self, lr: float, share: float, phase: PhaseListener) -> tuple[float, bool]:
@@ -188,19 +197,24 @@ class DeepSpeedSync:
         phase("gather")
         return norm, applied
 
-    def export_shard(self) -> ShardState:
-        """A copy of this worker's state, without DeepSpeed's padding."""
+    def begin_export(self, step: int) -> ShardExport:
+        """As `Sync.begin_export`; DeepSpeed's state is copied at once."""
+        return copied(self._banks, step, self._arrays(), self._exported, CopyAtOnce(), self._check_commits)
+
+    def _arrays(self) -> dict[str, Tensor]:
         state = self._optimizer().state[self._master()]
         arrays = {"master": self._master(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         if self._ema is not None:
             arrays["ema"] = self._ema
-        size = self.hi - self.lo
-        copies = {name: array[:size].detach().to("cpu", copy=True).numpy() for name, array in arrays.items()}
-        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=copies)
+        return {name: array[: self.hi - self.lo].detach() for name, array in arrays.items()}
 
-    def begin_export(self) -> ShardExport:
-        """DeepSpeed's state is copied at once."""
-        return ShardExport(shard=self.export_shard())
+    def _exported(self, arrays: Mapping[str, Tensor]) -> ShardState:
+        """The own range as a shard, with these arrays in host memory."""
+        numpy = {name: array.numpy() for name, array in arrays.items()}
+        return ShardState(updates=self.updates, lo=self.lo, hi=self.hi, total=self.total, arrays=numpy)
+
+    def _check_commits(self) -> None:
+        self._group.check("waiting until the last snapshot is committed")
 
     # Engine -----------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,9 @@ class Borrower:
 class Lender:
     """Serves one NodeMemory from a thread of its own until `close`."""
 
-    def __init__(self, memory: NodeMemory) -> None:
-        self.number = secrets.randbelow(_NUMBERS - 1) + 1  # what a borrower must know
+    def __init__(self, memory: NodeMemory, number: int | None = None) -> None:
+        """`number` is one that `new_number` gave, for those who have to know it before the memory is there."""
+        self.number = number or new_number()  # what a borrower must know
         self._memory = memory
         self._lock = threading.Lock()
         self._borrowers: list[Borrower] = []
@@ -162,6 +163,11 @@ class BorrowedMemory(NodeMemory):
         super().close()
 
 
+def new_number() -> int:
+    """For one lender, among all of a node."""
+    return secrets.randbelow(_NUMBERS - 1) + 1
+
+
 def borrow(number: int) -> BorrowedMemory:
     """Memory of the lender with this number. Raises ConnectionError when it is not on this node, or lends no more."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -180,7 +186,7 @@ def borrow(number: int) -> BorrowedMemory:
         connection.close()
         raise ConnectionError(
             f"this node's memory could not be borrowed ({error}): processes of one node must share its network and "
-            f"user, as those of one container do. Without that set train.memory.gradients: own."
+            f"user, as those of one container do. Start Ray on the node so that they do."
         ) from None
     (num_bytes,) = _SIZE.unpack(message)
     return BorrowedMemory(descriptors[0], num_bytes, connection)

@@ -24,6 +24,8 @@ from collections.abc import Callable
 
 from ops.node_room import node_room
 
+PAGE_BYTES = mmap.PAGESIZE
+_TAKEN_AT_ONCE = 64 << 20  # bytes, after which the node's room is looked at: less than it keeps in reserve
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock: type, whence, start, length, pid (0 for these locks)
 _PAUSES_S = (2e-5, 2e-3)  # between two tries for a lock: the first and the longest
 
@@ -49,16 +51,52 @@ class NodeMemory:
         """
         if num_bytes > (room := node_room()):
             raise _no_room(name, num_bytes, f", it can spare {room / 2**20:,.0f} MiB")
+        memory = NodeMemory.reserve(name, num_bytes)
+        try:
+            memory._allocate(name, 0, num_bytes)
+        except MemoryError:
+            memory.close()
+            raise
+        return memory
+
+    @staticmethod
+    def reserve(name: str, num_bytes: int) -> NodeMemory:
+        """New memory that has addresses and no pages: `take` gets them, range by range. Takes no room."""
         descriptor = os.memfd_create(f"heddle-{name}", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
-            os.posix_fallocate(descriptor, 0, num_bytes)
-        except OSError as error:
+        except BaseException:
             os.close(descriptor)
+            raise
+        return NodeMemory(descriptor, num_bytes)
+
+    def take(self, name: str, lo: int, hi: int) -> None:
+        """Have pages for the bytes [lo, hi); those that are there keep what they hold. Raises MemoryError when the node
+        runs out of room on the way, which leaves it what it keeps in reserve."""
+        for at in range(lo, hi, _TAKEN_AT_ONCE):
+            before = self.taken_bytes
+            self._allocate(name, at, min(hi, at + _TAKEN_AT_ONCE))
+            if self.taken_bytes > before and node_room() <= 0:
+                raise _no_room(name, hi - lo, ", of which a part was taken")
+
+    def give(self, lo: int, hi: int) -> None:
+        """Let go of the whole pages inside [lo, hi), in every process that maps them: they read as zero from now on."""
+        first, last = -(-lo // PAGE_BYTES) * PAGE_BYTES, hi // PAGE_BYTES * PAGE_BYTES
+        if first < last:
+            self.buffer.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    @property
+    def taken_bytes(self) -> int:
+        """Of all its pages."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def _allocate(self, name: str, lo: int, hi: int) -> None:
+        try:
+            os.posix_fallocate(self.descriptor, lo, hi - lo)
+        except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
-            raise _no_room(name, num_bytes, "") from None
-        return NodeMemory(descriptor, num_bytes)
+            raise _no_room(name, hi - lo, "") from None
 
     def close(self) -> None:
         """Let go of the descriptor. The mapping goes with the last tensor or view of `buffer`."""

@@ -1,78 +1,68 @@
-"""Copies of a worker's optimizer state in host memory, made while training goes on where there is a GPU.
+"""A worker's optimizer state on its way to others: as it lies in its node's memory, or copied there.
 
-A snapshot of a 14B model on eight GPUs is 21 GB of each: a second of every step if the worker waited for it. The copy
-begins at the end of a step, and only the next update, which would change what is read, waits until it has ended. The
-GPU's buffers are pinned and used again: a run holds two sets, of the snapshot that is being handed out and of the one
-that is being made.
+State in host memory is updated there, bank by bank (ops.shard_banks), and is not copied at all. State on a device is
+copied once, into the bank that takes the next version: at once, or, where there is a GPU, while the next cascades run.
+Then only the next update, which would change what is read, waits until the copy has ended.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ops.cuda_memory import CudaHostCopy
 from ops.shards import ShardState
 
-_COPY_ALONE = 1 << 20  # elements; threads are not worth it for fewer
-_THREADS = 4  # one for each array of a shard
-_REGISTERED_BYTES = 64 << 20  # and more; malloc gives so much memory pages of its own
+CopyWait = Callable[[], None]
+"""Returns when what was begun has ended, from any thread and any number of times; raises what it failed with."""
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardExport:
-    """The state of a shard as it was when the export began: `shard` may be read once `wait` has returned.
-
-    `wait` may be called from any thread and any number of times; it raises what the copy failed with.
-    """
+    """The state of a shard as it was when the export began: `shard` may be read once `wait` has returned. It lies in
+    the bank `bank` of the node's memory, where there is one, and is not changed there until it is committed."""
 
     shard: ShardState
-    wait: Callable[[], None] = lambda: None
+    bank: int | None = None
+    wait: CopyWait = _nothing
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.wait is _nothing
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostArrays:
-    """Copies in host memory of their own, which may be read once `wait` has returned."""
+class CopyArrays(Protocol):
+    """How state on a device comes into host memory."""
 
-    arrays: dict[str, np.ndarray]
-    wait: Callable[[], None] = lambda: None
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
+        """Begin to copy each array into the one of its name in host memory."""
+        ...
 
-
-CopyArrays = Callable[[Mapping[str, Tensor]], HostArrays]
-
-
-def copy_at_once(arrays: Mapping[str, Tensor]) -> HostArrays:
-    """From any device; in host memory every large array has a thread."""
-    if next(iter(arrays.values())).numel() < _COPY_ALONE:
-        return HostArrays(arrays={name: array.to("cpu", copy=True).numpy() for name, array in arrays.items()})
-    with ThreadPoolExecutor(len(arrays), thread_name_prefix="snapshot") as threads:
-        copies = threads.map(lambda array: array.to("cpu", copy=True).numpy(), arrays.values())
-        return HostArrays(arrays=dict(zip(arrays, copies)))
+    def release(self) -> None:
+        """No copy runs, and what was copied into is about to go. Any number of times."""
+        ...
 
 
-class CopyInThreads:
-    """State that lies in host memory beside a GPU: copied by threads of their own while the GPU computes."""
+class CopyAtOnce:
+    """From any device; it has ended when the call returns."""
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="snapshot")
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
+        """As `CopyArrays`."""
+        for name, array in arrays.items():
+            into[name].copy_(array)
+        return _nothing
 
-    def __call__(self, arrays: Mapping[str, Tensor]) -> HostArrays:
-        copies = {name: torch.empty_like(array, device="cpu") for name, array in arrays.items()}
-        running = [self._threads.submit(copies[name].copy_, array) for name, array in arrays.items()]
-
-        def wait() -> None:
-            for one in running:
-                one.result()
-
-        return HostArrays(arrays={name: copy.numpy() for name, copy in copies.items()}, wait=wait)
+    def release(self) -> None:
+        """Nothing is kept."""
 
 
 class Pins(Protocol):
@@ -82,61 +72,62 @@ class Pins(Protocol):
     def unpin(self, memory: Tensor) -> None: ...
 
 
-class PinnedMemory:
-    """Pinned arrays that are given out again when nobody holds them any more. One thread takes, any may let go.
-
-    PyTorch rounds what it pins up to powers of two, and keeps that: up to twice what is asked for, of memory that a
-    node counts on. So large arrays are ordinary memory of just their size, which the device is told of.
-    """
+class PinnedTargets:
+    """Host memory that a device has been told of, once for the copies that take turns in it: what the last two went
+    into. Pages of a bank that was used before these may go back to the node (`StateMemory.give`); a device that still
+    knew of it would go on to write into the old pages, which nobody reads."""
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins
-        self._free: deque[Tensor] = deque()
+        self._known: dict[tuple[int, int], Tensor] = {}  # by address and bytes
+        self._last: set[tuple[int, int]] = set()  # of the last copy
 
-    def like(self, array: Tensor) -> np.ndarray:
-        """In host memory, of the same shape and dtype, not filled."""
-        if array.nbytes < _REGISTERED_BYTES:
-            return torch.empty_like(array, device="cpu", pin_memory=True).numpy()
-        buffer = self._used_before(array)
-        if buffer is None:
-            buffer = torch.empty_like(array, device="cpu")
-            self._pins.pin(buffer)
-        given: np.ndarray = buffer.numpy()
-        weakref.finalize(given, self._free.append, buffer).atexit = False
-        return given
+    def pin(self, targets: Iterable[Tensor]) -> None:
+        """Tell the device, unless it knows, of what a copy goes into; it forgets what neither this one nor the last
+        one goes into. No copy runs meanwhile."""
+        wanted = {(target.data_ptr(), target.nbytes): target for target in targets if target.numel()}
+        for key in self._known.keys() - self._last - wanted.keys():
+            self._pins.unpin(self._known.pop(key))
+        for key, target in wanted.items():
+            if key not in self._known:
+                self._pins.pin(target)
+                self._known[key] = target
+        self._last = set(wanted)
 
-    def _used_before(self, array: Tensor) -> Tensor | None:
-        """Lets go of buffers of other sizes: those of a generation that has ended."""
-        for _ in range(len(self._free)):
-            buffer = self._free.popleft()
-            if (buffer.shape, buffer.dtype) == (array.shape, array.dtype):
-                return buffer
-            self._pins.unpin(buffer)
-        return None
+    def release(self) -> None:
+        """The device forgets all of it."""
+        while self._known:
+            self._pins.unpin(self._known.popitem()[1])
 
 
 class CopyOnStream:
-    """State on a GPU: copied to pinned memory on a stream of its own, after what the current one has queued so far."""
+    """State on a GPU: copied on a stream of its own, after what the current one has queued so far."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
-        self._memory = PinnedMemory(CudaHostCopy(device))
+        self._targets = PinnedTargets(CudaHostCopy(device))
 
-    def __call__(self, arrays: Mapping[str, Tensor]) -> HostArrays:
-        pinned = {name: self._memory.like(array) for name, array in arrays.items()}
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
+        """As `CopyArrays`."""
+        self._targets.pin(into.values())
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps, without the GIL
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for name, array in arrays.items():
-                torch.from_numpy(pinned[name]).copy_(array, non_blocking=True)
+                into[name].copy_(array, non_blocking=True)
                 array.record_stream(self._stream)  # not given out again before the copy has read it
             done.record(self._stream)
-        return HostArrays(arrays=pinned, wait=done.synchronize)
+        wait: CopyWait = done.synchronize
+        return wait
+
+    def release(self) -> None:
+        """As `CopyArrays.release`."""
+        self._targets.release()
 
 
-def copies_of(device: torch.device, state_device: torch.device) -> CopyArrays:
-    """How state on `state_device` of a worker that computes on `device` is copied."""
-    if device.type == "cpu":
-        return copy_at_once
-    return CopyOnStream(state_device) if state_device.type == "cuda" else CopyInThreads()
+def copies_of(state_device: torch.device) -> CopyArrays | None:
+    """How state there is copied; None: it lies in host memory, where it is updated bank by bank."""
+    if state_device.type == "cpu":
+        return None
+    return CopyOnStream(state_device) if state_device.type == "cuda" else CopyAtOnce()

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -32,16 +31,18 @@ from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.own_state import OwnState
 from ops.parameter_places import ParametersOf, node_parameters
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
-from ops.shard_export import ShardExport, copies_of
-from ops.shards import Bounds, ShardState, Slot, cut, padding, shard_bounds
+from ops.shard_banks import ShardBanks
+from ops.shard_export import ShardExport
+from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
 
 PhaseListener = Callable[[str], None]
-StateMemory = Literal["device", "host"]
+StateLocation = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
@@ -65,7 +66,7 @@ class StepResult:
     bad_weight: float  # its bad samples; with `weight` this is the planned weight
     loss: float  # over all workers, per planned weight
     export: ShardExport | None = None  # this worker's state after the step, where it was asked for
-    held_up_s: float = 0.0  # that this worker's update waited for the copy of an earlier state to end
+    held_up_s: float = 0.0  # that its update took longer as others count on the state before it: waits, and copies
 
 
 class Sync(Protocol):
@@ -79,6 +80,11 @@ class Sync(Protocol):
         ...
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """Arrays of the optimizer state."""
+        ...
+
+    @property
     def gradient_memory(self) -> str:
         """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
         ...
@@ -88,7 +94,7 @@ class Sync(Protocol):
         """Where parameters lie or, before a generation, would: "replicated" or "node"."""
         ...
 
-    def form(self, group: Group, shards: Sequence[ShardState] | None) -> None: ...
+    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None: ...
     def leave(self) -> None:
         """The generation has ended; another one may follow."""
         ...
@@ -113,9 +119,9 @@ class Sync(Protocol):
         part_weights: Sequence[float] | None = None,
         export: bool = False,
     ) -> StepResult: ...
-    def export_shard(self) -> ShardState: ...
-    def begin_export(self) -> ShardExport:
-        """As `export_shard`, but the copy may still be made while the next step's cascades run."""
+    def begin_export(self, step: int) -> ShardExport:
+        """The state after `step`, which others count on from now on: in the node's memory where `form` was given banks,
+        else a copy. It may still be made while the next step's cascades run."""
         ...
 
 
@@ -151,6 +157,11 @@ def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
         found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
         at += parameter.numel()
     return tuple(found)
+
+
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Arrays of the optimizer state."""
+    return ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
 
 
 def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:
@@ -189,7 +200,8 @@ class FlatSync:
 
     Parameters of lower precision, and any that lie elsewhere than their state, have an fp32 master copy of the own
     shard. State in host memory never comes back to the device, only new parameters do: a device holds weights and
-    gradient, a snapshot copies nothing from it. Do not move or re-cast the module, nor call zero_grad, afterwards.
+    gradient, a snapshot copies nothing from it (ops.own_state). Do not move or re-cast the module, nor call zero_grad,
+    afterwards.
     """
 
     def __init__(
@@ -199,7 +211,7 @@ class FlatSync:
         total_steps: int,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
-        state: StateMemory = "device",
+        state: StateLocation = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:
@@ -229,8 +241,7 @@ class FlatSync:
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
         self._host = state == "host"
         self._state_device = torch.device("cpu") if self._host else self._device
-        self.copy_arrays = copies_of(self._device, self._state_device)
-        self._export: ShardExport | None = None  # whose copy may still be reading the state
+        self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
@@ -241,25 +252,24 @@ class FlatSync:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._received_hook(index))
 
-    def form(self, group: Group, shards: Sequence[ShardState] | None) -> None:
+    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None:
         """Begin a generation: own a range of the flat vector, and make parameters equal on all workers.
 
         With `shards` (any cut that covers at least the own range; replicas allowed) the state continues from them,
         without them training starts from rank 0's current parameters. Collective; all workers pass shards or none.
+        With `banks` of the node's memory the state of the own range, the only shard, is in their current one.
         """
-        self._settle()
+        self.state.form(banks)
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
         self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
-        if self._is_master:
-            self._master = torch.empty(0, dtype=self._state_dtype)  # of parameters that may be about to go
         self.parameters.form(group, self._bounds, current=shards is None)
         if shards is None:
             self._fresh_state()
         else:
-            self._import(cut(shards, self.lo, self.hi))
+            self._import(cut(shards, self.lo, self.hi) if banks is None else shards[0])
             self.parameters.changed(self._bounds)
             self.parameters.gather()
         log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
@@ -267,6 +277,7 @@ class FlatSync:
     def leave(self) -> None:
         """The generation has ended: write into no memory of other workers any more. Any number of times."""
         self.gradients.leave()
+        self.state.leave()
 
     def begin_step(self) -> None:
         """Begin with a gradient of zero. Any number of backward passes may follow."""
@@ -315,8 +326,9 @@ class FlatSync:
         norm = math.hypot(*trained) if trained else math.nan
         lr = lr_at(self.config, step, self.total_steps)
         applied = math.isfinite(norm)
-        held_up_s = self._settle()
+        self.state.held_up_s = 0.0
         if applied:
+            self.state.open(self._check_commits)
             phase("update")
             most = self.config.max_grad_norm
             factors = [None if s is None or n is None else s * clip_factor(n, most) for s, n in zip(shares, norms)]
@@ -325,6 +337,7 @@ class FlatSync:
             self.parameters.gather()
         else:
             self.gradients.drop()
+        held_up_s = self.state.held_up_s
         if export:
             phase("snapshot")
         return StepResult(
@@ -334,38 +347,23 @@ class FlatSync:
             weight=total_weight,
             bad_weight=bad,
             loss=loss * share if total_weight else math.nan,
-            export=self.begin_export() if export else None,
             held_up_s=held_up_s,
+            export=self.begin_export(step) if export else None,
         )
 
-    def export_shard(self) -> ShardState:
-        """A copy of this worker's state, safe to send while training goes on."""
-        export = self.begin_export()
-        export.wait()
-        return export.shard
-
-    def begin_export(self) -> ShardExport:
-        """As `export_shard`; where there is a GPU the copy is made while the next cascades run."""
-        self._settle()
-        arrays = {"master": self._master, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
-        if self._ema is not None:
-            arrays["ema"] = self._ema
-        copies = self.copy_arrays(arrays)
-        shard = ShardState(
-            updates=self.updates,
-            lo=self.lo,
-            hi=self.hi,
-            total=self.total,
-            arrays=copies.arrays,
-            part_updates=tuple(self._part_updates) if len(self._parts) > 1 else (),
-        )
-        self._export = ShardExport(shard=shard, wait=copies.wait)
-        return self._export
+    def begin_export(self, step: int) -> ShardExport:
+        """As `Sync.begin_export`; a copy of what lies on a GPU is made while the next cascades run."""
+        return self.state.export(step, self._exported, self._check_commits)
 
     @property
     def state_on_host(self) -> bool:
         """Master, moments and EMA lie in host memory."""
         return self._state_device.type == "cpu"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """As `Sync.state_names`."""
+        return self.state.names
 
     @property
     def gradient_memory(self) -> str:
@@ -390,9 +388,13 @@ class FlatSync:
         else:
             make = memory if callable(memory) else node_parameters
             self.parameters = make(self._module, self._named, self.layout, self._given)
-        # the own range of the parameters is the master copy
+
+    @property
+    def _is_master(self) -> bool:
+        """The own range of the parameters is the master copy."""
         there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
-        self._is_master = self._parameters[0].dtype == self._state_dtype and there == self._state_device
+        same = self._parameters[0].dtype == self._state_dtype and there == self._state_device
+        return same and not self.state.in_banks
 
     def _given(self, index: int, gradient: Tensor) -> None:
         self.gradients.add(index, gradient)
@@ -402,7 +404,7 @@ class FlatSync:
         own."""
         if group.size == 1 or self._made:
             return
-        self.leave()  # and so have all, once they have exchanged this
+        self.gradients.leave()  # and so have all, once they have exchanged this
         mine = 0 if self._memory is None else MEMORIES.index(self._memory)
         held = PARAMETER_MEMORIES.index(self._parameter_memory)
         found = [divmod(one, len(MEMORIES)) for one in exchange(group, held * len(MEMORIES) + mine, self._device)]
@@ -428,20 +430,13 @@ class FlatSync:
         self.updates = 0
         self._part_updates = [0] * len(self._parts)
         own = self.parameters.own
-        self._master = own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True)
-        self._exp_avg = torch.zeros_like(self._master)
-        self._exp_avg_sq = torch.zeros_like(self._master)
-        self._ema = self._master.clone() if self.config.ema_decay > 0 else None
+        self.state.begin(own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True))
 
     def _import(self, shard: ShardState) -> None:
         if shard.total != self.total:
             raise ValueError(
                 f"the state has {shard.total} parameters, the model {self.total}; use the run's own model."
             )
-        state = {
-            name: torch.from_numpy(array).to(self._state_device, self._state_dtype)
-            for name, array in shard.arrays.items()
-        }
         counts = shard.part_updates or (shard.updates,)
         if shard.updates and len(counts) != len(self._parts):
             raise ValueError(
@@ -450,20 +445,24 @@ class FlatSync:
             )
         self.updates = shard.updates
         self._part_updates = list(counts) if shard.updates else [0] * len(self._parts)
-        self.parameters.own.copy_(state["master"])
-        self._master = self.parameters.own if self._is_master else state["master"]
-        self._exp_avg, self._exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        # An EMA switched on later starts from the weights.
-        self._ema = state.get("ema", self._master.clone()) if self.config.ema_decay > 0 else None
+        self.state.take(shard)
+        self.parameters.own.copy_(self.state.arrays["master"])
+        if self._is_master:
+            self.state.arrays["master"] = self.parameters.own
 
-    def _settle(self) -> float:
-        """Before the state changes or is copied again: the copy that was begun has read all of it. Returns the seconds
-        that took."""
-        started = time.perf_counter()
-        export, self._export = self._export, None
-        if export is not None:
-            export.wait()
-        return time.perf_counter() - started
+    def _exported(self, arrays: Mapping[str, Tensor]) -> ShardState:
+        """The own range as a shard, with these arrays in host memory."""
+        return ShardState(
+            updates=self.updates,
+            lo=self.lo,
+            hi=self.hi,
+            total=self.total,
+            arrays={name: array.numpy() for name, array in arrays.items()},
+            part_updates=tuple(self._part_updates) if len(self._parts) > 1 else (),
+        )
+
+    def _check_commits(self) -> None:
+        self._group.check("waiting until the last snapshot is committed")
 
     # The step ---------------------------------------------------------------------------------------------------
 
@@ -500,41 +499,45 @@ class FlatSync:
         for start in range(0, longest, bucket):
             pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
             lo, hi = pieces[self._group.rank]
+            state = self.state.bring(slice(lo - self.lo, hi - self.lo))
             trained = [
-                (slice(max(lo, first) - self.lo, min(hi, last) - self.lo), factor, updates)
+                (slice(max(lo, first) - lo, min(hi, last) - lo), factor, updates)
                 for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
                 if factor is not None and max(lo, first) < min(hi, last)
             ]
-            for own, factor, updates in trained:
-                self._update_range(own, lr, factor, updates)
+            for part, factor, updates in trained:
+                self._update_range({n: array[part] for n, array in state.items()}, lo + part.start, lr, factor, updates)
             if lo < hi:
                 self.gradients.used(lo, hi)
             self.parameters.changed(pieces)
-            if self._ema is not None:
-                for own, _, updates in trained:
-                    self._ema[own].lerp_(self._master[own], 1.0 - ema_decay_at(self.config, updates))
+            if "ema" in state:
+                for part, _, updates in trained:
+                    state["ema"][part].lerp_(state["master"][part], 1.0 - ema_decay_at(self.config, updates))
+        self.state.close()
 
-    def _update_range(self, own: slice, lr: float, factor: float, updates: int) -> None:
+    def _update_range(self, state: Mapping[str, Tensor], lo: int, lr: float, factor: float, updates: int) -> None:
+        """Of the state from element `lo` of the flat vector on; gives the parameters there their new values."""
+        master = state["master"]
         adamw_(
             self.config,
-            master=self._master[own],
-            grad=self._gradient_of(own),
-            exp_avg=self._exp_avg[own],
-            exp_avg_sq=self._exp_avg_sq[own],
+            master=master,
+            grad=self._gradient_of(lo, lo + len(master)),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
             updates=updates,
             lr=lr,
             factor=factor,
         )
         if self._is_master:
             return
-        master, target = self._master[own], self.parameters.own[own]
+        target = self.parameters.own[lo - self.lo : lo - self.lo + len(master)]
         if self._host and target.device.type != "cpu":  # rounded before it goes there, by memory that the device reads
             master = torch.empty_like(master, dtype=target.dtype, pin_memory=True).copy_(master)
         target.copy_(master)
 
-    def _gradient_of(self, own: slice) -> Tensor:
-        """The sum of a part of the own range, where its state is; may be overwritten."""
-        gradient = self.gradients.part(self.lo + own.start, self.lo + own.stop)
+    def _gradient_of(self, lo: int, hi: int) -> Tensor:
+        """The sum of [lo, hi), a part of the own range, where its state is; may be overwritten."""
+        gradient = self.gradients.part(lo, hi)
         if gradient.device == self._state_device:
             return gradient
         if gradient.device.type == "cpu":

@@ -83,10 +83,10 @@ class MemoryForecast:
 
     def states(self, workers: int, here: int = 0) -> StateSizes:
         """What the fullest of so many workers has on its device. The flat engine: parameters, an fp32 gradient, a shard
-        of the state (ZeRO-1); what lies in memory of the host is in `host_gib`. `here` are on its node; 0: as many as
-        on the smallest one, where a device holds the most of its node's gradient."""
-        # In fp32 the own range of the parameters is the master copy, where it lies beside the state.
-        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches
+        of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that node; 0:
+        as many as on the smallest one, where a device holds the most of its node's gradient."""
+        # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
+        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
@@ -142,13 +142,6 @@ class MemoryForecast:
     @property
     def _own_gradient_bytes(self) -> int:
         return 4 * (self.trained + padding(self.trained))
-
-    def host_gib(self, workers: int, nodes: int) -> float:
-        """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
-        lie there."""
-        here = -(-workers // nodes)
-        state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.places.gradients == "host" else 0)) / GIB + self.host_weights_gib
 
     @property
     def host_weights_gib(self) -> float:

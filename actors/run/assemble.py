@@ -127,7 +127,7 @@ def start_controller(
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
     survivors = Survivors()
-    state = assemble_state(run, config, model, source, survivors, events)
+    state = assemble_state(run, config, model, source, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
     generation = max(reported.generation, state.standing.generation)
     start_s = config.workers.start_patience_s(weights_bytes(config.model))

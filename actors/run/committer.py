@@ -17,7 +17,7 @@ import ray
 from actors.feed.step_source import StepSource
 from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
-from actors.ray_calls import get, get_all, wait
+from actors.ray_calls import GONE, get, get_all, wait
 from actors.records.events import CommitSlow, FeederLost
 from actors.refs import Ref
 from actors.run.step_metrics import StepAccount
@@ -34,11 +34,12 @@ _ANSWER_S = 30.0  # of an acknowledgement that has come
 
 @dataclass(kw_only=True, slots=True)
 class UncommittedStep:
-    """A finished step and the acknowledgements it still waits for."""
+    """A finished step and what it still waits for: until its state is copied from devices, then for keepers."""
 
     collected: CollectedStep
+    copying: dict[Ref[None], str]  # with the worker that copies
     waiting: list[Ref[bool]]
-    since: float  # monotonic seconds; when these acknowledgements were asked for
+    since: float  # monotonic seconds; when these answers were asked for
 
     @property
     def step(self) -> int:
@@ -51,7 +52,7 @@ class Committer:
 
     committer.add(done)                         # all workers have finished it
     committer.settle(world, quiet=False)        # commits what is held by now
-    committer.go_on_from(recovery, generation)  # a generation is about to start from this state
+    committer.go_on_from(recovery)              # a generation is about to start from this state
     """
 
     state: RunState
@@ -76,8 +77,9 @@ class Committer:
 
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
-        acknowledgements = [a for snapshot in done.snapshots for a in snapshot.acknowledgements]
-        self._open.append(UncommittedStep(collected=done, waiting=acknowledgements, since=time.monotonic()))
+        copying = {s.copied: done.reports[s.rank].worker for s in done.snapshots if s.copied is not None}
+        waiting = [] if copying else self.state.hold(done)
+        self._open.append(UncommittedStep(collected=done, copying=copying, waiting=waiting, since=time.monotonic()))
 
     def settle(self, world: Sequence[Seat], quiet: bool, timeout_s: float = 0.0) -> None:
         """Commit what is held by now; where keepers are gone or silent, have others hold it. Waits at most `timeout_s`
@@ -87,11 +89,12 @@ class Committer:
         while self._open:
             oldest = self._open[0]
             stuck = self._look(oldest, timeout_s)
-            if oldest.waiting:
+            if oldest.copying or oldest.waiting:
                 break
             self._commit(oldest.collected)
+        stuck = stuck or self.state.look()
         if stuck is not None and world:
-            held = self.state.repair_keepers(stuck, world, quiet, self.log)
+            held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
             if held is not None:
                 self._await_instead(held)
 
@@ -104,13 +107,13 @@ class Committer:
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
-    def go_on_from(self, recovery: Recovery, generation: int) -> None:
+    def go_on_from(self, recovery: Recovery) -> None:
         """A generation starts from this state: what it makes safe is committed, later steps are computed again."""
         before = self.committed
         for done in recovery.newly_safe:
             self._commit(done)
         self.restart(recovery.step)
-        self.state.begin(recovery, generation)
+        self.state.begin()
         if self.committed < before:
             self._open_data()
 
@@ -144,7 +147,13 @@ class Committer:
 
     def _look(self, step: UncommittedStep, timeout_s: float) -> Stuck | None:
         """Take in what keepers have said of its shards by now, after `timeout_s` at most. Returns why others must hold
-        them, where that is so."""
+        them, where that is so. Raises GenerationLost where a worker could not copy its state."""
+        if step.copying:
+            for reference in wait(list(step.copying), num_returns=len(step.copying), timeout=timeout_s)[0]:
+                _check_copied(reference, step.copying.pop(reference))
+            if step.copying:
+                return None
+            step.waiting, step.since = self.state.hold(step.collected), time.monotonic()
         if not step.waiting:
             return None
         done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)
@@ -175,14 +184,27 @@ class Committer:
         self.committed = step
         self.state.committed(done, self.source.release(step))
 
-    def _await_instead(self, snapshots: Sequence[Snapshot]) -> None:
+    def _shards(self) -> list[Snapshot]:
+        """Of steps whose state is all there: a keeper takes one that a device still copies for whole."""
+        return [snapshot for one in self._open if not one.copying for snapshot in one.collected.snapshots]
+
+    def _await_instead(self, held: Sequence[Ref[bool]]) -> None:
         """Keepers were given the newest shards: every open step is safe as soon as those are held."""
-        fresh = [a for snapshot in snapshots for a in snapshot.acknowledgements]
         for one in self._open:
-            one.waiting, one.since = list(fresh), time.monotonic()
+            one.waiting, one.since = [] if one.copying else list(held), time.monotonic()
 
     def _open_data(self) -> None:
         self.source.open(self.committed + 1, self.state.data_token(self.committed))
+
+
+def _check_copied(reference: Ref[None], worker: str) -> None:
+    """Raises GenerationLost where a copy has failed, or its worker is gone."""
+    try:
+        get(reference, timeout=_ANSWER_S)
+    except GONE:
+        raise GenerationLost([worker], {}) from None
+    except ray.exceptions.RayTaskError as error:
+        raise GenerationLost([], {worker: f"its state was not copied: {error.cause}"}) from None
 
 
 def _all_held(references: Sequence[Ref[bool]]) -> bool:

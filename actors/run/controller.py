@@ -39,6 +39,7 @@ from actors.step import CollectedStep, DataLost, GenerationLost
 
 log = logging.getLogger(__name__)
 
+_HELD_S = 0.05  # for keepers to say that they hold a step
 _STEPS_AHEAD = 2  # dispatched at a time: the running one and the next; a worker that is asked to leave finishes both
 
 
@@ -172,9 +173,12 @@ class Controller:
             return
         try:
             self._dispatch(runner)
-            if runner.running and (done := runner.collect(timeout_s=self._look_s)) is not None:
+            done = runner.collect(timeout_s=self._look_s) if runner.running else None
+            if done is not None:
                 self._collected(runner, done)
-            self.committer.settle(runner.world, quiet=not runner.running)
+            # The update of the next step waits for this commit, and keepers of one node answer at once.
+            held_s = _HELD_S if done is not None else 0.0
+            self.committer.settle(runner.world, quiet=not runner.running, timeout_s=held_s)
             if not runner.running:
                 self._at_boundary(runner)
         except GenerationLost as lost:

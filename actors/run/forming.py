@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
-from actors.messages import FormTask, Origin, ShardKeeper, WorkerHandle, WorkerInfo
+from actors.messages import FormTask, NodeKeeper, Origin, WorkerHandle, WorkerInfo
 from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
@@ -69,14 +69,14 @@ class Forming:
         recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery, decision.generation)
+        self.committer.go_on_from(recovery)
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)
             self.asides.limit(self.shortage.asides_at_once(infos))
         world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         cluster = self._cluster(world, starts=fresh and not self._stores)
-        self.committer.state.place_keepers([seat.node for seat in world])
+        self.committer.state.open(recovery.origin, decision.generation, infos)
         return self._runner(decision.generation, world, cluster, recovery.origin)
 
     def _cluster(self, world: tuple[Seat, ...], starts: bool) -> Cluster:
@@ -95,7 +95,7 @@ class Forming:
         address = (self._stores[-1].host, self._stores[-1].port)
         state, planning = self.committer.state, self.config.planner
         self.waits.begin()
-        tasks = form_tasks(generation, world, address, origin, state.keepers.of)
+        tasks = form_tasks(generation, world, address, origin, state.keepers.home)
         return StepRunner(
             generation=generation,
             world=world,
@@ -166,9 +166,10 @@ def form_tasks(
     world: Sequence[Seat],
     store: tuple[str, int],
     origin: Origin | None,
-    keepers_of: Callable[[int], tuple[ShardKeeper, ...]],
+    home_of: Callable[[int], NodeKeeper],
 ) -> list[FormTask]:
-    """What each worker is told, in order of ranks. `store` is where they meet, `keepers_of` a rank holds its shards."""
+    """What each worker is told, in order of ranks. `store` is where they meet, `home_of` gives the keeper of a rank's
+    node."""
     number = {home: n for n, home in enumerate(dict.fromkeys(seat.node for seat in world))}
     nodes = tuple(number[seat.node] for seat in world)
     return [
@@ -178,7 +179,7 @@ def form_tasks(
             world=len(world),
             store=store,
             origin=origin,
-            snapshot_to=keepers_of(rank),
+            home=home_of(rank),
             nodes=nodes,
         )
         for rank in range(len(world))

@@ -200,9 +200,8 @@ class GenerationManager:
     def _end(self, decision: End) -> None:
         """The generation is over. After a failure its survivors must leave the groups; then they can join again."""
         self.events.tell(GenerationEnded(generation=decision.generation, why=decision.reason, clean=decision.clean))
-        self.survivors.ended(decision.generation)
         self.lookout.try_again()
-        if decision.clean:  # too few are left: until there are more, these hold the state besides the keepers
+        if decision.clean:  # too few are left: until there are more, keepers hold the state
             self._take_over()
             self.runner = None
             return
@@ -215,11 +214,11 @@ class GenerationManager:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
     def _take_over(self) -> None:
-        """At the clean end of a generation: its finished steps are committed, and its workers, each of which holds the
-        last of them, say so."""
+        """At the clean end of a generation: its finished steps are committed, and its workers, each of which has the
+        last of them, leave it to their keepers."""
         if self.runner is not None:
             self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)
-            self.survivors.take(self.world, self.committer.log.newest)
+            self.committer.state.take_over(self.world, self.committer.log.newest)
 
     def _form(self, decision: Form) -> None:
         started = time.time()

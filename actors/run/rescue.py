@@ -12,7 +12,6 @@ from actors.ray_calls import kill
 from actors.records.events import RunEvent
 from actors.state.assemble import assemble_state
 from actors.state.recovery import CommitLog
-from actors.state.survivors import Survivors
 from actors.step import DataLost, Position
 from ops.models.folders import resolve
 
@@ -42,7 +41,7 @@ class _Logged:
 def rescue(config: RuntimeConfig) -> str:
     """Called when no controller of the run is alive. Returns what is not on disk and how to go on; "": all is."""
     run_dir, model = Path(config.run_dir), resolve(config.model)[0]
-    state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Survivors(), Events(_Logged()))
+    state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Events(_Logged()))
     committed = state.standing.committed
     try:
         committed = max(committed, state.keep_last((), CommitLog(committed=committed)))

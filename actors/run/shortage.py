@@ -45,7 +45,7 @@ class Shortage:
         yet. Raises PlanError when a node of the first generation of a fresh run has too little memory."""
         if not self._begun and fresh:
             refuse_short_hosts(self._needs_of_hosts(infos))
-            refuse_short_stores(infos, self.room.sizes.state_gib)
+            refuse_short_stores(infos, self.room.sizes.state_gib, self.room.sizes.state_bytes, self.snapshot)
         self._note(infos, known=self._begun or fresh)
         self._begun = True
 

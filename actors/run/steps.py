@@ -16,7 +16,7 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, Snapshot, StepReport
+from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, StepReport
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
@@ -56,7 +56,7 @@ class StepRunner:
     exports: Callable[[int], bool]  # steps after which workers copy their state for keepers and checkpoints
     next_step: int  # to be dispatched
     last_step: int  # exclusive
-    forming: list[Ref[Snapshot | None]]  # resolve when the workers have formed the generation
+    forming: list[Ref[None]]  # resolve when the workers have formed the generation
     first_budget_s: float | None = None  # the same for the first plan of the generation
     waits: StepWaits
     asides: AsideTurns

@@ -9,7 +9,6 @@ from actors.outcome import Events
 from actors.state.checkpoint_writer import Writer
 from actors.state.keeper_fleet import Keepers
 from actors.state.run_state import PositionSource, RunState
-from actors.state.survivors import Survivors
 from ops.models.config import ModelConfig
 
 
@@ -18,7 +17,6 @@ def assemble_state(
     config: RuntimeConfig,
     model: ModelConfig,
     positions: PositionSource,
-    survivors: Survivors,
     events: Events,
 ) -> RunState:
     """Waits for keepers that live, as long as `snapshot.patience_s`."""
@@ -32,6 +30,5 @@ def assemble_state(
         standing=standing,
         writer=Writer(Path(config.run_dir), config.checkpoint, config.train.steps - 1, events),
         positions=positions,
-        survivors=survivors,
         tell=events.tell,
     )

@@ -1,27 +1,28 @@
-"""Writes checkpoints in the background, from the shards that workers have just exported; keeps the newest.
+"""Has checkpoints written in the background, by the keepers that hold the state; keeps the newest.
 
-One Ray task writes all shards of a step, one after the other, out of the object store or the keepers' memory: no worker
-waits for the disk, and no state passes through the controller. One checkpoint is written at a time.
+Each keeper writes what lies on its node, all of them at a time: no worker waits for the disk, and no state crosses the
+network. A Ray task says who writes what, and makes a checkpoint of it. One is written at a time.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
 from actors.config import CheckpointConfig
-from actors.messages import Origin, ShardKeeper, Snapshot
+from actors.messages import WRITES, HeldShard, NodeKeeper, Origin, WrittenShard
 from actors.outcome import Events
-from actors.ray_calls import cancel, get, remote_of, wait
+from actors.ray_calls import GONE, cancel, get, remote_of, wait
 from actors.records.events import CheckpointFailed
 from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_files import Meta
-from ops.shards import ShardState
+from actors.state.keeper import VersionLost
+from ops.shards import bytes_per_weight, missing
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,11 @@ class Writer:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._writing: dict[Ref[WrittenFiles | None], tuple[int, Path]] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
-        self._owed = False  # shards were lost with their workers before they were read
+        self._owed = False  # the state was lost with its keepers before it was written
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this step: every so many steps, after the last, and soon after one that
-        was lost with its workers."""
+        was lost with its keepers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def puts_off(self, step: int) -> bool:
@@ -75,19 +76,23 @@ class Writer:
         self._owed = True
         return True
 
-    def save(self, snapshots: Sequence[Snapshot], meta: Meta) -> None:
-        """Begin to write a step; `meta` is what the checkpoint says about itself, with that step. Not when the last
-        state of the run has been written."""
+    @property
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints that are being written."""
+        return sorted(step for step, _ in self._writing.values())
+
+    def save(self, version: Origin, meta: Meta) -> None:
+        """Begin to write a step, which its keepers hold until it is written; `meta` is what the checkpoint says about
+        itself, with that step. Not when the last state of the run has been written."""
         self._owed = False
-        if self._last_state is not None:
-            return
-        self._begin([s.shard for s in snapshots], (), meta)
+        if self._last_state is None:
+            self._begin(version, meta)
 
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
-        """Write the last step from keepers and living workers, and wait for it: the run is about to stop. It becomes
-        a checkpoint by `seal_last`. False when it could not be written, or is one."""
-        self.wait()  # for an attempt at this step that may have lost its shards with their workers
-        self._begin(origin.exports, origin.keepers, meta, seal=False)
+        """Write the last step and wait for it: the run is about to stop. It becomes a checkpoint by `seal_last`. False
+        when it could not be written, or is one."""
+        self.wait()  # for an attempt at this step that may have lost its state
+        self._begin(origin, meta, seal=False)
         self.wait()
         return self._last_state is not None
 
@@ -118,15 +123,15 @@ class Writer:
                     self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
                 self._writing.clear()
 
-    def _begin(
-        self, shards: Sequence[Ref[ShardState]], keepers: Sequence[ShardKeeper], meta: Meta, seal: bool = True
-    ) -> None:
+    def _begin(self, version: Origin, meta: Meta, seal: bool = True) -> None:
         step: int = meta["step"]
         folder = checkpoint.step_folder(self._root, step)
         if any(f == folder for _, f in self._writing.values()):
             return
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
-        reference: Ref[WrittenFiles | None] = named.remote(str(folder), meta, list(shards), list(keepers), seal)
+        reference: Ref[WrittenFiles | None] = named.remote(
+            str(folder), meta, version.generation, list(version.keepers), seal
+        )
         self._writing[reference] = (step, folder)
 
     def _give_up(self, step: int, why: str) -> None:
@@ -143,7 +148,7 @@ class Writer:
             try:
                 unsealed = get(reference)
             except ray.exceptions.RayTaskError as error:
-                self._owed |= isinstance(error.cause, ray.exceptions.ObjectLostError)
+                self._owed |= isinstance(error.cause, StateLost)
                 self._give_up(step, str(error.cause))
                 continue
             except ray.exceptions.RayError as error:  # its process was ended: it could not clean up
@@ -162,29 +167,31 @@ class Writer:
         self._events.checkpoint(folder, step)
 
 
+class StateLost(RuntimeError):
+    """Keepers do not hold all of a step any more. A later one is written soon."""
+
+
 def _write(
-    folder: str, meta: Meta, shards: list[Ref[ShardState]], keepers: list[ShardKeeper], seal: bool = True
+    folder: str, meta: Meta, generation: int, keepers: list[NodeKeeper], seal: bool = True
 ) -> WrittenFiles | None:
-    """Runs as a Ray task. Every range is written once, also when several holders have it. What a failed attempt has
+    """Runs as a Ray task. Every range is written once, also when several keepers have it. What a failed attempt has
     written is removed: on a full disk it would make the next one fail, too. Returns what is to be sealed, if not
-    `seal`."""
-    target = Path(folder)
+    `seal`. Raises StateLost, OSError, CheckpointError."""
+    target, step = Path(folder), meta["step"]
     if not checkpoint.begin(target):
         return None
-    written: dict[tuple[int, int], checkpoint.File] = {}
     try:
-        for shard in _one_by_one(meta["step"], shards, keepers):
-            if not written:
-                needed = checkpoint.forecast_bytes(
-                    shard.total,
-                    ema="ema" in shard.arrays,
-                    num_shards=len(shards),
-                    num_parameters=len(meta["parameters"]),
-                )
-                checkpoint.check_free_space(target, needed)
-            if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
-                written[shard.lo, shard.hi] = checkpoint.write_shard(target, shard)
-        done = WrittenFiles(meta=meta, bounds=sorted(written), files=list(written.values()))
+        held = _held(keepers, step, generation)
+        _check(target, meta, [shard for shards in held for shard in shards])
+        shares = _shares([[(shard.lo, shard.hi) for shard in shards] for shards in held])
+        asked = [
+            keeper.write.options(concurrency_group=WRITES).remote(folder, step, generation, ranges)
+            for keeper, ranges in zip(keepers, shares, strict=True)
+            if ranges
+        ]
+        written = _answers(asked)
+        files = [checkpoint.File(name=file.name, size=file.size, crc32=file.crc32) for file in written]
+        done = WrittenFiles(meta=meta, bounds=sorted((file.lo, file.hi) for file in written), files=files)
         if not seal:
             return done
         checkpoint.seal(target, meta, done.bounds, done.files)
@@ -194,10 +201,70 @@ def _write(
         raise
 
 
-def _one_by_one(step: int, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]) -> Iterator[ShardState]:
-    """A large state does not fit into one node's memory: each shard is fetched when the one before it is written."""
-    while shards:
-        yield get(shards.pop(0))
-    for keeper in keepers:
-        for lo, hi in get(keeper.held.remote()).get(step, []):
-            yield from get(keeper.get.remote(step, lo, hi))
+def _held(keepers: Sequence[NodeKeeper], step: int, generation: int) -> list[list[HeldShard]]:
+    """What of a version each of them holds; of one that is gone nothing."""
+    found = []
+    for reference in [keeper.held.remote(step, generation) for keeper in keepers]:
+        try:
+            found.append(get(reference))
+        except GONE:
+            found.append([])
+    return found
+
+
+def _shares(held: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, int]]]:
+    """The ranges that each keeper writes of those that it holds: each element once, and no keeper much more than the
+    others, as far as that can be.
+
+    >>> _shares([[(0, 10), (10, 20)], [(0, 10), (10, 20), (20, 30)]])
+    [[(0, 10), (10, 20)], [(20, 30)]]
+    """
+    shares: list[list[tuple[int, int]]] = [[] for _ in held]
+    taken: list[tuple[int, int]] = []
+    holders: dict[tuple[int, int], list[int]] = {}
+    for number, ranges in enumerate(held):
+        for part in ranges:
+            holders.setdefault(part, []).append(number)
+    for lo, hi in sorted(holders, key=lambda part: (len(holders[part]), part)):  # who alone has it comes first
+        least = min(holders[lo, hi], key=lambda number: sum(b - a for a, b in shares[number]))
+        parts = missing(taken, lo, hi)
+        shares[least] += parts
+        taken += parts
+    return shares
+
+
+def _check(target: Path, meta: Meta, held: Sequence[HeldShard]) -> None:
+    """Raises StateLost where this is not the whole vector, CheckpointError where that does not fit the disk."""
+    total = max((shard.total for shard in held), default=1)
+    if gaps := missing([(shard.lo, shard.hi) for shard in held], 0, total):
+        raise StateLost(f"no keeper holds {gaps} of step {meta['step']} any more")
+    ema = any(shard.num_bytes > (shard.hi - shard.lo) * bytes_per_weight(ema=False) for shard in held)
+    needed = checkpoint.forecast_bytes(total, ema=ema, num_shards=len(held), num_parameters=len(meta["parameters"]))
+    checkpoint.check_free_space(target, needed)
+
+
+def _answers(asked: Sequence[Ref[list[WrittenShard]]]) -> list[WrittenShard]:
+    """What keepers have written, when all have ended: what a failed attempt leaves is removed, and one that goes on
+    would leave more. Raises what kept the first of them from it."""
+    written: list[WrittenShard] = []
+    failures: list[Exception] = []
+    for reference in asked:
+        try:
+            written += _answer(reference)
+        except Exception as failure:  # of any kind: the others end first
+            failures.append(failure)
+    if failures:
+        raise failures[0]
+    return written
+
+
+def _answer(reference: Ref[list[WrittenShard]]) -> list[WrittenShard]:
+    """What a keeper has written. Raises what kept it from that."""
+    try:
+        return get(reference)
+    except GONE as error:
+        raise StateLost(f"a keeper is gone: {type(error).__name__}") from None
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, VersionLost):
+            raise StateLost(str(error.cause)) from None
+        raise error.cause from None

@@ -1,4 +1,9 @@
-"""Memory of the nodes themselves: what training takes of it beside the processes, and whether a node has it. Pure."""
+"""Memory of the nodes themselves: what training takes of it beside the processes, and whether a node has it. Pure.
+
+A node has two versions of what its workers own of the state S, `2 S here / workers`, wherever the state itself lies,
+and as many of what it copies for other nodes, `2 S min(copies, nodes - 1) / nodes`. That is at most 2 S, also while
+ranges move. A third version lies there while a checkpoint is written of one, if there is room for it: it is not needed.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,10 @@ from dataclasses import dataclass
 from actors.config import SnapshotConfig
 from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
-from actors.state.keeper import KEEP_STEPS
+from actors.state.pulling import AHEAD, PIECE
+from ops.state_memory import TURNS
 
-_KEPT_SNAPSHOTS = 2  # that a worker offers in the object store
+_COPYING = 2  # shards that a keeper copies at a time
 _GRADIENT_BYTES = 4
 
 
@@ -19,39 +25,28 @@ _GRADIENT_BYTES = 4
 class HostNeed:
     """GiB of one node, all its workers together."""
 
-    state: float  # optimizer state that lies in host memory
+    state: float  # two versions of the optimizer state of its workers
     gradient: float  # that the node's workers share in it
-    keepers: float  # snapshots of workers, also of other nodes
-    store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
+    copies: float  # two versions of what is copied for other nodes
+    store: float  # of the object store, in /dev/shm: pieces of copies on their way
     parameters: float = 0.0  # that are once there for GPUs
     text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
-    copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
     @property
     def total(self) -> float:
-        return (
-            self.state
-            + self.gradient
-            + self.parameters
-            + self.text
-            + self.samples
-            + self.keepers
-            + self.store
-            + self.copies
-        )
+        return self.state + self.gradient + self.parameters + self.text + self.samples + self.copies + self.store
 
     def describe(self) -> str:
         """Its parts, for a person."""
         parts = {
-            "optimizer state": self.state,
+            "two versions of the optimizer state": self.state,
+            "copies for other nodes": self.copies,
             "gradient": self.gradient,
             "weights": self.parameters,
             "text encoders": self.text,
             "weights of a sample": self.samples,
-            "keepers": self.keepers,
-            "snapshots in the object store": self.store,
-            "copies": self.copies,
+            "object store": self.store,
         }
         return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib)
 
@@ -64,33 +59,37 @@ def host_need(
     here: int,
     workers: int,
     nodes: int,
-    state_on_host: bool,
     node_gradient: bool,
-    copies: int = 1,
     weights_gib: float = 0.0,
     text_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
-    """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
-    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and of each
-    worker `text_gib` of text encoders that are not loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
-    part = state_gib * here / workers
-    kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
+    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at so many bytes a weight.
+    `weights_gib` of parameters lie there for its GPUs, and of each worker `text_gib` of text encoders that are not
+    loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
+    copies = _copies(snapshot, nodes)
     return HostNeed(
-        state=part if state_on_host else 0.0,
+        state=TURNS * state_gib * here / workers,
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
+        copies=TURNS * copies * state_gib / nodes,
+        store=store_gib(state_gib, bytes_per_weight, snapshot, here=here, workers=workers, nodes=nodes),
         parameters=weights_gib,
         text=here * text_gib,
         samples=samples_gib,
-        keepers=kept,
-        store=offered_gib(state_gib, here, workers),
-        copies=copies * part,
     )
 
 
-def offered_gib(state_gib: float, here: int, workers: int) -> float:
-    """In the object store of a node with `here` of all workers: the next snapshot is there before the oldest goes."""
-    return (_KEPT_SNAPSHOTS + 1) * state_gib * here / workers
+def store_gib(
+    state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig, *, here: int, workers: int, nodes: int
+) -> float:
+    """In the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
+    piece = min(state_gib / workers, PIECE * bytes_per_weight / 2**30)
+    return AHEAD * piece * (here * _copies(snapshot, nodes) + _COPYING) if _copies(snapshot, nodes) else 0.0
+
+
+def _copies(snapshot: SnapshotConfig, nodes: int) -> int:
+    """Copies of each shard on other nodes with workers."""
+    return min(snapshot.copies, nodes - 1) if snapshot.enabled else 0
 
 
 def aside_gib(state_gib: float, bytes_per_weight: int, parameter_bytes: int, gpu: bool) -> float:
@@ -130,9 +129,7 @@ def needs_of_hosts(
             here=len(here),
             workers=len(infos),
             nodes=len(nodes),
-            state_on_host=here[0].state_on_host,
             node_gradient=_shares_host_memory(here[0]),
-            copies=2 if here[0].publishes_later else 1,
             weights_gib=max(info.host_weights_gib for info in infos),
             samples_gib=samples_gib,
         )
@@ -145,25 +142,30 @@ def _shares_host_memory(info: WorkerInfo) -> bool:
     return info.gradients == "host" or (info.gradients == "node" and info.device == "cpu")
 
 
-def refuse_short_stores(infos: Sequence[WorkerInfo], state_gib: float) -> None:
-    """Raises PlanError with a sentence for each node whose object store does not hold the snapshots that its workers
-    offer, or would hold them on disk: Ray leaves a /dev/shm that is smaller than the store."""
+def refuse_short_stores(
+    infos: Sequence[WorkerInfo], state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig
+) -> None:
+    """Raises PlanError with a sentence for each node whose object store does not hold what is on its way between nodes,
+    or would hold it on disk: Ray leaves a /dev/shm that is smaller than the store."""
     short: list[str] = []
-    for node in dict.fromkeys(info.node for info in infos):
+    nodes = list(dict.fromkeys(info.node for info in infos))
+    for node in nodes:
         here = [info for info in infos if info.node == node]
-        need, store, shared = offered_gib(state_gib, len(here), len(infos)), here[0].store_gib, here[0].shared_gib
+        need = store_gib(state_gib, bytes_per_weight, snapshot, here=len(here), workers=len(infos), nodes=len(nodes))
+        store, shared = here[0].store_gib, here[0].shared_gib
         name = f"node {here[0].host or node}"
         if store is not None and need > store:
             short.append(
-                f"{name} has an object store of {store:.2f} GiB, and snapshots of its {len(here)} workers take "
-                f"{need:.2f} GiB of it. Start Ray there with --object-store-memory={_with_room(need)} or more (and a "
-                f"/dev/shm as large), add nodes, or train fewer weights (model.dit.lora_rank)."
+                f"{name} has an object store of {store:.2f} GiB, and copies of the state of its {len(here)} workers "
+                f"take {need:.2f} GiB of it. Start Ray there with --object-store-memory={_with_room(need)} or more "
+                f"(and a /dev/shm as large), lower snapshot.copies, or set snapshot.enabled: false."
             )
         elif store is not None and shared is not None and need > shared and store > shared:
             short.append(
                 f"{name} has a /dev/shm of {shared:.2f} GiB, less than its object store of {store:.2f} GiB, which "
-                f"therefore lies on disk, and snapshots of its {len(here)} workers take {need:.2f} GiB. Enlarge it "
-                f"(docker run --shm-size={store:.0f}g, a memory volume on Kubernetes) before Ray starts there."
+                f"therefore lies on disk, and copies of the state of its {len(here)} workers take {need:.2f} GiB. "
+                f"Enlarge it (docker run --shm-size={store:.0f}g, a memory volume on Kubernetes) before Ray starts "
+                f"there."
             )
     if short:
         raise PlanError("\n".join(short))
@@ -185,8 +187,8 @@ def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
     None)."""
     return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
-        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, set snapshot.enabled: false"
-        f"{' or sample.every: 0' if need.samples else ''}, or train fewer weights (model.dit.lora_rank)."
+        f"({need.describe()}). Add memory or nodes, lower snapshot.copies, "
+        f"{'set sample.every: 0, ' if need.samples else ''}or train fewer weights (model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]

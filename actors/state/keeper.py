@@ -1,50 +1,64 @@
-"""Snapshots: the training state of committed steps in the host memory of other nodes.
+"""Keepers: the process of each node that keeps versions of the training state alive in the node's memory.
 
-Every worker sends its shard to a keeper after each step. A step is committed when the shards of one generation that the
-keepers hold cover the whole vector; `actors.state.recovery` finds the newest such step from the keepers' own
-inventories, so a restarted controller needs nothing else. A keeper copies what it is given: an object in Ray's store
-dies with the worker that put it.
+The memory (`ops.state_memory`) is the keeper's and is mapped by the workers of its node, who write their shards into
+it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what it
+is told to, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is held by
+the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is whole from
+the keepers' own inventories, so a restarted controller needs nothing else.
 
-    place(workers={0: "a", 1: "b"}, keepers={"ka": "a", "kb": "b"}, copies=1)      # {0: ("kb",), 1: ("ka",)}
-    worker:      keeper.put.remote(step, sync.export_shard(), generation)
-    controller:  keeper.commit.remote(step)                                        # older steps may go
-    recovery:    keeper.inventory.remote(); keeper.get.remote(step, lo, hi)
+    controller:  keeper.begin.remote(generation, step, made_in, total, members)
+    worker:      joined = keeper.join.remote(generation, pid, lo, hi); memory = borrow(joined.number)
+    controller:  keeper.put.remote(snapshots); other.hold.remote([(snapshot, keeper), ...])
+                 keeper.commit.remote(step, position, pinned)                   # older versions may go
+    recovery:    keeper.inventory.remote(); keeper.read.remote(step, generation, lo, hi)
+
+What a keeper knows lies in the same memory: if it dies, another one takes the memory over from a worker (`adopt`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import socket
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from actors.messages import ShardKeeper
+from actors import process
+from actors.messages import COPIES, READS, WRITES, HeldShard, JoinAnswer, NodeKeeper, Snapshot, WrittenShard
 from actors.refs import Method
+from actors.state.checkpoint_files import write_shard
+from actors.state.pulling import pull
+from actors.state.versions import Version, VersionBook
 from actors.step import Position
+from ops.lending import Lender, borrow
 from ops.node_room import node_room
-from ops.shards import ShardState, bytes_per_weight, cut
+from ops.shards import ShardState, bytes_per_weight
+from ops.state_memory import BANKS, TURNS, StateMemory
 
 log = logging.getLogger(__name__)
 
+Process = tuple[int, str]  # pid and birth (`actors.process`)
 
-KEEP_STEPS = 2  # committed steps that stay; a third one is being filled meanwhile
-_SMALL = 64 << 20  # bytes; a smaller shard is taken without a look at the node's memory
+_SMALL = 64 << 20  # bytes; a smaller range is taken without a look at the node's memory
+_ENDED_S = 10.0  # for a process to end after SIGKILL
+_LOOK_S = 0.02
+_GIVEN_AT_ONCE = 1 << 25  # elements that are let go of while nobody else is served
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldShard:
-    """One shard a keeper holds."""
+class VersionLost(RuntimeError):
+    """The version that was being written is not there any more."""
 
-    step: int
-    generation: int
-    lo: int
-    hi: int
-    total: int
-    num_bytes: int
+
+class Outdated(RuntimeError):
+    """The generation for which something was done is over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +70,17 @@ class Standing:
     position: tuple[int, Position] | None = None  # newest step whose data position it was told, and that
 
 
-class KeeperHandle(ShardKeeper, Protocol):
+class KeeperHandle(NodeKeeper, Protocol):
     """A keeper as the controller knows it."""
 
     @property
-    def commit(self) -> Method[[int, Position | None], None]: ...
+    def begin(self) -> Method[[int, int, int, int, tuple[Process, ...]], None]: ...
     @property
-    def rollback(self) -> Method[[int, int], None]: ...
+    def adopt(self) -> Method[[tuple[int, ...]], bool]: ...
+    @property
+    def hold(self) -> Method[[list[tuple[Snapshot, NodeKeeper]]], bool]: ...
+    @property
+    def commit(self) -> Method[[int, Position | None, tuple[int, ...]], None]: ...
     @property
     def inventory(self) -> Method[[], list[HeldShard]]: ...
     @property
@@ -71,167 +89,340 @@ class KeeperHandle(ShardKeeper, Protocol):
     def room(self) -> Method[[], tuple[str, int]]: ...
 
 
-@dataclass
-class _Step:
-    generation: int
-    shards: dict[tuple[int, int], ShardState] = field(default_factory=dict)
-
-
 class Keeper:
-    """Shards of the last steps in this process's memory. Plain class; `spawn` runs it as a Ray actor.
+    """Plain class; `spawn` runs it as a Ray actor, with threads in which it copies, hands out and writes. What only
+    takes a look or a note is done in the order in which it was asked for."""
 
-    All shards of a step that it holds are of one generation: a step that is computed again after a failure replaces
-    what is left of the first attempt, and late messages of a dead generation are refused.
-    """
-
-    def __init__(self, keep_steps: int = KEEP_STEPS, room: Callable[[], int] = node_room) -> None:
+    def __init__(self, room: Callable[[], int] = node_room) -> None:
         """`room` gives the bytes that this node can still spare."""
         self._room = room
-        self._keep_steps = keep_steps
-        self._steps: dict[int, _Step] = {}
-        self._committed: set[int] = set()
-        self._generation = 0  # older ones are refused
-        self._position: tuple[int, Position] | None = None
-        self._free: list[dict[str, np.ndarray]] = []  # buffers of dropped shards, reused: no page faults per step
+        self._own: Process = (os.getpid(), process.birth(os.getpid()))
+        self._lock = threading.RLock()
+        self._book = VersionBook()
+        self._memory: StateMemory | None = None
+        self._lender: Lender | None = None
+        self._members: tuple[Process, ...] = ()  # workers of this node in the generation, by seat
+        self._refused = ""  # why the generation could not begin here
+        self._trimming: threading.Thread | None = None
+        self._to_trim = False  # ranges have changed, or a bank more than those that take turns was in use
 
-    def put(self, step: int, shard: ShardState, generation: int = 0) -> bool:
-        """Hold a copy of `shard` as part of `step`. False when it comes from a generation that is over.
+    # -- a generation --------------------------------------------------------------------------------------------------
 
-        Raises MemoryError when this node has no room for it: better a clear answer than a node that ends its processes.
-        """
-        if generation < self._generation:
+    def begin(self, generation: int, step: int, made_in: int, total: int, members: Sequence[Process] = ()) -> None:
+        """Training goes on after `step` in `generation`, from the version that generation `made_in` has computed, of
+        `total` elements; `members` are its workers on this node. Versions of other steps go, what older generations
+        send is refused, and who of them may still be writing here is ended."""
+        with self._lock:
+            if generation < self._book.generation:
+                return
+            if self._memory is None:
+                self._lend(StateMemory.reserve(total))
+            assert self._memory is not None
+            self._book.begin(generation, step, made_in, self._has_spare_room)
+            self._to_trim = True
+            self._memory.order = self._book.order  # first: nobody begins to write for an older one from now on
+            before, self._members = self._members, tuple((pid, born) for pid, born in members)
+            present = [one for seat, one in enumerate(before) if self._memory.present[seat]]
+            self._refused = end_all([one for one in present if one not in self._members])
+            if total != (here := self._memory.total):
+                self._refused = (
+                    f"the memory of this node has the state of {here} parameters, the model has {total}; use the run's "
+                    f"own model."
+                )
+            self._memory.present[:] = 0
+            self._note()
+
+    def adopt(self, numbers: Sequence[int]) -> bool:
+        """Take over the memory that a worker of this node lends by one of these numbers, with all that the keeper
+        before this one knew of it. That one is ended, if it lives: it may only have been silent, and would go on where
+        it stopped. False when nobody has any."""
+        with self._lock:
+            for number in numbers if self._memory is None else ():
+                try:
+                    memory = StateMemory(borrow(number))
+                except ConnectionError as error:
+                    log.info("no worker lends its memory as %d: %s", number, error)
+                    continue
+                before, book, members = known_by(memory.index)
+                if why := end_all([before] if before != self._own else []):
+                    log.error("the memory of this node cannot be taken over: %s", why)
+                    break
+                self._book, self._members = book, members
+                self._lend(memory)
+                memory.index = described(self._own, book, members)
+                log.warning("the memory of this node was taken over, with %d shards", len(self.inventory()))
+                break
+            return self._memory is not None
+
+    def join(self, generation: int, pid: int, lo: int, hi: int) -> JoinAnswer | None:
+        """A worker of this node enters the generation with the range [lo, hi). None: the generation has not begun here
+        yet. Raises RuntimeError where it cannot."""
+        with self._lock:
+            if self._refused and generation == self._book.generation:
+                raise RuntimeError(self._refused)
+            if generation != self._book.generation or self._memory is None or self._lender is None:
+                return None
+            seat = [member for member, _ in self._members].index(pid)
+            self._memory.present[seat] = 1
+            self._book.expected.add((lo, hi))
+            self._note()
+            base = self._book.base
+            assert base is not None, "a generation begins with it"
+            return JoinAnswer(
+                number=self._lender.number,
+                seat=seat,
+                made_in=base.generation,
+                ranges=tuple(sorted(base.ranges)),
+                names=base.names,
+                updates=base.updates,
+                part_updates=base.part_updates,
+            )
+
+    # -- versions ------------------------------------------------------------------------------------------------------
+
+    def put(self, snapshots: Sequence[Snapshot]) -> bool:
+        """Workers of this node have written these shards, all of them. False when one comes from what is over."""
+        with self._lock:
+            book = self._book
+            taken = [book.bank_for(one.step, one.generation) == one.bank and book.add(one) for one in snapshots]
+            self._note()
+            return all(taken)
+
+    def hold(self, shards: Sequence[tuple[Snapshot, NodeKeeper]]) -> bool:
+        """Copy shards, each from the keeper of another node that has it or is about to be told of it. Returns when all
+        are here; False when one comes from what is over. Raises MemoryError when this node has no room: better a clear
+        answer than a node that ends its processes. Runs in the thread group COPIES."""
+        try:
+            return all(self._copied(snapshot, source) for snapshot, source in shards)
+        except Outdated:
             return False
-        held = self._steps.get(step)
-        if held is None or held.generation < generation:
-            self._drop(step)
-            held = self._steps[step] = _Step(generation)
-        elif held.generation > generation:
-            return False
-        self._recycle(held.shards.pop((shard.lo, shard.hi), None))
-        held.shards[shard.lo, shard.hi] = self._copy(shard)
-        return True
 
-    def commit(self, step: int, position: Position | None = None) -> None:
-        """`step` is complete over all keepers: keep it and the one before it, let older ones go. `position` is where
-        the data stands after it; the two are stored together."""
-        if position is not None:
-            self._position = (step, position)
-        self._committed.add(step)
-        kept = sorted(s for s in self._committed if s <= step)[-self._keep_steps :]
-        self._committed = set(kept)
-        for old in [s for s in self._steps if s < kept[0] or (s < step and s not in self._committed)]:
-            self._drop(old)
+    def _copied(self, snapshot: Snapshot, source: NodeKeeper) -> bool:
+        version, lo, hi = (snapshot.step, snapshot.generation), snapshot.lo, snapshot.hi
+        bank = self._bank_for(snapshot)
 
-    def rollback(self, step: int, generation: int) -> None:
-        """Training goes on after `step` in `generation`: forget later steps and refuse what older generations send."""
-        self._generation = max(self._generation, generation)
-        self._committed = {s for s in self._committed if s <= step}
-        if self._position is not None and self._position[0] > step:
-            self._position = None
-        for later in [s for s in self._steps if s > step]:
-            self._drop(later)
+        def go_on() -> None:
+            with self._lock:
+                if self._is_over(snapshot) or self._book.bank_for(*version) != bank:
+                    raise Outdated
 
-    def held(self) -> dict[int, list[tuple[int, int]]]:
-        """Ranges per step."""
-        return {step: sorted(held.shards) for step, held in self._steps.items()}
+        if self.read(*version, lo, hi) is not None:
+            return True
+        into = self._taken(bank, snapshot)
+        # With the lock: when a generation has begun, what lies here is what its workers write, and no late piece.
+        while pull(source, version, lo, hi, into, go_on, self._lock) is None:
+            time.sleep(_LOOK_S)
+        with self._lock:
+            taken = not self._is_over(snapshot) and self._book.bank_for(*version) == bank and self._book.add(snapshot)
+            self._note()
+            return taken
+
+    def commit(self, step: int, position: Position | None = None, pinned: Collection[int] = ()) -> None:
+        """`step` is safe on all its keepers: older versions may go, but those of the steps `pinned`, whose checkpoints
+        are being written. `position` is where the data stands after it."""
+        with self._lock:
+            self._book.pin(pinned)
+            self._book.commit(step, position, self._has_spare_room)
+            self._note()
+            spare = {version.bank for version in self._book.versions.values()} | {self._book.next}
+            self._to_trim |= max(spare) >= TURNS
+            if self._to_trim and max(spare) < TURNS:
+                self._to_trim = False
+                self._trim()
+
+    # -- what is here --------------------------------------------------------------------------------------------------
 
     def inventory(self) -> list[HeldShard]:
         """Everything that is held, for `actors.state.recovery`."""
-        return [
-            HeldShard(
-                step=step,
-                generation=held.generation,
-                lo=shard.lo,
-                hi=shard.hi,
-                total=shard.total,
-                num_bytes=shard.num_bytes,
-            )
-            for step, held in self._steps.items()
-            for shard in held.shards.values()
-        ]
+        with self._lock:
+            versions = list(self._book.versions.values())
+            return [shard for version in versions for shard in self.held(version.step, version.generation)]
 
     def standing(self) -> Standing:
         """For a restarted controller: it goes on after the committed step, in a generation that is not refused."""
-        committed = max(self._committed, default=-1)
-        return Standing(committed=committed, generation=self._generation, position=self._position)
+        book = self._book
+        return Standing(committed=book.committed, generation=book.generation, position=book.position)
 
-    def get(self, step: int, lo: int | None = None, hi: int | None = None) -> list[ShardState]:
-        """The shards of `step`, whole, or only their parts inside [lo, hi). Empty when it holds none.
+    def held(self, step: int, generation: int) -> list[HeldShard]:
+        """What of a version is held."""
+        with self._lock:
+            version = self._book.find(step, generation)
+            if version is None or self._memory is None:
+                return []
+            return [
+                HeldShard(
+                    step=step,
+                    generation=generation,
+                    lo=lo,
+                    hi=hi,
+                    total=self._memory.total,
+                    num_bytes=(hi - lo) * 4 * len(version.names),
+                )
+                for lo, hi in sorted(version.ranges)
+            ]
 
-        Whole shards are the keeper's own buffers: as a Ray actor they are serialized before the next call, in one
-        process copy them before it.
-        """
-        held = self._steps.get(step)
-        if held is None:
-            return []
-        shards = list(held.shards.values())
-        if lo is None or hi is None:
-            return shards
-        parts = [(shard, max(lo, shard.lo), min(hi, shard.hi)) for shard in shards]
-        return [cut([shard], a, b) for shard, a, b in parts if a < b]
+    def read(self, step: int, generation: int, lo: int, hi: int) -> ShardState | None:
+        """[lo, hi) of a version, in the keeper's own memory: as a Ray actor it is copied when the call returns. None
+        when not all of it is held, which has to be asked again afterwards. Runs in the thread group READS."""
+        with self._lock:
+            version = self._book.find(step, generation)
+            if version is None or self._memory is None or not version.covers(lo, hi):
+                return None
+            return ShardState(
+                updates=version.updates,
+                lo=lo,
+                hi=hi,
+                total=self._memory.total,
+                arrays=self._memory.arrays(version.bank, lo, hi, version.names),
+                part_updates=version.part_updates,
+            )
+
+    def write(self, folder: str, step: int, generation: int, ranges: Sequence[tuple[int, int]]) -> list[WrittenShard]:
+        """Write these ranges of a version into the folder of a checkpoint, each into a file of its own. Raises
+        VersionLost when the version is not all there to the end, OSError. Runs in the thread group WRITES."""
+        written = []
+        for lo, hi in ranges:
+            shard = self.read(step, generation, lo, hi)
+            file = write_shard(Path(folder), shard) if shard is not None else None
+            if file is None or self.read(step, generation, lo, hi) is None:
+                raise VersionLost(f"the keeper on {socket.gethostname()} has let go of step {step}")
+            written.append(WrittenShard(lo=lo, hi=hi, name=file.name, size=file.size, crc32=file.crc32))
+        return written
 
     def used_bytes(self) -> int:
-        """Memory of shards and of buffers that wait for reuse."""
-        held = sum(shard.num_bytes for step in self._steps.values() for shard in step.shards.values())
-        return held + sum(array.nbytes for buffers in self._free for array in buffers.values())
+        """Memory that the state takes here."""
+        return self._memory.taken_bytes if self._memory is not None else 0
 
     def room(self) -> tuple[str, int]:
         """This host, and the bytes that the state may take here, what is held already included."""
         return socket.gethostname(), self.used_bytes() + self._room()
 
-    def _copy(self, shard: ShardState) -> ShardState:
-        buffers = self._take_buffers(shard)
-        for name, array in shard.arrays.items():
-            np.copyto(buffers[name], array)
-        return replace(shard, arrays=buffers)
+    def close(self) -> None:
+        """Lend no more. The memory is there as long as somebody has it."""
+        if self._lender is not None:
+            self._lender.close()
 
-    def _take_buffers(self, shard: ShardState) -> dict[str, np.ndarray]:
-        want = {name: (array.shape, array.dtype) for name, array in shard.arrays.items()}
-        for index, buffers in enumerate(self._free):
-            if {name: (array.shape, array.dtype) for name, array in buffers.items()} == want:
-                return self._free.pop(index)
-        self._free.clear()  # cut for another number of workers: these sizes do not come back
-        if shard.num_bytes > _SMALL and shard.num_bytes > (room := self._room()):
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _lend(self, memory: StateMemory) -> None:
+        self._memory, self._lender = memory, Lender(memory.memory)
+
+    def _note(self) -> None:
+        """Leave what is known now to whoever comes after this process, then let workers see what follows for them."""
+        if self._memory is not None:
+            self._memory.index = described(self._own, self._book, self._members)
+            self._memory.order = self._book.order
+
+    def _is_over(self, snapshot: Snapshot) -> bool:
+        book = self._book
+        return book.find(snapshot.step, snapshot.generation) is None and (
+            snapshot.generation < book.generation or snapshot.step <= book.committed
+        )
+
+    def _bank_for(self, snapshot: Snapshot) -> int:
+        """Where a copy goes. Waits until nobody needs what lies there; raises Outdated."""
+        while True:
+            with self._lock:
+                ready = self._memory is not None and self._book.generation >= snapshot.generation
+                if ready and self._is_over(snapshot):
+                    raise Outdated
+                bank = self._book.bank_for(snapshot.step, snapshot.generation) if ready else None
+                if bank is not None:
+                    self._book.expected.add((snapshot.lo, snapshot.hi))
+                    return bank
+            time.sleep(_LOOK_S)
+
+    def _taken(self, bank: int, snapshot: Snapshot) -> dict[str, np.ndarray]:
+        """The range of a shard in a bank, with pages."""
+        assert self._memory is not None
+        lo, hi, names = snapshot.lo, snapshot.hi, snapshot.names
+        num_bytes = (hi - lo) * 4 * len(names)
+        try:
+            if num_bytes > _SMALL:
+                self._memory.take(bank, lo, hi, names)
+        except MemoryError:
+            room = self._room()
             raise MemoryError(
                 f"the keeper on {socket.gethostname()} holds {self.used_bytes() / 2**20:.0f} MiB and is given "
-                f"{shard.num_bytes / 2**20:.0f} MiB more, but the node can spare {room / 2**20:.0f} MiB. Add nodes or "
+                f"{num_bytes / 2**20:.0f} MiB more, but the node can spare {room / 2**20:.0f} MiB. Add nodes or "
                 f"memory, lower snapshot.copies, or set snapshot.enabled: false."
+            ) from None
+        return self._memory.arrays(bank, lo, hi, names)
+
+    def _has_spare_room(self, base: Version) -> bool:
+        wanted = BANKS * sum(hi - lo for lo, hi in base.ranges) * 4 * len(base.names)
+        return wanted - self.used_bytes() <= self._room()
+
+    def _trim(self) -> None:
+        """Let go of pages that nobody needs, beside what else is asked: of a bank that was used for a checkpoint, and
+        of ranges that other nodes have now."""
+        if self._trimming is None or not self._trimming.is_alive():
+            self._trimming = threading.Thread(target=self._give, name="trim", daemon=True)
+            self._trimming.start()
+
+    def _give(self) -> None:
+        memory = self._memory
+        assert memory is not None
+        for bank in range(BANKS):
+            at = 0
+            while at < memory.total:
+                with self._lock:  # anew for each piece, as banks and ranges come into use meanwhile
+                    unused = [(max(lo, at), hi) for lo, hi in self._book.garbage(bank, memory.total) if hi > at]
+                    lo, hi = min(unused, default=(memory.total, memory.total))
+                    at = min(hi, lo + _GIVEN_AT_ONCE)
+                    memory.give(bank, lo, at)
+
+
+def described(keeper: Process, book: VersionBook, members: Sequence[Process]) -> bytes:
+    """What a keeper, which runs in that process, knows, for the one that comes after it."""
+    return json.dumps({"keeper": keeper, "book": book.to_json(), "members": list(members)}).encode()
+
+
+def known_by(index: bytes) -> tuple[Process, VersionBook, tuple[Process, ...]]:
+    """What `described` was given."""
+    known = json.loads(index)
+    pid, born = known["keeper"]
+    return (pid, born), VersionBook.from_json(known["book"]), tuple((pid, born) for pid, born in known["members"])
+
+
+def end_all(processes: Sequence[Process]) -> str:
+    """SIGKILL those that live, and wait until they have ended. Why that could not be done; "" if it was."""
+    for pid, born in processes:
+        if process.kill(pid, born):
+            log.warning("ended process %d, which had not left its generation", pid)
+    deadline = time.monotonic() + _ENDED_S
+    while living := [pid for pid, born in processes if process.lives(pid, born)]:
+        if time.monotonic() > deadline:
+            return (
+                f"process {living[0]} still has this node's memory {_ENDED_S:g} s after SIGKILL; it hangs in the "
+                f"kernel. Restart the node, or take it out of the cluster."
             )
-        return {name: np.empty_like(array, subok=False) for name, array in shard.arrays.items()}
-
-    def _drop(self, step: int) -> None:
-        held = self._steps.pop(step, None)
-        for shard in held.shards.values() if held else ():
-            self._recycle(shard)
-
-    def _recycle(self, shard: ShardState | None) -> None:
-        if shard is not None:
-            self._free.append(shard.arrays)
+        time.sleep(_LOOK_S)
+    return ""
 
 
 # Where shards go --------------------------------------------------------------------------------
 
 
 def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 1) -> dict[int, tuple[str, ...]]:
-    """Keepers of each worker's shard: on other nodes than the worker and than each other where there are such nodes.
+    """Keepers that copy each worker's shard, beside the one of its own node: on other nodes than it and than each
+    other, as far as there are such nodes.
 
     `workers` and `keepers` map to their nodes. The load is spread evenly. At most one copy goes to a keeper.
     """
-    if not keepers:
-        raise ValueError("no keeper is alive; snapshots need at least one. Start one or set snapshot.enabled false.")
     nodes = {node: n for n, node in enumerate(sorted({*workers.values(), *keepers.values()}))}
     load: Counter[str] = Counter()
     chosen: dict[int, tuple[str, ...]] = {}
     for worker, home in sorted(workers.items()):
         mine: list[str] = []
-        for _ in range(min(copies, len(keepers))):
-            used = {keepers[name] for name in mine}
-            free = [name for name in keepers if name not in mine]
+        for _ in range(copies):
+            used = {home, *(keepers[name] for name in mine)}
+            free = [name for name, node in keepers.items() if node not in used]
+            if not free:
+                break
             # Ties go to the next node in a circle: taking the first would leave the last worker with a full one.
             ahead = {name: (nodes[keepers[name]] - nodes[home]) % len(nodes) for name in free}
-            best = min(
-                free, key=lambda name: (keepers[name] == home, keepers[name] in used, load[name], ahead[name], name)
-            )
+            best = min(free, key=lambda name: (load[name], ahead[name], name))
             load[best] += 1
             mine.append(best)
         chosen[worker] = tuple(mine)
@@ -239,9 +430,8 @@ def place(workers: Mapping[int, str], keepers: Mapping[str, str], copies: int = 
 
 
 def forecast_bytes(total: int, *, ema: bool, copies: int, num_keepers: int) -> int:
-    """Memory per keeper: committed steps plus the one being filled, spread evenly."""
-    state = total * bytes_per_weight(ema)
-    return (KEEP_STEPS + 1) * state * copies // max(1, num_keepers)
+    """Memory per keeper, spread evenly: two versions of what its node's workers own, and of what it copies."""
+    return TURNS * total * bytes_per_weight(ema) * (1 + min(copies, num_keepers - 1)) // num_keepers
 
 
 # Ray ----------------------------------------------------------------------------------------------------------------
@@ -253,7 +443,7 @@ def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
 
     from actors.ray_calls import remote_of
 
-    actor = remote_of(Keeper).options(
+    actor = remote_of(Keeper, {COPIES: 2, READS: 2, WRITES: 1}).options(
         name=name,
         namespace=namespace,
         lifetime="detached",

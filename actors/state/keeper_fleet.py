@@ -6,18 +6,20 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TypeVar
 
 import ray
 
 from actors.config import SnapshotConfig
+from actors.messages import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
 from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait
 from actors.records.events import KeeperLost, KeeperSlow
 from actors.refs import Ref
-from actors.state.keeper import HeldShard, KeeperHandle, Standing, attach, place, spawn
+from actors.state.keeper import KeeperHandle, Process, Standing, attach, place, spawn
 from actors.state.recovery import KeeperInventory
 from actors.step import Position
 
@@ -27,55 +29,115 @@ T = TypeVar("T")
 
 _LOOK_S = 10.0  # an idle keeper answers at once; one that copies a large shard, or whose node swaps, takes longer
 _AGAIN_S = 1.0  # before one that was out of reach is asked again
+_ADOPTED_S = 30.0  # for a new keeper to start, and to take its node's memory over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Base:
+    """What a generation goes on from: the version after `step` that generation `made_in` has computed, of a state of
+    `total` elements; and its workers, by node."""
+
+    generation: int
+    step: int
+    made_in: int
+    total: int
+    members: Mapping[str, tuple[Process, ...]]
 
 
 class Keepers:
-    """Starts, finds and places keepers. Without snapshots there are none and every list is empty.
+    """Starts, finds and places keepers: one on each node with workers, and others for copies.
 
-    Only a keeper that Ray calls gone holds nothing. One that lives and does not answer is waited for, as long as
+    Only a keeper that Ray calls gone holds nothing, and not even that while workers of its node live: another one takes
+    the node's memory over from them. One that lives and does not answer is waited for, as long as
     `snapshot.patience_s`; after a question `silent` names those that have not answered it.
     """
 
     def __init__(self, run: str, config: SnapshotConfig, tell: Tell = silent) -> None:
         """`tell` is given an event for each keeper that is given up, and one per question for each that is awaited."""
-        self._run, self._config, self._tell = run, config, tell
+        self._run, self._tell = run, tell
+        self._copies = config.copies if config.enabled else 0
         self._unfit: set[str] = set()  # nodes without workers that had no room for the state
         self._handles: dict[str, KeeperHandle] = {}  # actor name -> handle
+        self._lost: dict[str, KeeperHandle] = {}  # of those that are gone, until there is another: calls to it fail
         self._nodes: dict[str, str] = {}  # actor name -> node
-        self._placed: dict[int, tuple[str, ...]] = {}
+        self._homes: dict[int, str] = {}  # rank -> actor name of the keeper of its node
+        self._placed: dict[int, tuple[str, ...]] = {}  # rank -> those that copy its shards
+        self._lenders: dict[str, tuple[int, ...]] = {}  # node -> numbers by which its workers lend its memory
+        self._base: Base | None = None  # what the running generation goes on from
+        self._position: Position | None = None  # of the data after the newest committed step of this generation
+        self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
+        self._told: dict[str, Ref[None]] = {}  # the last commit that each was told of
+        self._adopting: dict[str, Ref[bool]] = {}  # of keepers that were started in the place of others
         self._silent_since: dict[str, float] = {}  # monotonic seconds
         self.silent: tuple[str, ...] = ()
 
-    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None:
-        """Have keepers on the nodes that suit these workers and choose those of each worker (by rank).
+    def prepare(
+        self,
+        worker_nodes: Sequence[str],
+        needs_bytes: int = 0,
+        lenders: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> list[str]:
+        """Have keepers on the nodes of these workers (by rank) and on those that suit their copies. `lenders`: by node,
+        the numbers by which its workers lend its memory. Returns the nodes of keepers that are new, and hold nothing.
 
         A node without workers gets a keeper only where it offers `needs_bytes` of memory; a small head node does not.
         """
-        if not self._config.enabled:
-            return
+        self._lenders = self._lenders if lenders is None else dict(lenders)
         alive = {node: memory for node, memory in alive_nodes().items() if memory >= needs_bytes}
         fit = {node: memory for node, memory in alive.items() if node not in self._unfit}
-        homes = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._config.copies)
-        for node in homes:
-            name = keeper_name(self._run, node)
-            if name not in self._handles:
-                self._handles[name] = spawn(name, node, namespace=NAMESPACE)
-            self._nodes[name] = node
-        here = {name: node for name, node in self._nodes.items() if node in homes}
-        self._placed = place(dict(enumerate(worker_nodes)), here, self._config.copies)
+        chosen = keeper_nodes(worker_nodes, fit, set(self._nodes.values()), self._copies)
+        fresh = [node for node in chosen if keeper_name(self._run, node) not in self._handles]
+        for node in fresh:
+            self._start(node)
+        for node in chosen:
+            self._nodes[keeper_name(self._run, node)] = node
+        here = {name: node for name, node in self._nodes.items() if node in chosen}
+        self._homes = {rank: keeper_name(self._run, node) for rank, node in enumerate(worker_nodes)}
+        self._placed = place(dict(enumerate(worker_nodes)), here, self._copies)
+        return fresh
 
-    def of(self, rank: int) -> tuple[KeeperHandle, ...]:
-        """Keepers that hold this worker's shards."""
-        return tuple(self._handles[name] for name in self._placed.get(rank, ()))
+    def begin(self, base: Base) -> None:
+        """Training goes on from this: later states and late messages are refused from now on."""
+        self._base, self._position, self._adopting = base, None, {}
+        for name in self._handles:
+            self._begin(name)
+
+    def home(self, rank: int) -> KeeperHandle:
+        """The keeper of this worker's node."""
+        return self._handle(self._homes[rank])
+
+    def hold(self, snapshots: Sequence[Snapshot]) -> list[Ref[bool]]:
+        """Have these shards held, each by the keeper of its node and by those that copy it. The answers, one of each
+        keeper for either, come when they are."""
+        puts: dict[str, list[Snapshot]] = {}
+        copies: dict[str, list[tuple[Snapshot, NodeKeeper]]] = {}
+        for snapshot in snapshots:
+            if snapshot.lo < snapshot.hi:
+                shard, home = replace(snapshot, copied=None), self._homes[snapshot.rank]
+                puts.setdefault(home, []).append(shard)
+                for name in self._placed[snapshot.rank]:
+                    copies.setdefault(name, []).append((shard, self._handle(home)))
+        asked = [self._handle(name).put.remote(tuple(shards)) for name, shards in puts.items()]
+        return asked + [
+            self._handle(name).hold.options(concurrency_group=COPIES).remote(shards) for name, shards in copies.items()
+        ]
 
     def in_use(self) -> dict[str, KeeperHandle]:
         """Those that are given shards now."""
-        return {name: self._handles[name] for names in self._placed.values() for name in names if name in self._handles}
+        names = dict.fromkeys([*self._homes.values(), *(name for names in self._placed.values() for name in names)])
+        return {name: self._handles[name] for name in names if name in self._handles}
+
+    def gone(self) -> list[str]:
+        """Those in use that could not be told of the last commit. Never waits."""
+        told = {reference: name for name, reference in self._told.items() if name in self._handles}
+        done, _ = wait(list(told), num_returns=len(told), timeout=0) if told else ([], [])
+        return [told[reference] for reference in done if _is_lost(reference)]
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
-    ) -> None:
-        """Remove keepers that are gone and those that have been silent for `give_up_s`; start others in their place."""
+    ) -> list[str]:
+        """Remove keepers that are gone and those that have been silent for `give_up_s`; start others in their place.
+        Returns the nodes of workers whose memory no keeper has any more."""
         for name, (host, room) in self._ask(lambda keeper: keeper.room.remote(), timeout_s).items():
             if room < needs_bytes and self._nodes.get(name) not in {None, *worker_nodes}:
                 log.warning("%s has no room for the state: its keeper is used no more", host)
@@ -84,13 +146,20 @@ class Keepers:
             silent_s = time.monotonic() - self._silent_since[name]
             if silent_s >= give_up_s:
                 log.error("keeper %s has not answered for %.0f s and is given up", name, silent_s)
+                node = self._nodes.get(name)
                 kill(self._remove(name))
-        self.prepare(worker_nodes, needs_bytes)
+                self._revive(node)
+        adopting, self._adopting = self._adopting, {}
+        fresh = self.prepare(worker_nodes, needs_bytes)
+        fresh += [self._nodes[name] for name, reference in adopting.items() if not _has_adopted(reference)]
+        if self._base is not None:
+            for node in fresh:
+                self._begin(keeper_name(self._run, node))
+            self.commit(self._base.step, self._position, self._pinned)  # who was started again may not have heard of it
+        return [node for node in fresh if node in worker_nodes]
 
     def find(self) -> dict[str, KeeperHandle]:
         """Live keepers of this run, also those of an earlier controller."""
-        if not self._config.enabled:
-            return {}
         prefix = keeper_name(self._run, "")
         names = [
             entry["name"]
@@ -136,8 +205,7 @@ class Keepers:
     ) -> dict[str, T]:
         """The answers of all keepers that live, by name."""
         started = time.monotonic()
-        handles = self.find()
-        waiting = {question(handle): name for name, handle in handles.items()}
+        waiting = {question(handle): name for name, handle in self.find().items()}
         found: dict[str, T] = {}
         told: set[str] = set()
         while waiting:
@@ -146,7 +214,7 @@ class Keepers:
             again = [name for reference in done if not self._took(name := waiting.pop(reference), reference, found)]
             if again:
                 time.sleep(_AGAIN_S)
-            waiting |= {question(handles[name]): name for name in again}
+            waiting |= {question(self._handles[name]): name for name in again}
             if left_s <= 0 or enough(found):
                 break
             if time.monotonic() - started >= _LOOK_S:
@@ -158,12 +226,14 @@ class Keepers:
         return found
 
     def _took(self, name: str, reference: Ref[T], found: dict[str, T]) -> bool:
-        """Take in an answer, or that there will be none. False: ask again."""
+        """Take in an answer, or that there will be none. False: ask again, maybe another one in its place."""
         try:
             found[name] = get(reference, timeout=_LOOK_S)
-        except FOR_GOOD as error:  # `prepare` starts another
+        except FOR_GOOD as error:
             log.warning("keeper %s is gone: %s", name, type(error).__name__)
+            node = self._nodes.get(name)
             self._remove(name)
+            return not self._revive(node)  # else `prepare` starts another, which begins with nothing
         except (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError) as error:
             log.warning("keeper %s is out of reach: %s", name, type(error).__name__)
             return False
@@ -181,22 +251,68 @@ class Keepers:
         self._tell(KeeperLost(keeper=name))
         self._nodes.pop(name, None)
         self._silent_since.pop(name, None)
-        return self._handles.pop(name)
+        self._told.pop(name, None)
+        self._lost[name] = self._handles.pop(name)
+        return self._lost[name]
 
-    def commit(self, step: int, position: Position | None = None) -> None:
-        """The step is held whole, older ones may go; `position` is that of the data after it."""
-        for handle in self._handles.values():
-            handle.commit.remote(step, position)
+    def _revive(self, node: str | None) -> bool:
+        """Start a keeper in the place of a lost one, if workers of its node may have the memory; once, until `repair`
+        has asked whether they had it."""
+        if node is None or not self._lenders.get(node) or keeper_name(self._run, node) in self._adopting:
+            return False
+        if node not in alive_nodes():
+            return False
+        name = self._start(node)
+        self._nodes[name] = node
+        self._adopting[name] = self._handles[name].adopt.remote(self._lenders[node])
+        return True
 
-    def rollback(self, step: int, generation: int) -> None:
-        """Training goes on after `step` in `generation`: later shards and late messages are refused."""
-        for handle in self._handles.values():
-            handle.rollback.remote(step, generation)
+    def _start(self, node: str) -> str:
+        """A new keeper on this node. Returns its name."""
+        name = keeper_name(self._run, node)
+        self._handles[name] = spawn(name, node, namespace=NAMESPACE)
+        return name
+
+    def _handle(self, name: str) -> KeeperHandle:
+        return self._handles[name] if name in self._handles else self._lost[name]
+
+    def _begin(self, name: str) -> None:
+        base = self._base
+        assert base is not None
+        members = base.members.get(self._nodes.get(name, ""), ())
+        self._handles[name].begin.remote(base.generation, base.step, base.made_in, base.total, members)
+
+    def commit(self, step: int, position: Position | None = None, pinned: Collection[int] = ()) -> None:
+        """The step is safe, older ones may go but those `pinned`, whose checkpoints are being written; `position` is
+        that of the data after it."""
+        if self._base is not None and step > self._base.step:
+            self._base = replace(self._base, step=step, made_in=self._base.generation)
+        self._position, self._pinned = position, tuple(pinned)
+        for name, handle in self._handles.items():
+            self._told[name] = handle.commit.remote(step, position, self._pinned)
 
     def close(self) -> None:
         for handle in self._handles.values():
             kill(handle)
         self._handles.clear()
+
+
+def _is_lost(reference: Ref[None]) -> bool:
+    try:
+        get(reference, timeout=_LOOK_S)
+    except FOR_GOOD:
+        return True
+    except ray.exceptions.RayError:
+        return False
+    return False
+
+
+def _has_adopted(reference: Ref[bool]) -> bool:
+    try:
+        return get(reference, timeout=_ADOPTED_S)
+    except ray.exceptions.RayError as error:
+        log.warning("a keeper could not take over its node's memory: %s", error)
+        return False
 
 
 def alive_nodes() -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Where a generation starts: which of the held states is whole and newest, and what follows from it. Pure.
 
-recovery = recovery_of(inventories, exports, checkpoint, log)   # `RunState.recover` asks who holds what
-committer.go_on_from(recovery, generation)                      # commits what it makes safe; keepers drop what is later
+recovery = recovery_of(inventories, checkpoint, log)    # `RunState.recover` asks who holds what
+committer.go_on_from(recovery)                          # commits what it makes safe
 
 A step is committed when every shard of it is held where its worker's death cannot take it. Only then is its line of
 metrics written and its data released: what is not committed is computed again. With `snapshot.every` above 1 the steps
@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.messages import Origin, ShardKeeper, Snapshot
-from actors.state.keeper import HeldShard
+from actors.messages import HeldShard, NodeKeeper, Origin
 from actors.step import CollectedStep
 from ops.shards import missing
 
@@ -42,7 +41,7 @@ class CommitLog:
 class KeeperInventory:
     """What one keeper says that it holds."""
 
-    keeper: ShardKeeper
+    keeper: NodeKeeper
     shards: Sequence[HeldShard]
 
 
@@ -61,30 +60,18 @@ class Recovery:
 
 
 def recovery_of(
-    inventories: Sequence[KeeperInventory],
-    exports: Sequence[Snapshot],
-    checkpoint: tuple[int, Path] | None,
-    log: CommitLog,
+    inventories: Sequence[KeeperInventory], checkpoint: tuple[int, Path] | None, log: CommitLog
 ) -> Recovery:
-    """The newest state that can be put together: of keepers and of workers that live, by their `exports`, or else the
-    checkpoint (its step and folder).
+    """The newest state that can be put together of what keepers hold, or else the checkpoint (its step and folder).
 
-    Snapshots of steps after the log's newest are ignored. Every worker may have finished such a step, but its reports
-    are lost with a worker or with the controller: it has no metrics, so it is computed again.
+    States of steps after the log's newest are ignored. Every worker may have finished such a step, but its reports are
+    lost with a worker or with the controller: it has no metrics, so it is computed again.
     """
-    kept = [held for inventory in inventories for held in inventory.shards if held.step <= log.newest]
-    offered = [snapshot for snapshot in exports if snapshot.step <= log.newest]
-    found = newest_whole([*kept, *(held_of(snapshot) for snapshot in offered)])
+    found = newest_whole(held for one in inventories for held in one.shards if held.step <= log.newest)
     origin: Origin | None = None
     if found is not None and (checkpoint is None or found[0] >= checkpoint[0]):
         holders = [one for one in inventories if any((s.step, s.generation) == found for s in one.shards)]
-        # An export dies with its worker, which may be leaving: only where the keepers have gaps.
-        needed = [] if newest_whole(kept) == found else [s for s in offered if (s.step, s.generation) == found]
-        origin = Origin(
-            step=found[0],
-            keepers=tuple(one.keeper for one in holders),
-            exports=tuple(snapshot.shard for snapshot in needed),
-        )
+        origin = Origin(step=found[0], generation=found[1], keepers=tuple(one.keeper for one in holders))
     elif checkpoint is not None:
         origin = Origin(step=checkpoint[0], checkpoint=str(checkpoint[1]))
     step = origin.step if origin is not None else -1
@@ -98,15 +85,3 @@ def newest_whole(shards: Iterable[HeldShard]) -> tuple[int, int] | None:
         ranges.setdefault((held.step, held.generation, held.total), []).append((held.lo, held.hi))
     whole = [(step, generation) for (step, generation, total), have in ranges.items() if not missing(have, 0, total)]
     return max(whole, default=None)
-
-
-def held_of(snapshot: Snapshot) -> HeldShard:
-    """The shard as a keeper would list it."""
-    return HeldShard(
-        step=snapshot.step,
-        generation=snapshot.generation,
-        lo=snapshot.lo,
-        hi=snapshot.hi,
-        total=snapshot.total,
-        num_bytes=0,
-    )

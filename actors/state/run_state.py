@@ -18,9 +18,9 @@ from typing import Protocol
 import ray
 
 from actors.config import RuntimeConfig
-from actors.messages import Origin, Snapshot
+from actors.messages import Origin, Snapshot, WorkerInfo
 from actors.outcome import Exit, Outcome, StopRun, Tell
-from actors.ray_calls import GONE, get, wait
+from actors.ray_calls import wait
 from actors.records.events import (
     CheckpointDamaged,
     CheckpointPassedOver,
@@ -32,16 +32,17 @@ from actors.records.events import (
     SnapshotsSpaced,
     StepsLost,
 )
+from actors.refs import Ref
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
 from actors.state.checkpoint_files import Meta, ParameterMeta, load, trained_parameters
 from actors.state.checkpoint_writer import Writer
-from actors.state.keeper import Standing
-from actors.state.keeper_fleet import Keepers
+from actors.state.keeper import Process, Standing
+from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import CommitLog, KeeperInventory, Recovery, recovery_of
 from actors.state.snapshot_interval import SnapshotInterval
-from actors.state.survivors import Survivors, exports_of
+from actors.state.survivors import handed_over
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
 from ops.models.config import ModelConfig
@@ -50,7 +51,7 @@ log = logging.getLogger(__name__)
 
 _POSITION_S = 30.0  # an older position of the data also serves, so nobody waits long for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
-_REPAIR_S = 60.0  # steps that are under way come first
+_HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
 _LONGEST_PAUSE_S = 30.0
 _MOST_STEPS_BETWEEN = 100  # two snapshots, where no checkpoint is written either
@@ -89,14 +90,13 @@ class RunState:
         standing: Standing,
         writer: Writer,
         positions: PositionSource,
-        survivors: Survivors,
         tell: Tell,
     ) -> None:
         """`standing` is how far the run is by what its keepers said just now; `keepers.silent` have not answered."""
         self._config, self._model, self._tell = config, model, tell
         self._run_dir = Path(config.run_dir)
         self.keepers, self.standing, self.writer = keepers, standing, writer
-        self._positions, self._survivors = positions, survivors
+        self._positions = positions
         # They live, have not answered, and may hold a newer state than was found.
         self._silent: tuple[str, ...] = keepers.silent
         self._first: Origin | None = None  # found by `first`, used by no generation yet
@@ -105,32 +105,33 @@ class RunState:
             setting=config.snapshot.every, most=config.checkpoint.every or _MOST_STEPS_BETWEEN
         )
         self._verdicts: dict[tuple[Path, int], str] = {}  # of checkpoints that were read: what is wrong with each
+        self._held: tuple[Snapshot, ...] = ()  # the shards of the newest committed step that has some
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
         """What this controller continues from; None: a new run."""
         if not self._silent:
-            self._first = self._find([], CommitLog(committed=self.standing.committed)).origin
+            self._first = self._find(CommitLog(committed=self.standing.committed)).origin
             self._tell_torn()
         self._refuse_to_guess(self._first.step if self._first is not None else -1, last_step=-1)
         return self._first
 
-    def _find(self, exports: Sequence[Snapshot], commits: CommitLog) -> Recovery:
+    def _find(self, commits: CommitLog) -> Recovery:
         """What is held by anybody; a checkpoint that is chosen and turns out to be damaged is left out."""
         while True:
-            recovery = self._decide(exports, self.on_disk(), commits)
+            recovery = self._decide(self.on_disk(), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
             if folder is None or not self._is_damaged(Path(folder)):
                 self._silent = self.keepers.silent if recovery.step < commits.newest else ()
                 return recovery
 
-    def _decide(self, exports: Sequence[Snapshot], checkpoint: tuple[int, Path] | None, commits: CommitLog) -> Recovery:
+    def _decide(self, checkpoint: tuple[int, Path] | None, commits: CommitLog) -> Recovery:
         """Asks the keepers. Those that live are waited for as long as `snapshot.patience_s`, unless what others hold
         gives the newest step."""
 
         def decide(inventories: Sequence[KeeperInventory]) -> Recovery:
-            return recovery_of(inventories, exports, checkpoint, commits)
+            return recovery_of(inventories, checkpoint, commits)
 
         patience_s = self._config.snapshot.patience_s
         return decide(self.keepers.inventories(patience_s, lambda found: decide(found).step >= commits.newest))
@@ -149,10 +150,10 @@ class RunState:
         raise StopRun(Outcome(code=Exit.RESUMABLE, reason=reason, last_step=last_step))
 
     def recover(self, commits: CommitLog) -> Recovery:
-        """The newest whole state for a generation, of keepers, of workers of the last one, or on disk."""
+        """The newest whole state for a generation, of keepers or on disk."""
         if self._first is not None:
             return Recovery(origin=self._first)
-        recovery = self._find(self._survivors.exports, commits)
+        recovery = self._find(commits)
         if recovery.lost_steps:
             self._refuse_to_guess(recovery.step, commits.committed)
             where = recovery.origin.checkpoint if recovery.origin is not None else "the start"
@@ -161,15 +162,35 @@ class RunState:
         self._silent = ()
         return recovery
 
-    def begin(self, recovery: Recovery, generation: int) -> None:
-        """A generation goes on from here: what keepers hold of later steps is dropped, late messages are refused."""
-        self._first = None
-        self.keepers.rollback(recovery.step, generation)
+    def take_over(self, world: Sequence[Seat], step: int) -> None:
+        """Have keepers hold the state after `step` as these workers have it between two steps. Waits for them."""
+        held = self.keepers.hold(handed_over(world, step))
+        if held and wait(held, num_returns=len(held), timeout=_HELD_S)[1]:
+            log.warning("not all keepers hold the state after step %d, after %.0f s", step, _HELD_S)
 
-    def place_keepers(self, nodes: Sequence[str]) -> None:
-        """Have keepers for workers on these nodes, in order of their ranks."""
-        if self._config.snapshot.enabled:
-            self.keepers.prepare(nodes, self._least_bytes())
+    def begin(self) -> None:
+        """A generation goes on from what `first` or `recover` has found."""
+        self._first = None
+
+    def open(self, origin: Origin | None, generation: int, infos: Sequence[WorkerInfo]) -> None:
+        """Have keepers for these workers, in order of their ranks, whose generation goes on from this origin. What
+        keepers hold of later steps is dropped, late messages are refused."""
+        lenders: dict[str, tuple[int, ...]] = {}
+        members: dict[str, tuple[Process, ...]] = {}
+        for info in infos:
+            lenders[info.node] = (*lenders.get(info.node, ()), info.lends)
+            members[info.node] = (*members.get(info.node, ()), (info.pid, info.born))
+        self._held = ()
+        self.keepers.prepare([info.node for info in infos], self._least_bytes(), lenders)
+        self.keepers.begin(
+            Base(
+                generation=generation,
+                step=origin.step if origin is not None else -1,
+                made_in=origin.generation if origin is not None and origin.checkpoint is None else generation,
+                total=self._total,
+                members=members,
+            )
+        )
 
     def data_token(self, committed: int) -> Position | None:
         """Position and identity of the data at or before the committed step: the keepers', else the checkpoint's."""
@@ -225,12 +246,17 @@ class RunState:
         of metrics of this step.
         """
         step = done.running.step
-        self._survivors.outlived(done.running.generation)
         self._repairs = 0
         if done.snapshots:  # with snapshot.every > 1 the last one that was taken must stay
-            self.keepers.commit(step, position)  # at once: whoever takes the run over knows of no line of metrics
-            if self.writer.due(step) and not self.writer.puts_off(step):
-                self.writer.save(done.snapshots, self._meta(step))
+            self._held = done.snapshots
+            saves = self.writer.due(step) and not self.writer.puts_off(step)
+            pinned = [*self.writer.steps, *([step] if saves else [])]
+            self.keepers.commit(step, position, pinned)  # at once: whoever takes over knows of no line of metrics
+            if saves:
+                version = Origin(
+                    step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())
+                )
+                self.writer.save(version, self._meta(step))
         self._pace(done)
         self._tell_forecast()
         self.writer.poll()
@@ -247,15 +273,25 @@ class RunState:
             log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
             self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
 
-    def repair_keepers(
-        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog
-    ) -> list[Snapshot] | None:
-        """A keeper is gone or does not take its shard: start another where one is gone, and give them the newest shards
-        of the workers they serve. Returns these, or None when nothing could be repaired now.
+    def hold(self, done: CollectedStep) -> list[Ref[bool]]:
+        """Have keepers hold the state after a finished step. Their answers come when they do."""
+        return self.keepers.hold(done.snapshots)
 
-        Raises GenerationLost when it is a worker that is gone, and StopRun when repairs do not help; not before the
-        workers are `quiet`, since then their own state goes to disk. On a lost node that Ray has not noticed yet, every
-        new keeper is lost at once: so each repair waits longer than the one before.
+    def look(self) -> Stuck | None:
+        """Whether a keeper is gone that nobody waits for."""
+        gone = self.keepers.gone()
+        return Stuck(why=f"{', '.join(gone)} is gone") if gone else None
+
+    def repair_keepers(
+        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
+    ) -> list[Ref[bool]] | None:
+        """A keeper is gone or does not take its shard: start another where one is gone, and have the newest shards held
+        once more. `shards` are those of uncommitted steps that are all there. Returns the answers to come, or None when
+        nothing could be repaired now.
+
+        Raises GenerationLost when the memory of a node went with its keeper, and StopRun when repairs do not help; not
+        before the workers are `quiet`, since then their own state goes to disk. On a lost node that Ray has not noticed
+        yet, every new keeper is lost at once: so each repair waits longer than the one before.
         """
         if self._repaired_lately():
             return None
@@ -272,8 +308,12 @@ class RunState:
             self._tell(KeepersRepaired(repairs=self._repairs, why=stuck.why))
         # A shard that waits for too long has shown that its keeper is silent.
         give_up_s = 0.0 if stuck.overdue else self._config.snapshot.patience_s
-        self.keepers.repair([seat.node for seat in world], give_up_s, self._least_bytes())
-        return self._hand_out_keepers(world)
+        lost = self.keepers.repair([seat.node for seat in world], give_up_s, self._least_bytes())
+        if lost:
+            why = "no keeper has the memory of its node any more"
+            raise GenerationLost([], {seat.name: why for seat in world if seat.node in lost})
+        self.keepers.hold(self._held)  # no step waits for it, but a node that is lost now would take it along
+        return self.keepers.hold(shards)
 
     def _repaired_lately(self) -> bool:
         """Waits a moment. True when the next repair has to wait longer: the controller looks around meanwhile."""
@@ -282,27 +322,6 @@ class RunState:
         if left > 0:
             time.sleep(min(_REPAIR_PAUSE_S, left))
         return left > _REPAIR_PAUSE_S
-
-    def _hand_out_keepers(self, world: Sequence[Seat]) -> list[Snapshot] | None:
-        """The newest shards, as the workers have given them to their keepers. None: not all could, yet."""
-        asked = {seat.handle.set_keepers.remote(self.keepers.of(rank)): seat for rank, seat in enumerate(world)}
-        held: list[Snapshot] = []
-        while asked:
-            done, _ = wait(list(asked), timeout=_REPAIR_S)
-            if not done:
-                log.warning("%s could not be given new keepers yet", ", ".join(seat.name for seat in asked.values()))
-                return None
-            seat = asked.pop(done[0])
-            try:
-                snapshot = get(done[0])
-            except GONE:
-                raise GenerationLost([seat.name], {}) from None
-            except ray.exceptions.RayError as error:
-                log.warning("%s could not be given new keepers yet: %s", seat.name, error)
-                return None
-            if snapshot is not None:
-                held.append(snapshot)
-        return held
 
     def _give_up_snapshots(self, stuck: Stuck, commits: CommitLog) -> None:
         self._tell(SnapshotsFailed(repairs=self._repairs, why=stuck.why))
@@ -324,10 +343,10 @@ class RunState:
         """
         if self._silent:
             return -1
-        exports = self._survivors.exports
-        recovery = self._find(exports, commits)
+        recovery = self._find(commits)
         if world and recovery.step < commits.newest:  # they may be slow to answer
-            recovery = self._find([*exports, *exports_of(world, commits.newest)], commits)
+            self.take_over(world, commits.newest)
+            recovery = self._find(commits)
         step, found = recovery.step, recovery.origin
         if found is not None and found.checkpoint is None and self.writer.save_origin(found, self._meta(step)):
             return step
@@ -376,15 +395,24 @@ class RunState:
             log.info("step %d is written with an earlier position of the data: %s", step, error)
             return self.data_token(step)
 
+    @cached_property
+    def _total(self) -> int:
+        """Elements of the flat vector."""
+        return sum(math.prod(p["shape"]) for p in self._parameters)
+
     def _least_bytes(self) -> int:
-        """Memory that a node without workers must offer to get a keeper."""
-        return self._bytes_kept(keepers=1)
+        """Memory that a node without workers must offer to get a keeper: it may come to copy all of the state."""
+        copies = self._config.snapshot.copies
+        return keeper.forecast_bytes(self._total, ema=self._ema, copies=0, num_keepers=1) * copies
 
     def _bytes_kept(self, keepers: int) -> int:
         """What each of so many keepers holds of the state."""
-        total = sum(math.prod(p["shape"]) for p in self._parameters)
-        ema, copies = self._config.train.optimizer.ema_decay > 0, self._config.snapshot.copies
-        return keeper.forecast_bytes(total, ema=ema, copies=copies, num_keepers=keepers)
+        copies = self._config.snapshot.copies if self._config.snapshot.enabled else 0
+        return keeper.forecast_bytes(self._total, ema=self._ema, copies=copies, num_keepers=keepers)
+
+    @property
+    def _ema(self) -> bool:
+        return self._config.train.optimizer.ema_decay > 0
 
     def _tell_forecast(self) -> None:
         """Say, once, what snapshots take of the nodes' memory, and where there is too little of it."""

@@ -1,8 +1,8 @@
 """How many steps lie between two snapshots: as few as cost little of the steps' time. Pure.
 
-A snapshot holds a step up twice: workers copy their part between two steps (or beside the next one's cascades, whose
-update then waits for the copy), and no more than two steps may wait to be committed, so keepers that take long hold up
-the third. How often one is taken changes what is computed again after a
+A snapshot holds a step up twice: workers write their part beside the last version or copy it there (between two steps
+or beside the next one's cascades, whose update then waits for the copy), and no more than two steps may wait to be
+committed, so keepers that take long hold up the third. How often one is taken changes what is computed again after a
 loss, never what is trained.
 """
 

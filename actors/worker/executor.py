@@ -48,6 +48,7 @@ from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
+from ops.shard_banks import ShardBanks
 from ops.shards import ShardState
 from ops.sync import PhaseListener, StepIncomplete, Sync
 from ops.train_pass import PassClip, train_pass
@@ -92,12 +93,17 @@ class Executor:
     # -- generations ---------------------------------------------------------------------------------------------------
 
     def form(
-        self, generation: int, groups: Groups, world: tuple[int, ...], shards: Sequence[ShardState] | None
+        self,
+        generation: int,
+        groups: Groups,
+        world: tuple[int, ...],
+        shards: Sequence[ShardState] | None,
+        banks: ShardBanks | None = None,
     ) -> None:
         """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
         self.leave()
         self.groups, self.world = groups, world
-        self.sync.form(groups.world_group(), shards)
+        self.sync.form(groups.world_group(), shards, banks)
         self.broken = self._exceeded = None
         self.sync.begin_step()
         self.generation = generation  # last: after a failure to get here no task of it is admitted

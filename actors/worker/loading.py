@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
@@ -54,12 +54,20 @@ class FirstWeights:
         """The DiT has other weights from now on, or none between two generations."""
         self._in_module = False
 
-    def shard(self, dit: nn.Module, config: DiTConfig, lo: int, hi: int) -> ShardState:
-        """State of [lo, hi) of the flat vector; read or drawn again where the DiT was trained, or rounded them."""
+    def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
+        """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
+        them."""
         named = trainable(dit)
-        if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
-            return initial_shard(named, lo, hi)
-        return initial_shard(named, lo, hi, first_values(config, self._seed))
+        values: list[Callable[[str], Tensor]] = []
+
+        def shard(lo: int, hi: int) -> ShardState:
+            if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
+                return initial_shard(named, lo, hi)
+            if not values:
+                values.append(first_values(config, self._seed))
+            return initial_shard(named, lo, hi, values[0])
+
+        return shard
 
 
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:

@@ -15,7 +15,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from datetime import timedelta
 
 import ray
@@ -28,7 +27,6 @@ from actors.messages import (
     FormTask,
     Handover,
     PublishedResult,
-    ShardKeeper,
     Snapshot,
     StaleGeneration,
     StepReport,
@@ -38,7 +36,7 @@ from actors.messages import (
     WorkerSettings,
 )
 from actors.process import birth
-from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, put, wait
+from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, wait
 from actors.refs import Ref
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache
@@ -47,8 +45,9 @@ from actors.worker.executor import Executor
 from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
+from actors.worker.home import HomeMemory
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
-from actors.worker.meeting import meet, own_shards
+from actors.worker.meeting import meet, patient
 from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
@@ -60,7 +59,7 @@ from ops.heap import give_back
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
 from ops.shard_export import ShardExport
-from ops.shards import ShardState
+from ops.shards import shard_bounds
 from ops.sync import trainable
 from ops.waiting import Patience
 
@@ -79,10 +78,10 @@ class Worker:
         self.name, self.settings = name, settings
         self.device = device_of(settings.workers)
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
-        self._snapshot_to: tuple[ShardKeeper, ...] = ()
-        self._exports: list[Snapshot] = []
-        # By generation and step, until their copies are handed out.
-        self._copying: dict[tuple[int, int], ShardExport] = {}
+        self._home = HomeMemory()
+        self._rank = 0
+        self._last: Snapshot | None = None  # of the state in this worker, once others were told of it
+        self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until somebody waits for it
         self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
@@ -121,6 +120,7 @@ class Worker:
             parameters=self.executor.sync.parameter_memory,
             host_weights_gib=self._host_weights_gib(),
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
+            lends=self._home.lends,
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
@@ -128,18 +128,19 @@ class Worker:
             nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )
 
-    def form(self, task: FormTask) -> Snapshot | None:
+    def form(self, task: FormTask) -> None:
         """Leave the old process groups, build the new ones in this process, take my range of the training state.
 
-        Returns a snapshot of it when nobody else holds that state in memory (a new run, or one from a checkpoint).
+        The node's keeper is told what of it came from elsewhere: another keeper, a checkpoint, the first weights.
         """
         if self.device.type == "cpu" and self.settings.workers.memory_gib:
             self._asides.drop()  # its weights would count with the worker's states
         patience = self.settings.workers.state_timeout_s
         name, fetching = f"form g{task.generation}", Patience(limit_s=patience, why="workers.state_timeout_s")
         self.heartbeat.activity(name, "form", -1, patience, fetching)
-        self._holds = None
+        self._holds, self._last, self._rank = None, None, task.rank
         self.executor.leave()  # watched by the heartbeat: it may hang
+        self._home.leave()
         cancel = self.heartbeat.begin(task.generation)
         timeout = self.settings.workers.collective_timeout_s
         store = torch.distributed.TCPStore(*task.store, is_master=False, timeout=timedelta(seconds=timeout))
@@ -156,11 +157,14 @@ class Worker:
             nodes=task.nodes or None,
             device=self.device,
         )
-        self._snapshot_to = task.snapshot_to
         origin = task.origin
         if origin is not None:
             self._first.trained()
-        shards = own_shards(task, self.executor.sync.layout[-1].hi, self._first_shard, cancel, patience)
+        sync, modules = self.executor.sync, self.executor.modules
+        lo, hi = shard_bounds(sync.layout[-1].hi, task.world)[task.rank]
+        first = self._first.source(modules.dit, modules.config.dit)
+        go_on = patient(cancel, patience, "fetching the state")
+        entered = self._home.enter(task, lo, hi, sync.state_names, first, go_on)
         meet(store, task.generation, task.rank, task.world, cancel, patience)
         free_ended()  # by now all have left the last generation
         gathering = self._gathering()
@@ -168,31 +172,34 @@ class Worker:
         groups.allow(gathering)
         self.heartbeat.groups = groups
         try:
-            self.executor.form(task.generation, groups, world, shards)
+            self.executor.form(task.generation, groups, world, [entered.shard], entered.banks)
         finally:
             if self.executor.sync.parameter_memory == "node":  # those of the module went before the node's came
                 self._first.trained()
-        del shards
         self._holds = origin.step if origin is not None else -1
-        fresh = origin is None or origin.checkpoint is not None
-        snapshot = self._send_snapshot(self._holds) if fresh else None
+        mine = ShardExport(shard=entered.shard, bank=entered.banks.current)
+        self._last = self._snapshot(self._holds, entered.made_in, mine)
+        task.home.put.remote((self._last,))
         self.executor.meter.settled()
         self.heartbeat.idle()
-        return snapshot
 
     def hand_over(self, step: int | None) -> Handover:
-        """The generation has ended: close its groups, drop half-done work, say what state is held here.
+        """The generation has ended: close its groups, drop half-done work.
 
-        `step`: it ended cleanly after this step, whose state is offered, whether a snapshot of it was due or not.
+        `step`: it ended cleanly after this step, whose state is handed out, whether a snapshot of it was due or not.
         """
-        wanted = (step, self.executor.generation)  # parts of one generation fit together
-        if step is not None and self._holds == step and all((e.step, e.generation) != wanted for e in self._exports):
-            self._snapshot_to = ()
-            self._send_snapshot(step)
+        generation, snapshot = self.executor.generation, None
+        if step is not None and self._holds == step and generation >= 0:
+            snapshot = self._last if self._last is not None and self._last.step == step else None
+            if snapshot is None:
+                export = self.executor.sync.begin_export(step)
+                export.wait()
+                snapshot = self._snapshot(step, generation, export)
         self.executor.leave()
+        self._home.leave()
         self.heartbeat.groups = None
         self.heartbeat.idle()
-        return Handover(worker=self.name, exports=tuple(self._exports))
+        return Handover(worker=self.name, snapshot=snapshot)
 
     def prepare(
         self, generation: int, bags: tuple[tuple[int, ...], ...], closed: tuple[tuple[int, ...], ...] = ()
@@ -282,7 +289,7 @@ class Worker:
             self._holds = task.step
             started = time.perf_counter()
             export = done.result.export
-            snapshot = self._send_snapshot(task.step, export) if export is not None else None
+            snapshot = self._handed_out(task.step, export) if export is not None else None
         if self.device.type == "cpu":
             give_back()
         spent_s = time.perf_counter() - started + done.copy_s + done.result.held_up_s
@@ -290,22 +297,10 @@ class Worker:
         self.heartbeat.idle()
         return report, snapshot
 
-    def exported(self, generation: int, step: int) -> ShardState:
-        """My shard after a step, when its copy has ended. Runs beside the task thread, in thread group SNAPSHOTS."""
-        export = self._copying.pop((generation, step))
-        export.wait()
-        return export.shard
-
-    def set_keepers(self, keepers: tuple[ShardKeeper, ...]) -> Snapshot | None:
-        """Use these keepers from now on. They are given the shards of uncommitted steps at once, which lost keepers may
-        have held."""
-        self._snapshot_to = keepers
-        if not self._exports:
-            return None
-        return replace(
-            self._exports[-1],
-            acknowledgements=tuple(k.put.remote(e.step, e.shard, e.generation) for e in self._exports for k in keepers),
-        )
+    def copied(self, generation: int, step: int) -> None:
+        """Returns when the copy of my state after a step has ended. Runs beside the task thread, in thread group
+        SNAPSHOTS."""
+        self._copying.pop((generation, step)).wait()
 
     def parameters_digest(self) -> str:
         """SHA-256 of all parameters: equal on all workers after every step."""
@@ -373,37 +368,33 @@ class Worker:
         """On CUDA, published results are copied while the next cascades run."""
         return HostCopies(PinnedCopy(self.device)) if self.device.type == "cuda" else None
 
-    def _first_shard(self, lo: int, hi: int) -> ShardState:
-        modules = self.executor.modules
-        return self._first.shard(modules.dit, modules.config.dit, lo, hi)
-
-    def _send_snapshot(self, step: int, export: ShardExport | None = None) -> Snapshot:
-        """Put my shard (`export`, or as it is now) in the object store and have the keepers copy it; the last two stay
-        offered by this worker."""
+    def _handed_out(self, step: int, export: ShardExport) -> Snapshot:
+        """What the controller is told of my state after this step. On CUDA it may say so before the copy has ended."""
         self._phase("snapshot")
-        export, generation = export or self.executor.sync.begin_export(), self.executor.generation
+        generation, copied = self.executor.generation, None
         self._exporting = export
-        shard, reference = export.shard, self._offer(export, generation, step)
-        snapshot = Snapshot(
+        if not export.has_ended:
+            self._copying[generation, step] = export
+            copied = own_handle().copied.options(concurrency_group=SNAPSHOTS).remote(generation, step)
+        self._last = self._snapshot(step, generation, export, copied)
+        return self._last
+
+    def _snapshot(self, step: int, generation: int, export: ShardExport, copied: Ref[None] | None = None) -> Snapshot:
+        shard = export.shard
+        assert export.bank is not None, "the state is handed out in memory of the node"
+        return Snapshot(
             step=step,
             generation=generation,
+            rank=self._rank,
             lo=shard.lo,
             hi=shard.hi,
             total=shard.total,
-            shard=reference,
-            acknowledgements=tuple(k.put.remote(step, reference, generation) for k in self._snapshot_to),
+            bank=export.bank,
+            names=tuple(shard.arrays),
+            updates=shard.updates,
+            part_updates=shard.part_updates,
+            copied=copied,
         )
-        self._exports = [*(e for e in self._exports if e.step < step), snapshot][-2:]
-        return snapshot
-
-    def _offer(self, export: ShardExport, generation: int, step: int) -> Ref[ShardState]:
-        """The shard in the object store: at once, or on CUDA when its copy has ended, while this thread goes on."""
-        if self.executor.copies is None:
-            export.wait()
-            return put(export.shard)
-        self._copying[generation, step] = export
-        offered: Ref[ShardState] = own_handle().exported.options(concurrency_group=SNAPSHOTS).remote(generation, step)
-        return offered
 
     def _report(self, task: FinishTask, done: FinishedStep, snapshot_s: float) -> StepReport:
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else 0.0

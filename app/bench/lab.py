@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
     from actors.outcome import Outcome
+    from actors.run.steps import StepRunner
     from actors.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -95,9 +97,9 @@ class Lab:
         ray.shutdown()
         self.cluster.shutdown()
 
-    def add_node(self, workers: int, gpus: int = 0) -> Node:
-        """A node with room for this many workers, and with this many (logical) GPUs."""
-        store = 150 * 2**20
+    def add_node(self, workers: int, gpus: int = 0, store_mib: int = 150) -> Node:
+        """A node with room for this many workers, with this many (logical) GPUs and so large an object store."""
+        store = store_mib * 2**20
         node: Node = patiently(
             lambda: self.cluster.add_node(num_cpus=2 * workers, num_gpus=gpus, object_store_memory=store)
         )
@@ -256,7 +258,7 @@ class LabRun:
         return [nodes[name] for name, _ in self.active()]
 
     def pause(self) -> None:
-        """Hold the run back when its next step is committed, until `go_on`; what is dispatched still runs."""
+        """Hold the run back until `go_on`: returns when all steps that were dispatched are committed."""
         self._hold.clear()
         self._poll(self._held.is_set, "a step to pause at", 240.0)
 
@@ -311,6 +313,7 @@ class LabRun:
                 worker_class=self._worker_class,
                 **self._replacements,
             )
+            self.controller._dispatch = partial(self._dispatch, self.controller._dispatch)
             self.outcome = self.controller.train()
         except BaseException as error:
             self.error = error
@@ -324,10 +327,17 @@ class LabRun:
             until = now + max(_PACE_S, _PACE_SHARE * (now - since))
             while time.monotonic() < until and self._waiting_since == since:
                 time.sleep(0.02)
+
+    def _dispatch(self, dispatch: Callable[[StepRunner], None], runner: StepRunner) -> None:
+        """In place of the controller's. It is held here, where no step runs: a worker that updates waits for the commit
+        of the step before, and would answer nobody until then."""
         if not self._hold.is_set():
+            if runner.running or self.controller.committer.num_open:
+                return
             self._held.set()
             self._hold.wait()
             self._held.clear()
+        dispatch(runner)
 
     def on_event(self, event: RunEvent) -> None:
         self.events.append(event)

@@ -6,6 +6,7 @@
 (b) A tiny model on two workers of this machine, mixed buckets: seconds per step and idle share of `cascade` against
     `static`, taken in turns so that both see the same noise.
 (m) With --memory-steps 500: resident sets and object-store use after 50 and after 500 short steps.
+(h) With --host: memory that nodes take for the state of some 50 M weights, against what is asked of them.
 Part (c), the bookkeeping of sequence parallelism per layer, is `heddle bench ulysses`.
 """
 
@@ -37,7 +38,7 @@ from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from actors.worker.worker import Worker
-from app.bench import memory
+from app.bench import host_memory, memory
 from app.bench.lab import Lab
 from app.inputs.workload import drawn_items
 from data.types import Batch
@@ -146,6 +147,7 @@ def run(
     lookahead: Annotated[int, typer.Option(help="Steps of part (a) whose encodes may run early.")] = 1,
     real_steps: Annotated[int, typer.Option(help="Steps of each strategy in part (b); 0 leaves it out.")] = 40,
     memory_steps: Annotated[int, typer.Option(help="Steps of part (m); 0 leaves it out.")] = 0,
+    host: Annotated[bool, typer.Option("--host", help="Part (h) too.")] = False,
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Measure and print one table per part."""
@@ -164,6 +166,10 @@ def run(
             found = memory.measure(lab, memory_steps)
             figures["memory"] = [asdict(use) for use in found]
             print(memory.table(found), flush=True)
+        if host:
+            taken = host_memory.measure(lab)
+            figures["host"] = [asdict(one) for one in taken]
+            print(host_memory.table(taken), flush=True)
     if out is not None:
         out.write_text(json.dumps(figures, indent=1))
 

@@ -133,9 +133,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         here=here or max(nodes),
         workers=sum(nodes),
         nodes=len(nodes),
-        state_on_host=found.places.state == "host",
         node_gradient=found.places.gradients == "host",
-        copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
         text_gib=found.text_on_host_gib,
         samples_gib=_aside_gib(config, found),

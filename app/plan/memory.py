@@ -41,14 +41,6 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             item = items[cascade.step, cascade.parts[0].item]
             shape = f"{item.frames}f {item.height}x{item.width} b{cascade.batch}"
             lines.append(f"          worst {module} cascade {need:.2f} ({shape}, degree {cascade.degree})")
-    host = view.found.host_gib(view.workers, view.nodes)
-    if host:
-        parts = [
-            *(["optimizer state"] if view.found.places.state == "host" else []),
-            *(["gradients"] if view.found.places.gradients == "host" else []),
-            *(["weights"] if view.found.fetches else []),
-        ]
-        lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.host is not None:
         size = f" of {view.host_gib:g}" if view.host_gib else ""
         lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")

@@ -16,7 +16,7 @@ from actors.config import (
     WorkersConfig,
 )
 from actors.feed.step_source import StepSource
-from actors.messages import Origin, Snapshot
+from actors.messages import HeldShard, Origin, Snapshot
 from actors.outcome import Events
 from actors.plan.types import Item
 from actors.pool.membership import Membership
@@ -28,7 +28,8 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller, LookPace
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
-from actors.state.keeper import HeldShard, Standing
+from actors.state.keeper import Standing
+from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
@@ -36,6 +37,7 @@ from actors.step import DataLost, DrawnItem, StepItems
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.shards import ARRAYS
 
 
 class Remote:
@@ -99,6 +101,7 @@ class KeepersHere:
         self._inventories, self._standing = inventories_of(**inventories), standing or Standing()
         self.silent: tuple[str, ...] = ()
         self.told: list[tuple[Any, ...]] = []
+        self.lost: list[str] = []  # nodes whose memory went with its keeper, as a repair finds
 
     def inventories(self, patience_s: float, is_enough: Any) -> list[KeeperInventory]:
         return self._inventories
@@ -106,20 +109,32 @@ class KeepersHere:
     def standing(self, patience_s: float) -> Standing:
         return self._standing
 
-    def of(self, rank: int) -> tuple[Any, ...]:
-        return ()
+    def home(self, rank: int) -> Any:
+        return f"home of {rank}"
 
     def in_use(self) -> dict[str, Any]:
         return {}
 
-    def repair(self, nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0) -> None:
+    def gone(self) -> list[str]:
+        return []
+
+    def prepare(self, nodes: Sequence[str], needs_bytes: int = 0, lenders: Any = None) -> list[str]:
+        self.told.append(("prepare", tuple(nodes), lenders))
+        return []
+
+    def begin(self, base: Base) -> None:
+        self.told.append(("begin", base))
+
+    def hold(self, snapshots: Sequence[Snapshot]) -> list[Any]:
+        self.told.append(("hold", *(one.step for one in snapshots)))
+        return [f"held {one.step}" for one in snapshots]
+
+    def repair(self, nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0) -> list[str]:
         self.told.append(("repair",))
+        return self.lost
 
-    def commit(self, step: int, position: Any) -> None:
-        self.told.append(("commit", step))
-
-    def rollback(self, step: int, generation: int) -> None:
-        self.told.append(("rollback", step, generation))
+    def commit(self, step: int, position: Any, pinned: Any = ()) -> None:
+        self.told.append(("commit", step, *pinned))
 
     def close(self) -> None:
         self.told.append(("close",))
@@ -130,6 +145,10 @@ class Writing:
 
     def __init__(self, write: Callable[[int], Any] = lambda step: None) -> None:
         self._write, self.saved = write, []  # type: ignore[var-annotated]
+
+    @property
+    def steps(self) -> list[int]:
+        return []
 
     def due(self, step: int) -> bool:
         return False
@@ -171,7 +190,6 @@ def state_of(
     keepers: Any = None,
     writer: Any = None,
     positions: Any = None,
-    survivors: Survivors | None = None,
     listener: Listening | None = None,
     **sections: Any,
 ) -> RunState:
@@ -185,7 +203,6 @@ def state_of(
         standing=keepers.standing(config.snapshot.patience_s),
         writer=writer or Writing(),
         positions=positions or NoPositions(),
-        survivors=survivors or Survivors(),
         tell=(listener or Listening()).on_event,
     )
 
@@ -277,14 +294,13 @@ def controller_of(state: Any, **parts: Any) -> Controller:
     return put_together(**{"config": config_of(), "state": state, **defaults, **parts})
 
 
-def collected(step: int, generation: int, *acknowledgements: str) -> Any:
+def collected(step: int, generation: int, *snapshots: Snapshot, at: float = 0.0) -> Any:
     """A step that all workers have finished."""
-    held = SimpleNamespace(step=step, acknowledgements=acknowledgements)
     return SimpleNamespace(
         running=SimpleNamespace(step=step, generation=generation, assignment=None),
-        snapshots=(held,) if acknowledgements else (),
+        snapshots=snapshots,
         reports=(),
-        collected_at=0.0,
+        collected_at=at,
     )
 
 
@@ -306,6 +322,7 @@ def step_items(
     return StepItems.of(step, drawn, geometry, loss_weight)
 
 
-def snapshot(step: int, shard: Any = "export", total: int = 10, generation: int = 1, **more: Any) -> Snapshot:
+def snapshot(step: int, total: int = 10, generation: int = 1, **more: Any) -> Snapshot:
     """One shard that is the whole state."""
-    return Snapshot(step=step, generation=generation, lo=0, hi=total, total=total, shard=shard, **more)
+    shard: dict[str, Any] = {"rank": 0, "lo": 0, "hi": total, "bank": 0, "names": ARRAYS, "updates": step + 1, **more}
+    return Snapshot(step=step, generation=generation, total=total, **shard)

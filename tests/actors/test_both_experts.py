@@ -29,6 +29,7 @@ from ops.models.load import build_dit
 from ops.shards import ShardState, cut
 from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
 from tests.families.kit import MODEL
+from tests.ops.exported import own_shard
 
 BOTH = replace(MODEL, dit=replace(MODEL.dit, num_layers=1, expert="both", boundary=0.7))
 DRAW = ExpertDraw(flow=FlowConfig(), seed=3, geometry=Geometry(), sigmas=((0.7, 1.0), (0.0, 0.7)))
@@ -56,7 +57,7 @@ def plan_of(items: Sequence[Item], world: int, step: int) -> list[Cascade]:
 
 
 def state_of(hosts: Sequence[Host]) -> ShardState:
-    shards = [host.executor.sync.export_shard() for host in hosts]
+    shards = [own_shard(host.executor.sync) for host in hosts]
     return cut(shards, 0, shards[0].total)
 
 
@@ -137,7 +138,7 @@ def test_a_checkpoint_continues_on_another_number_of_workers(tmp_path: Path) -> 
     folder = tmp_path / "step-1"
     checkpoint_files.begin(folder)
     for host in first:
-        checkpoint_files.write_shard(folder, host.executor.sync.export_shard())
+        checkpoint_files.write_shard(folder, own_shard(host.executor.sync))
     parameters = checkpoint_files.parameters_meta(first[0].executor.sync.layout)
     assert parameters == checkpoint_files.trained_parameters(resolve(BOTH)[0])
     checkpoint_files.seal(folder, {"step": 1, "parameters": parameters})
@@ -181,6 +182,6 @@ def test_a_worker_updates_the_experts_apart() -> None:
     dit = build_dit(BOTH.dit, seed=0)
     sync = build_sync(dit, train_config())
     sync.form(Group.solo(), None)
-    assert len(sync.export_shard().part_updates) == 2
+    assert len(own_shard(sync).part_updates) == 2
     with pytest.raises(ValueError, match="deepspeed updates all weights together"):
         build_sync(dit, replace(train_config(), sync="deepspeed"))

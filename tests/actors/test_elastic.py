@@ -302,24 +302,29 @@ def test_the_death_of_the_only_node_with_workers_loses_no_step(lab: Lab, undistu
 
 
 @pytest.mark.long
-def test_if_all_keepers_are_lost_too_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
+def test_with_all_keepers_and_workers_lost_the_last_checkpoint_is_used(lab: Lab, undisturbed: list[float]) -> None:
+    """As long as a worker lives, the state of its node does, whoever else dies."""
     config = lab.config(
         "keepers",
         model=MODEL,
         train={"steps": OPEN_END},
-        workers={"min": 1, "max": 2},
+        workers={"min": 2, "max": 2},
         checkpoint={"every": 4},
     )
     run = lab.start(config)
-    run.wait_for_workers(2)
     run.wait_for_step(6)
-    run.wait_for(lambda: run.steps()[-1] % 4 == 1, "steps that only the keepers hold")
     run.kill_actor("keepers")
     run.signal_worker(0)
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(3)
+    assert not [e for e in run.events if isinstance(e, StepsLost)]
+    run.wait_for(lambda: run.steps()[-1] % 4 == 1, "steps that no checkpoint holds")
+    run.kill_actor("keepers")
+    for _, pid in run.active():
+        os.kill(pid, signal.SIGKILL)
     run.wait_for(lambda: any(isinstance(e, StepsLost) for e in run.events), "the return to a checkpoint")
     fallback = next(e for e in run.events if isinstance(e, StepsLost))
     assert fallback.to_step % 4 == 3 and fallback.lost_steps >= 1
-    run.wait_for_recoveries(1)
     run.wait_for_step(fallback.to_step + fallback.lost_steps + 2)
     run.stop()
     steps = run.steps()

@@ -26,6 +26,7 @@ from tests.actors.exactness import Host, items_of, make_hosts, one_worker, rando
 from tests.families.registry import MODELS
 from tests.nccl_rules import nccl_rules
 from tests.ops.block_copies import in_buffers
+from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
 
 FP64, FP32 = 1e-10, 1e-5  # relative difference of the whole gradient
@@ -244,7 +245,7 @@ def test_every_family_trains_to_equal_parameters_on_other_workers_and_after_a_re
     hosts = make_hosts(3, torch.float64, train_config(), config=model)
     for step in range(20):
         if step == 10:
-            shards = [host.executor.sync.export_shard() for host in hosts]
+            shards = [own_shard(host.executor.sync) for host in hosts]
             for host in hosts:
                 host.executor.leave()
             hosts = make_hosts(2, torch.float64, train_config(), config=model, shards=shards)
@@ -279,7 +280,7 @@ def test_any_plan_with_parameters_once_per_node_trains_as_one_worker(
     hosts = make_hosts(4, torch.float64, train_config(), nodes=(0, 0, 0, 1), **places)
     for step in range(4):
         if step == 2:
-            shards = [host.executor.sync.export_shard() for host in hosts]
+            shards = [own_shard(host.executor.sync) for host in hosts]
             for host in hosts:
                 host.executor.leave()
             hosts = make_hosts(2, torch.float64, train_config(), nodes=(0, 0), shards=shards, **places)
@@ -397,7 +398,7 @@ def test_a_step_in_which_a_collective_failed_without_a_word_counts_nowhere(
     plan = random_cascades(np.random.default_rng(7), items, 2)
     with nccl_rules(monkeypatch) as rules:
         hosts = make_hosts(2, torch.float64, train_config())
-        before = [host.executor.sync.export_shard() for host in hosts]
+        before = [own_shard(host.executor.sync) for host in hosts]
         run_step(hosts, items, plan)
         called = rules.kinds[kind] // 2
         assert called > 0

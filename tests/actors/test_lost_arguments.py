@@ -28,7 +28,7 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
-from ops.shard_export import CopyInThreads
+from ops.shard_export import CopyAtOnce
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 BF16 = 5e-3  # a caption's states depend on its batch by rounding; a sample that is missing changes the loss by more
@@ -45,7 +45,7 @@ class GpuLikeWorker(Worker):
     def _load(self) -> Executor:
         executor = super()._load()
         executor.modules.text.encoder.bfloat16()
-        executor.sync.copy_arrays = CopyInThreads()
+        executor.sync.state.copy_arrays = CopyAtOnce()  # type: ignore[attr-defined]
         return executor
 
     def _host_copies(self) -> HostCopies:

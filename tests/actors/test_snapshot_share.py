@@ -12,6 +12,7 @@ from actors.records.events import SnapshotsSpaced, StepsLost, WorkerDied
 from actors.state.snapshot_interval import SHARE
 from actors.worker.worker import Worker
 from app.bench.lab import OPEN_END, Lab
+from ops.shard_export import ShardExport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 COPY_S = 0.15  # of a snapshot that is large
@@ -21,9 +22,9 @@ STEP_S = 3.0  # of a step that is long: a snapshot of the tiny model takes less 
 class LargeStateWorker(Worker):
     """Copies its state for long."""
 
-    def _send_snapshot(self, step: int) -> Snapshot:
+    def _handed_out(self, step: int, export: ShardExport) -> Snapshot:
         time.sleep(COPY_S)
-        return super()._send_snapshot(step)
+        return super()._handed_out(step, export)
 
 
 class SlowWorker(Worker):

@@ -56,12 +56,12 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
     path = cluster(tmp_path, 8.0)
     Path(path).write_text(Path(path).read_text() + "host_gib: 0.001\n")
     monkeypatch.setattr("tests.app.test_memory_view.cluster", lambda folder, gib: path)
-    short = r"a node has 0\.0 GiB of host memory for training, .*weights of a sample .*keepers .* or sample\.every: 0"
+    short = r"a node has 0\.0 GiB of host memory for training, .*two versions.*set sample\.every: 0"
     with pytest.raises(PlanError, match=short):
         plan(tmp_path, 8.0, "sample.every=100", "checkpoint.every=100", 'sample.prompts=["a dot"]')
     Path(path).write_text(Path(path).read_text().replace("0.001", "64"))
     plan(tmp_path, 8.0)
-    assert re.search(r"host memory of a node [\d.]+ of 64 \(keepers [\d.]+", capsys.readouterr().out)
+    assert re.search(r"host memory of a node [\d.]+ of 64 \(two versions of the optimizer", capsys.readouterr().out)
 
 
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
@@ -90,13 +90,15 @@ def test_a_device_without_room_for_the_state_has_it_in_host_memory_unless_told_o
     plan(tmp_path, 64.0, *wide)
     shown = capsys.readouterr().out
     (optimizer,) = re.findall(r"optimizer ([\d.]+)", shown)
-    assert float(optimizer) > 1.0 and "in memory of each node" not in shown
+    assert float(optimizer) > 1.0 and "optimizer state in host memory" not in shown
     ((free,),) = (re.findall(r"free ([\d.]+) of", shown),)
     short = 64.0 - (float(free) + 0.5 * float(optimizer)) / 0.96
     plan(tmp_path, short, *wide)
     shown = capsys.readouterr().out
-    assert "optimizer 0.00" in shown
-    ((host,),) = (re.findall(r"in memory of each node ([\d.]+) \(optimizer state\)", shown),)
-    assert float(host) == pytest.approx(2 * float(optimizer) * 4 / 3, rel=0.01), "both workers' parts, master included"
+    assert "optimizer 0.00" in shown and "optimizer state in host memory" in shown
+    ((host,),) = (re.findall(r"two versions of the optimizer state ([\d.]+)", shown),)
+    assert float(host) == pytest.approx(2 * 2 * float(optimizer) * 4 / 3, rel=0.01), (
+        "both workers' parts, master included, twice"
+    )
     with pytest.raises(PlanError, match=r"fits with .*train\.memory\.state: host"):
         plan(tmp_path, short, *wide, "train.memory.state=device")

@@ -25,6 +25,7 @@ from ops.parameters import ParameterMemory
 from ops.shards import ShardState
 from ops.sync import FlatSync, trainable
 from ops.waiting import Cancelled, CancelToken, GroupError
+from tests.ops.exported import own_shard
 from tests.ops.test_node_parameters import OPTIMIZER, model, passes
 
 STEPS = 3
@@ -75,7 +76,7 @@ def main(rank: int, size: int, port: int, folder: Path, parameters: ParameterMem
                     sync._update = lambda lr, factor: dies_half_way()  # type: ignore[method-assign]
                 sync.finish_step(step, 1.0, 1.0, float(len(world)), lambda phase: None)
                 print(digest(dit), flush=True)
-                keep(folder, step, sync.export_shard())
+                keep(folder, step, own_shard(sync))
                 groups.world_group().barrier()
         finally:
             sync.leave()

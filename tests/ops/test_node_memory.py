@@ -192,7 +192,7 @@ def test_no_descriptor_and_no_thread_is_left_after_fifty_generations() -> None:
 
 
 def test_an_unknown_lender_is_named_with_what_to_do() -> None:
-    with pytest.raises(ConnectionError, match=r"could not be borrowed .*train\.memory\.gradients: own"):
+    with pytest.raises(ConnectionError, match=r"could not be borrowed .*share its network and user"):
         borrow(1)
 
 

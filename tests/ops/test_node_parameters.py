@@ -32,10 +32,11 @@ from ops.parameter_places import BlockBuffers, ParametersOf
 from ops.parameters import ParameterMemory
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
-from ops.sync import FlatSync, StateMemory, trainable
+from ops.sync import FlatSync, StateLocation, trainable
 from ops.waiting import CancelToken
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.block_copies import LateCopies, in_buffers
+from tests.ops.exported import own_shard
 
 GIB = 2**30
 STEPS = 2
@@ -69,7 +70,7 @@ def trained(
     parameters: ParameterMemory | ParametersOf,
     *,
     gradients: GradientMemory = "own",
-    state: StateMemory = "device",
+    state: StateLocation = "device",
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
 ) -> dict[str, Tensor]:
@@ -89,7 +90,7 @@ def trained(
         found[f"gradient {step}"] = sync.gradient().clone()
         assert sync.finish_step(step, 1.0, 1.0, 1.0, lambda phase: None).applied
     found |= {name: p.detach().clone() for name, p in trainable(dit)}
-    shard = sync.export_shard()
+    shard = own_shard(sync)
     return found | {f"state {name}": torch.from_numpy(array) for name, array in shard.arrays.items()}
 
 
@@ -183,7 +184,7 @@ def elastic_run(
         values = [torch.cat([p.detach().flatten() for _, p in trainable(dits[rank])]) for rank in here]
         assert all(torch.equal(value, values[0]) for value in values)
         found.append(values[0].clone())
-        shards = [syncs[rank].export_shard() for rank in here]
+        shards = [own_shard(syncs[rank]) for rank in here]
         assert cut(shards, 0, syncs[0].total).updates == step + 1
     return found
 
@@ -212,7 +213,7 @@ def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeyp
     sync = FlatSync(dit, OPTIMIZER, 9, parameters="node")
     sync.form(Group.solo(), None)
     expected = {name: p.detach().clone() for name, p in trainable(dit)}
-    shard = sync.export_shard()
+    shard = own_shard(sync)
     sync.leave()
     with monkeypatch.context() as short:
         short.setattr("ops.node_memory.node_room", lambda: 10)

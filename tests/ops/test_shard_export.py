@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from ops.shard_export import CopyArrays, CopyInThreads, CopyOnStream, PinnedMemory, copies_of, copy_at_once
+from ops.shard_export import CopyAtOnce, CopyOnStream, PinnedTargets, copies_of
 from ops.shards import ARRAYS
+from ops.state_memory import StateMemory
 from tests.ops.peers import HostCopies
 
 CPU = torch.device("cpu")
@@ -18,66 +18,70 @@ def state_of(size: int, device: torch.device) -> dict[str, torch.Tensor]:
     return {name: torch.randn(size, generator=generator).to(device) for name in ARRAYS}
 
 
-@pytest.mark.parametrize("size", [5, (1 << 20) + 3])
-@pytest.mark.parametrize("begin", [copy_at_once, CopyInThreads()], ids=["at once", "in threads"])
-def test_copies_are_equal_and_in_memory_of_their_own(begin: CopyArrays, size: int) -> None:
-    state = state_of(size, CPU)
-    copies = begin(state)
-    copies.wait()
-    for name, array in state.items():
-        np.testing.assert_array_equal(copies.arrays[name], array.numpy())
-        assert not np.shares_memory(copies.arrays[name], array.numpy())
+def bank_of(memory: StateMemory, bank: int) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in memory.arrays(bank, 3, memory.total).items()}
 
 
-def test_a_copy_that_fails_says_so_to_everybody_who_waits() -> None:
-    state = state_of(5, CPU)
-    state["master"] = torch.empty(5, device="meta")  # nothing to read
-    copies = CopyInThreads()
-    with pytest.raises(NotImplementedError, match="meta"):
-        copies(state).wait()
+def test_a_copy_is_equal_and_in_the_bank_that_was_named() -> None:
+    memory, state = StateMemory.reserve(1003), state_of(1000, CPU)
+    CopyAtOnce()(state, bank_of(memory, 1))()
+    for bank in range(3):
+        for name, array in bank_of(memory, bank).items():
+            assert torch.equal(array, state[name] if bank == 1 else torch.zeros(1000))
 
 
-def test_state_beside_a_gpu_is_copied_in_threads_and_that_of_a_cpu_worker_at_once() -> None:
-    assert copies_of(CPU, CPU) is copy_at_once
-    assert isinstance(copies_of(torch.device("cuda"), CPU), CopyInThreads)
+def test_state_in_host_memory_is_not_copied_at_all() -> None:
+    assert copies_of(CPU) is None
+    assert isinstance(copies_of(torch.device("meta")), CopyAtOnce)
 
 
-def test_pinned_memory_is_as_large_as_its_array_and_used_again_when_nobody_reads_it() -> None:
-    """PyTorch would pin 128 MiB for each of these arrays, and keep them."""
-    array, device = torch.empty((64 << 20) // 4 + 1), HostCopies()
-    memory = PinnedMemory(device)
-    first, second = memory.like(array), memory.like(array)
-    assert first.nbytes == array.nbytes and torch.from_numpy(first).untyped_storage().nbytes() == array.nbytes
-    places = [first.ctypes.data, second.ctypes.data]
-    assert device.pinned == places and not np.shares_memory(first, second)
-    part = first[5:]
-    del first
-    third = memory.like(array)
-    assert third.ctypes.data not in places, "a part of the first is still held"
-    del part
-    again = memory.like(array)
-    assert again.ctypes.data == places[0] and len(device.pinned) == 3
-    del again, third
-    larger = memory.like(torch.empty(len(array) + 1))  # the shard of another generation
-    assert device.pinned == [places[1], larger.ctypes.data] and second.ctypes.data == places[1]
+def test_a_device_is_told_of_a_bank_once_and_forgets_it_with_the_generation() -> None:
+    memory, device = StateMemory.reserve(100), HostCopies()
+    targets = PinnedTargets(device)
+    for bank in (0, 1, 0, 1):
+        targets.pin(bank_of(memory, bank).values())
+    addresses = [array.data_ptr() for bank in (0, 1) for array in bank_of(memory, bank).values()]
+    assert device.pinned == addresses
+    targets.release()
+    targets.release()
+    assert device.pinned == []
+    targets.pin([bank_of(memory, 1)["ema"], torch.empty(0)])  # a generation later; a worker without a range
+    assert device.pinned == addresses[-1:]
+
+
+@pytest.mark.parametrize("banks", [(0, 2, 0, 1), (2, 0, 0), (1, 2, 1, 0)])
+def test_a_device_forgets_a_bank_that_was_used_for_a_checkpoint_before_its_pages_are_given_back(
+    banks: tuple[int, ...],
+) -> None:
+    """Else it would go on to write into pages that are the bank's no more."""
+    memory, device = StateMemory.reserve(100), HostCopies()
+    targets = PinnedTargets(device)
+    for bank in banks:
+        targets.pin(bank_of(memory, bank).values())
+    spare = {array.data_ptr() for array in bank_of(memory, 2).values()}
+    assert not spare & set(device.pinned) and len(device.pinned) == len(ARRAYS) * len(set(banks[-2:]))
+    targets.pin(bank_of(memory, 2).values())
+    assert spare <= set(device.pinned), "the device is told of it anew"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_stream_of_its_own_reads_what_was_queued_before_and_nothing_after() -> None:
     """Changed after `wait`, as by the next update, while the device is busy all along."""
-    device = torch.device("cuda")
+    device, memory = torch.device("cuda"), StateMemory.reserve((1 << 24) + 3)
     begin, state = CopyOnStream(device), state_of(1 << 24, device)
     busy = torch.randn(4096, 4096, device=device)
-    for _ in range(3):
+    for turn in range(3):
         for _ in range(20):
             busy = torch.mm(busy, busy).clamp_(-1, 1)
         state["master"].add_(1.0)
-        copies = begin(state)
+        into = bank_of(memory, turn % 2)
+        wait = begin(state, into)
         wanted = {name: array.clone() for name, array in state.items()}
-        copies.wait()
+        wait()
         for array in state.values():
             array.zero_()
         for name, array in wanted.items():
-            np.testing.assert_array_equal(copies.arrays[name], array.cpu().numpy())
+            assert torch.equal(into[name], array.cpu())
             state[name].copy_(array)
+    begin.release()

@@ -33,11 +33,12 @@ from ops.config import OptimizerConfig
 from ops.gradient_places import GradientMemory, GradientsOf
 from ops.groups import Groups
 from ops.optimizer import lr_at
-from ops.shard_export import HostArrays
+from ops.shard_export import CopyWait
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, StateMemory, StepIncomplete, Sync, initial_shard, trainable
+from ops.sync import FlatSync, StateLocation, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
+from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
@@ -251,7 +252,7 @@ MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    state: StateMemory = "host" if "host" in memory else "device"
+    state: StateLocation = "host" if "host" in memory else "device"
     syncs = [FlatSync(model, case.config, TOTAL_STEPS, SUM_ELEMENTS, gradients, state) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
@@ -456,7 +457,7 @@ def test_state_in_host_memory_gives_the_same_bits_and_continues_from_either_plac
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype: torch.dtype) -> None:
-    def run(*places: StateMemory) -> ShardState:
+    def run(*places: StateLocation) -> ShardState:
         shards: list[ShardState] | None = None
         for number, place in enumerate(places):
             model = copy.deepcopy(START).to(dtype)
@@ -478,7 +479,7 @@ def test_export_is_a_copy() -> None:
     model = copy.deepcopy(START).float()
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
-    exported = sync.export_shard()
+    exported = own_shard(sync)
     before = {name: array.copy() for name, array in exported.arrays.items()}
     sync.begin_step()
     sample_loss(model, 0, 0).backward()
@@ -492,7 +493,7 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     model = copy.deepcopy(START).float()
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     late = LateCopy()
-    sync.copy_arrays = late
+    sync.state.copy_arrays = late
     sync.form(Group.solo(), None)
     for step in range(2):
         sync.begin_step()
@@ -505,8 +506,8 @@ def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     assert late.waited == 1 and sync.updates == 2 and export.shard.updates == 1
     assert not np.array_equal(before, flat_weights(model))
     np.testing.assert_array_equal(export.shard.arrays["master"], before)
-    sync.begin_export()
-    sync.begin_export()
+    sync.begin_export(1)
+    sync.begin_export(1)
     assert late.waited == 2, "two copies at once: the update would wait for the later one alone"
     sync.form(Group.solo(), [export.shard])
     assert late.waited == 3, "a state that is replaced has been read, too"
@@ -520,16 +521,19 @@ class LateCopy:
     def __init__(self) -> None:
         self.waited = 0
 
-    def __call__(self, arrays: Mapping[str, Tensor]) -> HostArrays:
-        copies = {name: np.full(array.shape, np.nan, array.numpy().dtype) for name, array in arrays.items()}
+    def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
+        for target in into.values():
+            target.fill_(math.nan)
 
         def wait() -> None:
             time.sleep(self.takes_s)
             self.waited += 1
             for name, array in arrays.items():
-                copies[name][:] = array.numpy()
+                into[name].copy_(array)
 
-        return HostArrays(arrays=copies, wait=wait)
+        return wait
+
+    def release(self) -> None: ...
 
 
 @pytest.mark.parametrize("gradients", ["own", "node"])
@@ -579,13 +583,13 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
     model, first = copy.deepcopy(START).to(dtype), copy.deepcopy(START).to(dtype)
     sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
     sync.form(Group.solo(), None)
-    fresh = sync.export_shard()
+    fresh = own_shard(sync)
     sync.begin_step()
     sample_loss(model, 0, 0).backward()
     sync.finish_step(0, 1.0, SAMPLES, SAMPLES, lambda phase: None)
     assert not np.array_equal(flat_weights(model), flat_weights(first))
     sync.form(Group.solo(), [initial_shard(trainable(first), *part) for part in ((0, 100), (100, sync.total))])
-    again = sync.export_shard()
+    again = own_shard(sync)
     assert again.updates == 0
     np.testing.assert_array_equal(flat_weights(model), flat_weights(first))
     for name, array in fresh.arrays.items():

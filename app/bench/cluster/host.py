@@ -11,9 +11,8 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError
 
-from actors.messages import Orders, WorkerInfo
+from actors.messages import HeldShard, Orders, WorkerInfo
 from actors.plan.costs.profile import Profile
-from actors.state.keeper import HeldShard
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
@@ -124,16 +123,21 @@ class Host:
         return await self._meetings.meet(key, count, total, brought)
 
     async def inventory(self) -> dict[str, list[HeldShard]]:
-        """What the workers of this host have given to keepers, by the keepers' nodes."""
+        """What the keepers of this host's nodes hold, by node."""
         return {node: list(held) for node, held in self._kept.items()}
 
-    async def committed(self, step: int) -> None:
-        """The keepers let go of what is older than the step before this one."""
-        self._kept = {node: [h for h in held if h.step >= step - 1] for node, held in self._kept.items()}
+    async def keep(self, node: str, shards: Sequence[HeldShard]) -> bool:
+        """The keeper of this node takes shards."""
+        self._kept.setdefault(node, []).extend(shards)
+        return True
 
-    async def rolled_back(self, step: int) -> None:
-        """Training goes on after this step: later ones are computed again."""
-        self._kept = {node: [h for h in held if h.step <= step] for node, held in self._kept.items()}
+    async def committed(self, step: int) -> None:
+        """The keepers let go of what is older than this step."""
+        self._kept = {node: [h for h in held if h.step >= step] for node, held in self._kept.items()}
+
+    async def begin(self, step: int) -> None:
+        """Training goes on after this step: others are let go."""
+        self._kept = {node: [h for h in held if h.step == step] for node, held in self._kept.items()}
 
     # -- for its workers -----------------------------------------------------------------------------------------------
 
@@ -159,10 +163,6 @@ class Host:
             return found
 
         return await self._meetings.meet(key, 1, here, brought, others)
-
-    def keep(self, node: str, held: HeldShard) -> None:
-        """The keeper on this node takes a shard."""
-        self._kept.setdefault(node, []).append(held)
 
     async def _beat_for_ever(self, worker: VirtualWorker) -> None:
         while not worker.dead:

@@ -19,16 +19,19 @@ from typing import Any, cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import Answering
-from actors.messages import Origin, WorkerHandle
+from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
-from actors.state.keeper import HeldShard, Standing, place
+from actors.refs import Ref
+from actors.state.keeper import Standing, place
+from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
+from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
 
 
@@ -149,12 +152,14 @@ class VirtualKeeper:
 
 
 class VirtualKeepers:
-    """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep."""
+    """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep.
+    Keepers are called as often as real ones: those of a host are one actor, which says at once that they hold it."""
 
     silent: tuple[str, ...] = ()
 
     def __init__(self, machines: Machines, hosts: Sequence[Any], copies: int) -> None:
         self._machines, self._hosts, self._copies = machines, hosts, copies
+        self._homes: list[str] = []  # by rank
         self._placed: dict[int, tuple[str, ...]] = {}
 
     def inventories(
@@ -172,31 +177,52 @@ class VirtualKeepers:
     def standing(self, patience_s: float) -> Standing:
         return Standing()
 
-    def of(self, rank: int) -> tuple[Any, ...]:
-        return tuple(VirtualKeeper(node) for node in self._placed.get(rank, ()))
+    def home(self, rank: int) -> Any:
+        return VirtualKeeper(self._homes[rank])
 
     def in_use(self) -> dict[str, Any]:
         return {}
 
-    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None:
+    def gone(self) -> list[str]:
+        return []
+
+    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: object = None) -> list[str]:
         keepers = {node: node for node in dict.fromkeys(worker_nodes)}
+        self._homes = list(worker_nodes)
         self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
+        return []
+
+    def hold(self, snapshots: Sequence[Snapshot]) -> list[Ref[bool]]:
+        """One call for each keeper that has shards of its own node, one for each that copies."""
+        puts: dict[str, list[HeldShard]] = {}
+        copies: dict[str, list[HeldShard]] = {}
+        for one in snapshots:
+            held = HeldShard(
+                step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0
+            )
+            puts.setdefault(self._homes[one.rank], []).append(held)
+            for node in self._placed[one.rank]:
+                copies.setdefault(node, []).append(held)
+        return [self._host_of(node).keep.remote(node, held) for told in (puts, copies) for node, held in told.items()]
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
-    ) -> None:
-        self.prepare(worker_nodes)
+    ) -> list[str]:
+        return self.prepare(worker_nodes)
 
     def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
         return []
 
-    def commit(self, step: int, position: object) -> None:
+    def commit(self, step: int, position: object, pinned: object = ()) -> None:
         for host in self._hosts:
             host.committed.remote(step)
 
-    def rollback(self, step: int, generation: int) -> None:
+    def begin(self, base: Base) -> None:
         for host in self._hosts:
-            host.rolled_back.remote(step)
+            host.begin.remote(base.step)
+
+    def _host_of(self, node: str) -> Any:
+        return self._hosts[self._machines.number(node) % len(self._hosts)]
 
     def close(self) -> None:
         """Nothing is held that could be let go."""
@@ -207,6 +233,10 @@ class VirtualWriter:
 
     def __init__(self) -> None:
         self.step = -1
+
+    @property
+    def steps(self) -> list[int]:
+        return []
 
     def due(self, step: int) -> bool:
         return False
@@ -232,8 +262,10 @@ class VirtualState(RunState):
         writer: Any = self.writer
         return int(writer.step)
 
-    def place_keepers(self, nodes: Sequence[str]) -> None:
-        self.keepers.prepare(nodes)
+    @property
+    def _total(self) -> int:
+        """No weights are counted."""
+        return ELEMENTS
 
     def _meta(self, step: int) -> Any:
         return {"step": step}

@@ -269,7 +269,6 @@ def controller_of_virtual(
         standing=keepers.standing(0.0),
         writer=writer,
         positions=source,
-        survivors=survivors,
         tell=events.tell,
     )
     controller = put_together(

@@ -37,10 +37,8 @@ from actors.messages import (
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster
-from actors.ray_calls import put
-from actors.state.keeper import HeldShard
 from app.bench.cluster.physics import Physics
-from ops.shards import shard_bounds
+from ops.shards import ARRAYS, shard_bounds
 
 ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has any
 _LATE = 1.5  # of a straggling cascade
@@ -58,7 +56,6 @@ class Home(Protocol):
     def seat(self, generation: int, rank: int) -> None: ...
     async def meet_first(self, key: MeetingKey, total: int) -> None: ...
     async def meet(self, key: MeetingKey, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float: ...
-    def keep(self, node: str, held: HeldShard) -> None: ...
 
 
 class VirtualWorker:
@@ -79,7 +76,6 @@ class VirtualWorker:
         self._weight = 0.0  # of the samples of the cascades that it has led since then
         self._spans: list[Span] = []
         self._outlasting: dict[str, asyncio.Task[Span]] = {}
-        self._exports: list[Snapshot] = []
 
     # -- calls in their order ------------------------------------------------------------------------------------------
 
@@ -110,7 +106,7 @@ class VirtualWorker:
 
     # -- a generation --------------------------------------------------------------------------------------------------
 
-    async def form(self, task: FormTask) -> Snapshot | None:
+    async def form(self, task: FormTask) -> None:
         """Enter a generation; fetch the part of the state."""
         self._seat, self._broken = task, ""
         counts = Counter(task.nodes)
@@ -122,23 +118,16 @@ class VirtualWorker:
         await asyncio.sleep(self._real_s(self.host.physics.restore_s if task.origin is not None else 0.0))
         await self.host.meet_first((task.generation, "form"), task.world)
         self.idle()
-        return self._snapshot(task.origin.step if task.origin else -1) if task.origin is None else None
 
     async def hand_over(self, step: int | None) -> Handover:
-        """Leave the generation; say what is held."""
+        """Leave the generation; hand over the state after a step."""
         self._broken = "the generation has ended"
         self._drop_half_done()
         self.idle()
-        return Handover(worker=self.name, exports=tuple(self._exports))
+        return Handover(worker=self.name, snapshot=None if step is None or self._seat is None else self._snapshot(step))
 
     async def prepare(self, generation: int, bags: object, closed: object = ()) -> None:
         """Bags take no time to connect."""
-
-    async def set_keepers(self, keepers: Sequence[Any]) -> Snapshot | None:
-        """Other keepers hold the shards from now on."""
-        assert self._seat is not None
-        self._seat = replace(self._seat, snapshot_to=tuple(keepers))
-        return self._snapshot(self._exports[-1].step) if self._exports else None
 
     # -- cascades ------------------------------------------------------------------------------------------------------
 
@@ -292,25 +281,20 @@ class VirtualWorker:
         self._spans, self._weight = [], 0.0
 
     def _snapshot(self, step: int) -> Snapshot:
-        """Its keepers hold the shard of this step; nothing but its range is sent."""
+        """Where its shard of this step would lie."""
         assert self._seat is not None
-        seat = self._seat
-        lo, hi = _bounds(seat.world)[seat.rank]
-        for keeper in seat.snapshot_to:
-            held = HeldShard(step=step, generation=seat.generation, lo=lo, hi=hi, total=ELEMENTS, num_bytes=0)
-            self.host.keep(keeper.node, held)  # type: ignore[attr-defined]
-        taken = put(True)
-        snapshot = Snapshot(
+        lo, hi = _bounds(self._seat.world)[self._seat.rank]
+        return Snapshot(
             step=step,
-            generation=seat.generation,
+            generation=self._seat.generation,
+            rank=self._seat.rank,
             lo=lo,
             hi=hi,
             total=ELEMENTS,
-            shard=taken,  # type: ignore[arg-type]
-            acknowledgements=(taken,) if seat.snapshot_to else (),
+            bank=0,
+            names=ARRAYS,
+            updates=step + 1,
         )
-        self._exports = [*(e for e in self._exports if e.step < step), snapshot][-2:]
-        return snapshot
 
     def _real_s(self, virtual_s: float) -> float:
         return self.host.physics.real_s(virtual_s)

@@ -1,4 +1,5 @@
-"""A snapshot, as a worker makes it: the optimizer's state is copied to pinned host memory while the device computes."""
+"""A snapshot, as a worker makes it: the optimizer's state is copied to memory of its node, which is pinned, while the
+device computes."""
 
 from __future__ import annotations
 
@@ -6,12 +7,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
-from ops.shard_export import CopyInThreads, CopyOnStream
+from ops.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
 from ops.shards import ARRAYS
+from ops.state_memory import StateMemory
 
 STATE_BYTES = 4 * 2**30
 
@@ -31,11 +32,14 @@ class SnapshotCopies:
         size = place.pick(STATE_BYTES, 2**20) // 4 // len(ARRAYS)
         state = {name: torch.randn(size, device=place.device) for name in ARRAYS}
         num_bytes = sum(4 * array.numel() for array in state.values())
-        begin = CopyOnStream(place.device) if cuda else CopyInThreads()
-        copies = begin(state)
+        memory = StateMemory.reserve(size)
+        memory.take(0, 0, size)
+        into = {name: torch.from_numpy(array) for name, array in memory.arrays(0, 0, size).items()}
+        begin: CopyArrays = CopyOnStream(place.device) if cuda else CopyAtOnce()
+        wait = begin(state, into)
 
         def copy_alone() -> None:
-            begin(state).wait()
+            begin(state, into)()
 
         edge = place.pick(8192, 64)
         a, b = (torch.randn(edge, edge, device=place.device, dtype=torch.bfloat16) for _ in range(2))
@@ -49,8 +53,8 @@ class SnapshotCopies:
                 torch.mm(a, b)
 
         def compute_beside() -> None:
-            nonlocal copies
-            copies = begin(state)
+            nonlocal wait
+            wait = begin(state, into)
             compute()
             if cuda:
                 torch.cuda.current_stream().synchronize()
@@ -59,10 +63,12 @@ class SnapshotCopies:
         beside = []
         for _ in range(place.pick(3, 1)):
             beside.append(_until_compute_ends(compute_beside, place))
-            copies.wait()
+            wait()
         beside_s = sorted(beside)[len(beside) // 2]
+        right = all(torch.equal(into[name], array.cpu()) for name, array in state.items())
+        begin.release()
         return {
-            "right": all(np.array_equal(copies.arrays[name], array.cpu().numpy()) for name, array in state.items()),
+            "right": right,
             "GiB": num_bytes / 2**30,
             "copy alone seconds": alone.seconds,
             "copy alone GB/s": num_bytes / alone.seconds / 1e9,

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import Origin
+from actors.messages import Origin, Snapshot
 from actors.outcome import Events
 from actors.records.events import CommitSlow, FeederLost
 from actors.run.committer import Committer
 from actors.state.recovery import CommitLog, Recovery
 from actors.state.run_state import Stuck
+from actors.step import GenerationLost
 from tests.actors.fakes import Listening, collected, snapshot
 
 LOST = ray.exceptions.ActorDiedError()
@@ -26,7 +27,15 @@ class Told:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
-        self.repaired: Sequence[Any] | None = None  # what new keepers were given
+        self.held_again: list[int] = []  # steps of the shards that others were given in a repair
+        self.repaired: Sequence[Any] | None = None  # answers to come, once others were given the shards
+        self.gone: Stuck | None = None
+
+    def hold(self, done: Any) -> list[Any]:
+        return [name for one in done.snapshots for name in one.names]
+
+    def look(self) -> Stuck | None:
+        return self.gone
 
     def records(self, done: Any) -> tuple[Any, list[Any]]:
         return SimpleNamespace(step=done.running.step), []
@@ -34,8 +43,8 @@ class Told:
     def committed(self, done: Any, position: object) -> None:
         self.heard.append(("committed", done.running.step, position))
 
-    def begin(self, recovery: Recovery, generation: int) -> None:
-        self.heard.append(("begin", recovery.step, generation))
+    def begin(self) -> None:
+        self.heard.append(("begin",))
 
     def release(self, step: int) -> str:
         return f"after {step}"
@@ -46,7 +55,10 @@ class Told:
     def open(self, first_step: int, token: object) -> None:
         self.heard.append(("open", first_step, token))
 
-    def repair_keepers(self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog) -> Sequence[Any] | None:
+    def repair_keepers(
+        self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
+    ) -> Sequence[Any] | None:
+        self.held_again += [one.step for one in shards]
         self.heard.append(("repair", stuck, quiet, commits.newest))
         return self.repaired
 
@@ -95,12 +107,17 @@ def committer_of(*finished: int, committed: int, listener: Listening | None = No
     return made, told
 
 
-def waiting(*acknowledgements: str, patience_s: float = 60.0, listener: Listening | None = None) -> tuple[Any, Any]:
+def waiting(*answers: str, patience_s: float = 60.0, listener: Listening | None = None) -> tuple[Any, Any]:
     """A committer whose step 7 waits for these, and what its parts are told."""
     committer, told = committer_of(committed=6, listener=listener)
     committer.patience_s = patience_s
-    committer.add(collected(7, 1, *acknowledgements))
+    committer.add(collected(7, 1, held_as(7, *answers)))
     return committer, told
+
+
+def held_as(step: int, *answers: str, **more: Any) -> Snapshot:
+    """A shard whose keepers give these answers."""
+    return snapshot(step, names=answers, **more)
 
 
 def settle(committer: Committer) -> None:
@@ -123,7 +140,7 @@ def test_steps_are_committed_in_order_each_with_the_position_of_the_data_after_i
 
 def test_a_step_waits_for_all_its_shards_and_those_after_it_wait_for_it(ray_answers: dict[str, Any]) -> None:
     committer, told = waiting("a", "b")
-    committer.add(collected(8, 1, "c"))
+    committer.add(collected(8, 1, held_as(8, "c")))
     ray_answers |= {"a": True, "c": True}
     settle(committer)
     assert committer.committed == 6
@@ -143,7 +160,7 @@ def test_a_shard_that_is_not_held_is_not_forgotten_until_others_hold_it(
     for _ in range(3):  # such as while workers are too busy to be given new keepers
         settle(committer)
     assert committer.committed == 6 and len(repairs(told)) == 3
-    told.repaired = [snapshot(7, acknowledgements=("c",))]
+    told.repaired = ["c"]
     settle(committer)
     settle(committer)
     assert committer.committed == 6 and len(repairs(told)) == 4
@@ -164,6 +181,68 @@ def test_a_keeper_that_is_silent_for_too_long_counts_as_gone(ray_answers: dict[s
         committer, told = waiting("a", patience_s=patience_s)
         settle(committer)
         assert bool(repairs(told)) == counts
+
+
+def test_a_lost_keeper_is_replaced_also_when_nobody_waits_for_it(ray_answers: dict[str, Any]) -> None:
+    """Workers wait for its word of the last commit before they write over the version before it."""
+    committer, told = committer_of(committed=6)
+    told.gone = Stuck(why="k is gone")
+    settle(committer)
+    assert repairs(told) == [Stuck(why="k is gone")]
+
+
+def test_shards_that_devices_still_copy_are_given_to_keepers_when_they_are_there(ray_answers: dict[str, Any]) -> None:
+    """A keeper that waited for one would answer nobody else."""
+    committer, told = committer_of(committed=6)
+    done = collected(7, 1, held_as(7, "a", copied="copy"))
+    done.reports = (SimpleNamespace(worker="w3"),)
+    committer.add(done)
+    ray_answers["a"] = True
+    settle(committer)
+    assert committer.committed == 6, "the copy has not ended"
+    told.repaired = []
+    told.gone = Stuck(why="k is gone")
+    settle(committer)
+    assert committer.committed == 6, "nor is it there because another keeper was lost"
+    assert told.held_again == [], "no keeper takes it for whole"
+    told.gone = None
+    ray_answers["copy"] = None
+    settle(committer)
+    assert committer.committed == 7
+
+
+def test_a_repair_gives_others_the_shards_of_all_uncommitted_steps(ray_answers: dict[str, Any]) -> None:
+    committer, told = committer_of(committed=6)
+    for step in (7, 8):
+        committer.add(collected(step, 1, held_as(step, "late")))
+    told.gone = Stuck(why="k is gone")
+    settle(committer)
+    assert told.held_again == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("error", "dead", "failed"),
+    [
+        (LOST, ("w3",), {}),
+        (
+            ray.exceptions.RayTaskError("copied", "traceback", RuntimeError("a sticky error")),
+            (),
+            {"w3": "its state was not copied: a sticky error"},
+        ),
+    ],
+    ids=["its worker died", "it failed"],
+)
+def test_a_copy_that_never_ends_breaks_the_generation(
+    ray_answers: dict[str, Any], error: Exception, dead: tuple[str, ...], failed: dict[str, str]
+) -> None:
+    committer, _ = committer_of(committed=6)
+    done = collected(7, 1, held_as(7, "a", copied="copy"))
+    done.reports = (SimpleNamespace(worker="w3"),)
+    committer.add(done)
+    ray_answers["copy"] = error
+    with pytest.raises(GenerationLost) as lost:
+        settle(committer)
+    assert (lost.value.dead, lost.value.failed) == (dead, failed)
 
 
 def test_a_step_that_waits_for_slow_keepers_is_told_once(
@@ -206,15 +285,15 @@ def test_a_step_counts_when_it_is_committed_and_what_fails_after_it_is_computed_
 def test_what_a_recovery_makes_safe_is_committed_before_training_goes_on_from_it() -> None:
     committer, told = committer_of(5, 6, committed=4)
     finished = committer.log.finished
-    committer.go_on_from(Recovery(origin=Origin(step=5), newly_safe=(finished[0],)), 2)
-    assert told.heard == [("committed", 5, "after 5"), ("begin", 5, 2)], "the data stands where it should"
+    committer.go_on_from(Recovery(origin=Origin(step=5), newly_safe=(finished[0],)))
+    assert told.heard == [("committed", 5, "after 5"), ("begin",)], "the data stands where it should"
     assert committer.committed == 5 and committer.num_open == 0, "step 6 is computed again"
 
 
 def test_the_data_is_opened_again_where_committed_steps_are_lost() -> None:
     committer, told = committer_of(committed=4)
-    committer.go_on_from(Recovery(origin=Origin(step=2), lost_steps=2), 2)
-    assert told.heard == [("begin", 2, 2), ("open", 3, "token of 2")] and committer.committed == 2
+    committer.go_on_from(Recovery(origin=Origin(step=2), lost_steps=2))
+    assert told.heard == [("begin",), ("open", 3, "token of 2")] and committer.committed == 2
 
 
 def test_training_never_goes_on_past_a_finished_step_that_is_not_committed() -> None:
@@ -222,7 +301,7 @@ def test_training_never_goes_on_past_a_finished_step_that_is_not_committed() -> 
     with pytest.raises(AssertionError, match=r"\[7\] are finished but not committed"):
         committer.restart(7)
     with pytest.raises(AssertionError, match="step 8 is committed before step 7"):
-        committer.go_on_from(Recovery(origin=Origin(step=8), newly_safe=(committer.log.finished[1],)), 2)
+        committer.go_on_from(Recovery(origin=Origin(step=8), newly_safe=(committer.log.finished[1],)))
     assert told.heard == []
 
 

@@ -34,7 +34,7 @@ from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
 from actors.state.hosts import needs_of_hosts
 from actors.state.recovery import CommitLog, Recovery
-from actors.step import StepAssignment, StepData
+from actors.step import Seat, StepAssignment, StepData
 from ops.geometry import Geometry
 from ops.typed import ConfigError
 from tests.actors.fakes import Handle, Listening, Remote, StateHere, config_of, controller_of, pool_here, step_items
@@ -125,16 +125,24 @@ class Held(StateHere):
 
     def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self.keepers = SimpleNamespace(of=lambda rank: ())
+        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}")
         self.recovered: list[int] = []
+        self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
+
+    def take_over(self, world: Sequence[Seat], step: int) -> None:
+        self.taken_over.append((tuple(seat.name for seat in world), step))
 
     def recover(self, commits: CommitLog) -> Recovery:
         newest = commits.newest
         self.recovered.append(newest)
         return Recovery(origin=Origin(step=newest) if newest >= 0 else None, newly_safe=commits.finished)
 
-    def begin(self, recovery: Recovery, generation: int) -> None: ...
-    def place_keepers(self, nodes: Sequence[str]) -> None: ...
+    def begin(self) -> None: ...
+    def open(self, origin: Origin | None, generation: int, infos: Sequence[WorkerInfo]) -> None: ...
+    def hold(self, done: Any) -> list[Any]:
+        return []
+
+    def look(self) -> None: ...
     def is_exported(self, step: int) -> bool:
         return False
 
@@ -169,7 +177,7 @@ class Workers:
         return Handle(
             form=form,
             finish_step=finish,
-            hand_over=lambda step: Handover(worker=name, exports=()),
+            hand_over=lambda step: Handover(worker=name),
         )
 
     def info(self, name: str) -> WorkerInfo:
@@ -318,11 +326,11 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info
-    weights = 2 * 2**30 // 16
-    workers.info = lambda name: replace(told(name), store_gib=1.0, shared_gib=2.0)  # type: ignore[method-assign]
+    weights = 200 * 2**30 // 16
+    workers.info = lambda name: replace(told(name), node=name, store_gib=0.5, shared_gib=2.0)  # type: ignore[method-assign]
     room = GenerationRoom(sizes=MemoryForecast(parameters=weights, trained=weights, parameter_bytes=4, state_bytes=16))
     shortage = Shortage(snapshot=SnapshotConfig(), room=room)
-    with pytest.raises(PlanError, match=r"node h has an object store of 1\.00 GiB.*take 6\.00 GiB"):
+    with pytest.raises(PlanError, match=r"node h has an object store of 0\.50 GiB.*take 0\.56 GiB"):
         Run(workers, shortage=shortage)
     assert workers.formed == []
 

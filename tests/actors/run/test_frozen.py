@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,18 +11,16 @@ import pytest
 import torch
 
 from actors.config import WorkersConfig
-from actors.messages import FormTask, Origin, WorkerInfo, WorkerSettings
+from actors.messages import Origin, WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Joined, Limits, Loaded
 from actors.run.frozen import disagreement, first_disagreement
 from actors.worker.loading import FirstWeights, build_modules
-from actors.worker.meeting import own_shards
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
 from ops.sync import trainable
-from ops.waiting import CancelToken
 from tests.actors.exactness import train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
 from tests.families.kit import MODEL
@@ -148,11 +145,10 @@ def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:
     settings = WorkerSettings(model=MODEL, train=train, workers=WorkersConfig())
     modules = build_modules(settings, torch.device("cpu"))
     given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(modules.config.dit, 3))])
-    task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None)
     computed = torch.cat([p.detach().flatten() for _, p in trainable(modules.dit)])
     assert computed.dtype == torch.bfloat16 and torch.equal(computed, given.bfloat16())
     for forget in (lambda: None, first.trained):  # also when all state is lost after some steps
         forget()
-        values = partial(first.shard, modules.dit, modules.config.dit)
-        (shard,) = own_shards(task, given.numel(), values, CancelToken(), patience_s=1)
-        assert torch.equal(torch.from_numpy(shard.arrays["master"]), given)
+        shard_of = first.source(modules.dit, modules.config.dit)
+        parts = [shard_of(lo, hi).arrays["master"] for lo, hi in ((0, 100), (100, given.numel()))]
+        assert torch.equal(torch.cat([torch.from_numpy(part) for part in parts]), given)

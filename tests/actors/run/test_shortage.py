@@ -69,27 +69,36 @@ def test_workers_without_a_limit_lack_nothing() -> None:
     assert shortage_of(Places("own", "device")).of(infos) == ""
 
 
-def of_two(places: Places) -> float:
-    """GiB that each of two nodes of eight needs."""
-    infos = gpus((8, 8), places, 50.0, 1e6)
-    (_, need, _), _ = needs_of_hosts(infos, SIZES.state_gib, SIZES.state_bytes, SNAPSHOT)
+def of_each(nodes: int, places: Places) -> float:
+    """GiB that each of so many nodes of eight needs."""
+    infos = gpus((8,) * nodes, places, 50.0, 1e6)
+    (_, need, _), *_ = needs_of_hosts(infos, SIZES.state_gib, SIZES.state_bytes, SNAPSHOT)
     return need.total
 
 
 def test_a_run_that_loses_a_node_lacks_the_memory_of_the_others() -> None:
     places = Places("node", "host")
-    infos = gpus((8, 8), places, room_gib=50.0, host_gib=1.1 * of_two(places))
+    infos = gpus((8, 8, 8), places, room_gib=50.0, host_gib=1.1 * of_each(3, places))
     found = shortage_of(places)
-    assert found.of(infos[:8]) == "", "nothing has begun: that is refused with a sentence for each node"
+    assert found.of(infos[:16]) == "", "nothing has begun: that is refused with a sentence for each node"
     found.begin(infos, fresh=True)
-    assert found.of(infos[:16]) == ""
-    assert found.of(infos[:8]).startswith("node h-n0 has ")
+    assert found.of(infos[:24]) == ""
+    assert found.of(infos[:16]).startswith("node h-n0 has ")
+
+
+def test_one_node_of_two_has_the_memory_to_go_on_alone() -> None:
+    """Alone it owns all of the state, of which it owned and copied a half each."""
+    places = Places("node", "host")
+    infos = gpus((8, 8), places, room_gib=50.0, host_gib=1.01 * of_each(2, places))
+    found = shortage_of(places)
+    found.begin(infos, fresh=True)
+    assert found.of(infos[:8]) == ""
 
 
 def test_a_worker_that_comes_later_does_not_make_its_node_look_full() -> None:
     """It sees what is left beside the state; what the node could spare before that counts."""
     places = Places("node", "host")
-    infos = gpus((8, 8), places, room_gib=50.0, host_gib=1.1 * of_two(places))
+    infos = gpus((8, 8), places, room_gib=50.0, host_gib=1.1 * of_each(2, places))
     found = shortage_of(places)
     found.begin(infos, fresh=True)
     infos.append(replace(infos[0], worker="w16", host_room_gib=3.0))
@@ -120,12 +129,12 @@ def test_every_node_must_have_memory_for_a_sample_and_may_make_as_many_at_a_time
     places = Places("node", "host")
     sample = aside_gib(SIZES.state_gib, SIZES.state_bytes, SIZES.parameter_bytes, gpu=True)
     plain, found = shortage_of(places), replace(shortage_of(places), samples=True)
-    infos = gpus((8, 8), places, room_gib=50.0, host_gib=of_two(places) + 3.5 * sample)
+    infos = gpus((8, 8), places, room_gib=50.0, host_gib=of_each(2, places) + 3.5 * sample)
     for shortage in (plain, found):
         shortage.begin(infos, fresh=True)
     full = [replace(info, host_room_gib=3.0) for info in infos]
     assert plain.asides_at_once(full) is None and found.asides_at_once(full) == 3
-    short = gpus((8, 8), places, room_gib=50.0, host_gib=of_two(places) + 0.5 * sample)
+    short = gpus((8, 8), places, room_gib=50.0, host_gib=of_each(2, places) + 0.5 * sample)
     shortage_of(places).begin(short, fresh=True)
     with pytest.raises(PlanError, match=r"sample\.every: 0"):
         replace(shortage_of(places), samples=True).begin(short, fresh=True)

@@ -3,49 +3,94 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import ray
+from hypothesis import given
+from hypothesis import strategies as st
 
 from actors.config import CheckpointConfig
-from actors.messages import Handover, Origin
+from actors.messages import Handover, HeldShard, Origin, Snapshot, WrittenShard
 from actors.outcome import Events
 from actors.records.events import CheckpointDamaged, CheckpointFailed, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint
 from actors.state import checkpoint_writer as checkpoints
-from actors.state.keeper import HeldShard, Keeper
+from actors.state.keeper import VersionLost
 from actors.state.recovery import CommitLog
 from actors.step import Seat
 from ops.shards import ARRAYS, ShardState, shard_bounds
-from tests.actors.fakes import Handle, KeepersHere, Listening, Remote, Writing, collected, snapshot, state_of
+from tests.actors.fakes import (
+    Handle,
+    KeepersHere,
+    Listening,
+    Remote,
+    Writing,
+    collected,
+    inventories_of,
+    snapshot,
+    state_of,
+)
 from tests.families.kit import MODEL
 
 TOTAL = 640
 META = {"parameters": []}
 
 
-def shards(step: int, size: int = 2) -> list[ShardState]:
-    return [
-        ShardState(
-            updates=step, lo=lo, hi=hi, total=TOTAL, arrays={n: np.full(hi - lo, step, np.float32) for n in ARRAYS}
-        )
-        for lo, hi in shard_bounds(TOTAL, size)
-    ]
+class Holding:
+    """A keeper that holds these ranges of any step of generation 1, each of their elements being that step."""
+
+    def __init__(self, *ranges: tuple[int, int]) -> None:
+        self.ranges, self.wrote = ranges, []  # type: ignore[var-annotated]
+
+    def held(self, step: int, generation: int) -> list[HeldShard]:
+        assert generation == 1
+        return [
+            HeldShard(step=step, generation=1, lo=lo, hi=hi, total=TOTAL, num_bytes=16 * (hi - lo))
+            for lo, hi in self.ranges
+        ]
+
+    def write(self, folder: str, step: int, generation: int, ranges: Sequence[tuple[int, int]]) -> list[WrittenShard]:
+        written = []
+        for lo, hi in ranges:
+            arrays = {name: np.full(hi - lo, step, np.float32) for name in ARRAYS}
+            shard = ShardState(updates=step, lo=lo, hi=hi, total=TOTAL, arrays=arrays)
+            file = checkpoint.write_shard(Path(folder), shard)
+            self.wrote.append((lo, hi))
+            written.append(WrittenShard(lo=lo, hi=hi, name=file.name, size=file.size, crc32=file.crc32))
+        return written
+
+    @property
+    def handle(self) -> Any:
+        return Handle(held=self.held, write=self.write)
 
 
-def write(run_dir: Path, step: int) -> Path:
-    folder = checkpoint.step_folder(checkpoints.root_of(run_dir), step)
-    checkpoints._write(str(folder), {"step": step, **META}, shards(step), [])
+ALL = Holding(*shard_bounds(TOTAL, 2)).handle
+
+
+def folder_of(run_dir: Path, step: int) -> Path:
+    return checkpoint.step_folder(checkpoints.root_of(run_dir), step)
+
+
+def write(run_dir: Path, step: int, *keepers: Any, **meta: Any) -> Path:
+    """As the task does it that the writer begins."""
+    folder = folder_of(run_dir, step)
+    checkpoints._write(str(folder), {"step": step, **META, **meta}, 1, list(keepers or [ALL]))
     return folder
 
 
 @pytest.fixture(autouse=True)
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
+    def get(reference: Any, timeout: float | None = None) -> Any:
+        value = reference() if callable(reference) else reference
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(ray, "get", get)
 
 
 def test_a_failed_write_leaves_nothing_on_the_disk_that_was_full(
@@ -67,21 +112,74 @@ def test_a_failed_write_leaves_nothing_on_the_disk_that_was_full(
     assert [folder.name for folder in checkpoints.root_of(tmp_path).iterdir()] == [whole.name]
 
 
-def test_the_writing_task_fetches_from_the_keepers_itself_piece_by_piece(tmp_path: Path) -> None:
-    keeper, gets = Keeper(), []
-    for shard in shards(7, size=3):
-        keeper.put(7, shard)
-
-    def get(step: int, lo: int, hi: int) -> list[ShardState]:
-        gets.append((lo, hi))
-        return keeper.get(step, lo, hi)
-
-    handle = Handle(held=keeper.held, get=get)
-    folder = tmp_path / "checkpoints" / "step-7"
-    checkpoints._write(str(folder), {"step": 7, **META}, [], [handle])  # type: ignore[list-item]
-    assert gets == shard_bounds(TOTAL, 3), "a whole state fits into no single node"
+def test_each_keeper_writes_what_lies_on_its_node_and_what_two_have_is_written_once(tmp_path: Path) -> None:
+    a, b = Holding((0, 200), (200, 400)), Holding((200, 400), (400, TOTAL))
+    folder = write(tmp_path, 7, a.handle, b.handle)
+    assert sorted(a.wrote + b.wrote) == [(0, 200), (200, 400), (400, TOTAL)] and len(a.wrote) == 2
     _, found = checkpoint.load(folder)
-    assert all((shard.arrays["ema"] == 7).all() for shard in found) and len(found) == 3
+    assert (
+        all((shard.arrays["ema"] == 7).all() for shard in found) and len(found) == 3 and not checkpoint.damage(folder)
+    )
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)).filter(lambda r: r[0] < r[1]), max_size=4), max_size=4
+    )
+)
+def test_shares_are_what_is_held_each_element_once_by_somebody_who_has_it(held: list[list[tuple[int, int]]]) -> None:
+    shares = checkpoints._shares(held)
+    written = [at for ranges in shares for lo, hi in ranges for at in range(lo, hi)]
+    assert sorted(written) == sorted({at for ranges in held for lo, hi in ranges for at in range(lo, hi)})
+    for share, ranges in zip(shares, held, strict=True):
+        there = {at for lo, hi in ranges for at in range(lo, hi)}
+        assert all(set(range(lo, hi)) <= there for lo, hi in share)
+
+
+@pytest.mark.parametrize(
+    ("keeper", "why"),
+    [
+        (Handle(held=lambda *version: ray.exceptions.ActorDiedError()), r"no keeper holds \[\(320, 640\)\]"),
+        (Holding((320, 500)).handle, r"no keeper holds \[\(500, 640\)\] of step 7"),
+        (
+            Handle(held=Holding((320, TOTAL)).held, write=lambda *asked: ray.exceptions.ActorDiedError()),
+            "a keeper is gone",
+        ),
+        (
+            Handle(
+                held=Holding((320, TOTAL)).held,
+                write=lambda *asked: ray.exceptions.RayTaskError("write", "", VersionLost("let go of step 7")),
+            ),
+            "let go of step 7",
+        ),
+    ],
+    ids=["gone", "incomplete", "dies meanwhile", "lets go meanwhile"],
+)
+def test_a_state_that_keepers_do_not_hold_to_the_end_is_no_checkpoint(tmp_path: Path, keeper: Any, why: str) -> None:
+    with pytest.raises(checkpoints.StateLost, match=why):
+        write(tmp_path, 7, Holding((0, 320)).handle, keeper)
+    assert list(checkpoints.root_of(tmp_path).iterdir()) == []
+
+
+def test_a_full_disk_of_a_keeper_is_told_in_its_words(tmp_path: Path) -> None:
+    full = ray.exceptions.RayTaskError("write", "", OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 7, Handle(held=Holding((0, TOTAL)).held, write=lambda *asked: full))
+
+
+def test_what_others_still_write_when_one_has_failed_is_removed_with_the_rest(tmp_path: Path) -> None:
+    """They took the room of a full disk, and the next attempt met their files."""
+    slow = Holding((320, TOTAL))
+    full = ray.exceptions.RayTaskError("write", "", OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space left"):
+        write(
+            tmp_path,
+            7,
+            Handle(held=Holding((0, 320)).held, write=lambda *asked: full),
+            Handle(held=slow.held, write=lambda *asked: lambda: slow.write(*asked)),
+        )
+    assert slow.wrote == [(320, TOTAL)], "it has ended by now"
+    assert list(checkpoints.root_of(tmp_path).iterdir()) == []
 
 
 class Tasks:
@@ -92,7 +190,7 @@ class Tasks:
         self.on_begin: Callable[[], None] = lambda: None
         self.done: set[int] = set()
         self.results: dict[int, Any] = {}
-        monkeypatch.setattr(ray, "get", lambda reference, timeout=None: self.results.get(reference))
+        monkeypatch.setattr(ray, "get", self._get)
         monkeypatch.setattr(ray, "remote", lambda function: Remote(self._begin))
         monkeypatch.setattr(ray, "wait", self._wait)
 
@@ -100,6 +198,11 @@ class Tasks:
         self.on_begin()
         self.begun.append(arguments)
         return len(self.begun) - 1
+
+    def _get(self, reference: int, timeout: float | None = None) -> Any:
+        if isinstance(result := self.results.get(reference), Exception):
+            raise result
+        return result
 
     def _wait(self, references: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
         done = [reference for reference in references if reference in self.done][:num_returns]
@@ -114,7 +217,7 @@ def writer_of(run_dir: Path) -> checkpoints.Writer:
 def save(writer: checkpoints.Writer, step: int) -> None:
     """As a run does it after a step whose checkpoint is due."""
     if not writer.puts_off(step):
-        writer.save([snapshot(step, f"shard {step}")], {"step": step, **META})
+        writer.save(Origin(step=step, generation=step, keepers=(ALL,)), {"step": step, **META})
 
 
 def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
@@ -127,18 +230,25 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     tasks.done.add(0)
     writer.poll()
     save(writer, 61)
-    assert [begun[2] for begun in tasks.begun] == [["shard 9"], ["shard 61"]] and not writer.due(62)
+    assert [begun[2] for begun in tasks.begun] == [9, 61] and not writer.due(62) and writer.steps == [61]
     save(writer, 99)
     assert len(tasks.begun) == 3, "the last step is never put off"
 
 
-def test_the_last_state_never_passes_through_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
+def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, listener = Tasks(monkeypatch), Listening()
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    assert writer.due(9) and not writer.due(10)
+    save(writer, 9)
     tasks.done.add(0)
-    keeper: Any = Handle()
-    export: Any = "export"
-    writer.save_origin(Origin(step=7, keepers=(keeper,), exports=(export,)), {"step": 7, **META})
-    assert tasks.begun[0][2:] == (["export"], [keeper], False) and keeper.get.asked == []
+    tasks.results[0] = ray.exceptions.RayTaskError("checkpoint", "", checkpoints.StateLost("a keeper is gone"))
+    writer.poll()
+    assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)]
+    assert writer.due(10) and writer.steps == [], "the next step is taken instead"
+    save(writer, 10)
+    assert not writer.due(11) and writer.steps == [10]
 
 
 def test_the_last_state_is_a_checkpoint_once_its_steps_are_counted(
@@ -146,11 +256,11 @@ def test_the_last_state_is_a_checkpoint_once_its_steps_are_counted(
 ) -> None:
     older = write(tmp_path, 3)
     folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
-    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, shards(9), [], seal=False)
+    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, 1, [ALL], seal=False)
     tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
     tasks.done.add(0)
     tasks.results[0] = unsealed
-    assert writer.save_origin(Origin(step=9, keepers=(), exports=()), {"step": 9, **META})
+    assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
     assert checkpoint.complete(checkpoints.root_of(tmp_path)) == [older]
     save(writer, 9)
     assert len(tasks.begun) == 1, "counting the step does not write it again"
@@ -162,12 +272,12 @@ def test_a_last_state_that_cannot_be_sealed_leaves_nothing_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
-    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, shards(9), [], seal=False)
+    unsealed = checkpoints._write(str(folder), {"step": 9, **META}, 1, [ALL], seal=False)
     tasks, listener = Tasks(monkeypatch), Listening()
     tasks.done.add(0)
     tasks.results[0] = unsealed
     writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
-    assert writer.save_origin(Origin(step=9, keepers=(), exports=()), {"step": 9, **META})
+    assert writer.save_origin(Origin(step=9, generation=1, keepers=(ALL,)), {"step": 9, **META})
 
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
@@ -186,12 +296,10 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     tasks.on_begin = lambda: begun_after.append(list(keepers.told))
     begun_after: list[Any] = []
     state = state_of(tmp_path, keepers=keepers, writer=writer_of(tmp_path), model=MODEL)
-    done = collected(9, 1)
-    done.snapshots = (snapshot(9, "shard 9", total=TOTAL),)
     assert state.saves(9) and tasks.begun == []
-    state.committed(done, None)
-    assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (["shard 9"], [], True)
-    assert begun_after == [[("commit", 9)]]
+    state.committed(collected(9, 1, snapshot(9, total=TOTAL)), None)
+    assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (1, [], True)
+    assert begun_after == [[("commit", 9, 9)]], "and that its version stays"
 
 
 def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_says_so(tmp_path: Path) -> None:
@@ -214,28 +322,40 @@ def test_a_run_starts_from_the_older_checkpoint_when_the_newer_is_damaged_and_sa
 
 def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> None:
     for step in (9, 19):
-        folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), step)
-        checkpoints._write(str(folder), {"step": step, "data_token": {"at": step}, **META}, shards(step), [])
+        folder = write(tmp_path, step, data_token={"at": step})
     assert state_of(tmp_path).data_token(19) == {"at": 19}
     meta = folder / "meta.json"
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"data_token": {"at": 91}}, indent=1))
     assert state_of(tmp_path).data_token(19) == {"at": 9}
 
 
+class Told(KeepersHere):
+    """Holds what it is told to."""
+
+    def hold(self, snapshots: Sequence[Snapshot]) -> list[Any]:
+        held = [
+            HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)
+            for one in snapshots
+        ]
+        self._inventories = inventories_of(a=held)
+        return super().hold(snapshots)
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_steps_that_no_keeper_took_are_committed_by_the_checkpoint_of_the_workers_state(
-    tmp_path: Path, kept: bool
+    tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commits, asked = CommitLog(committed=6, finished=tuple(collected(step, 1, "never") for step in (7, 8))), []
+    commits, asked = CommitLog(committed=6, finished=tuple(collected(step, 1, snapshot(step)) for step in (7, 8))), []
     held = HeldShard(step=8, generation=1, lo=0, hi=TOTAL, total=TOTAL, num_bytes=0)
 
     def hand_over(step: int) -> Handover:
         asked.append(step)
-        return Handover(worker="w0", exports=(snapshot(8, "shard 8", total=TOTAL),))
+        return Handover(worker="w0", snapshot=snapshot(8, total=TOTAL))
 
     seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
-    keepers = KeepersHere(a=[held]) if kept else KeepersHere()
+    keepers = Told(a=[held]) if kept else Told()
     writer = Writing(lambda step: write(tmp_path, step))
     state = state_of(tmp_path, keepers=keepers, writer=writer, model=MODEL)
+    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references, []))
     assert state.keep_last([seat], commits) == 8
     assert asked == ([] if kept else [8]), "workers may be slow to answer: only where they are needed"

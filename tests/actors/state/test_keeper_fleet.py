@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,18 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
+from actors.messages import HeldShard, Snapshot
 from actors.names import keeper_name
 from actors.outcome import StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
-from actors.state.keeper import HeldShard, Standing
-from actors.state.keeper_fleet import Keepers, keeper_nodes
+from actors.state.keeper import Standing
+from actors.state.keeper_fleet import Base, Keepers, keeper_nodes
 from actors.state.recovery import CommitLog
 from actors.state.run_state import RunState, Stuck
 from ops.shards import ShardState
-from tests.actors.fakes import Listening, Remote, collected, state_of
+from tests.actors.fakes import Listening, Remote, collected, snapshot, state_of
 from tests.families.kit import MODEL
 
 ROOM = ("host", 1 << 40)
@@ -69,14 +71,16 @@ class Actor:
 
     def __init__(self, clock: Clock, *answers: tuple[float, Any]) -> None:
         self.clock, self.answers, self.told = clock, list(answers), []  # type: ignore[var-annotated]
+        self.adopts = True  # there is memory for it to take over
 
     def __getattr__(self, question: str) -> Any:
         return Remote(lambda *arguments: self._called(question, arguments))
 
     def _called(self, question: str, arguments: tuple[Any, ...]) -> Any:
-        if question in ("rollback", "commit", "note"):
+        if question in ("begin", "commit", "put", "hold", "adopt"):
             self.told.append((question, *arguments))
-            return None
+            value = self.answers[0][1]
+            return Answer(self.clock.now, value if isinstance(value, Exception) else self.adopts)
         after, value = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         return Answer(self.clock.now + after, value)
 
@@ -92,7 +96,8 @@ class FoundHere(Keepers):
     def find(self) -> dict[str, Any]:
         return dict(self._handles)
 
-    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0) -> None: ...
+    def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: Any = None) -> list[str]:
+        return []
 
 
 class Placed(FoundHere):
@@ -166,9 +171,7 @@ def test_a_generation_starts_from_the_state_that_a_busy_keeper_holds(clock: Cloc
     keepers, _, _ = keepers_of({"busy": busy})
     state, listener = behind_disk(tmp_path, keepers)
     recovery = state.recover(CommitLog(committed=450))
-    state.begin(recovery, 2)
-    assert recovery.step == 450 and listener.told == []
-    assert busy.told == [("rollback", 450, 2)]
+    assert recovery.step == 450 and listener.told == [] and busy.told == []
 
 
 def test_what_a_silent_keeper_may_hold_is_neither_passed_over_nor_deleted(clock: Clock, tmp_path: Path) -> None:
@@ -208,36 +211,127 @@ def test_copies_lie_on_another_living_node_also_when_it_has_no_worker() -> None:
     assert keeper_nodes(["a"], {"a": 1.0}, (), copies=3) == ["a"]
 
 
-def test_when_all_workers_stand_on_one_node_of_two_its_death_takes_no_shard(
+class Cluster:
+    """Nodes, and the keepers that are started there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, clock: Clock, **memory: float) -> None:
+        self.memory, self.clock, self.started = memory, clock, {}  # type: ignore[var-annotated]
+        self.answers: dict[str, Any] = {}  # of keepers on these nodes, from the next one on
+        self.adopt = True
+        monkeypatch.setattr("actors.state.keeper_fleet.spawn", self._spawn)
+        monkeypatch.setattr(
+            ray,
+            "nodes",
+            lambda: [
+                {"NodeID": node, "Alive": memory > 0, "Resources": {"memory": memory}}
+                for node, memory in self.memory.items()
+            ],
+        )
+
+    def _spawn(self, name: str, node: str, namespace: str) -> Actor:
+        self.started.setdefault(node, []).append(Actor(self.clock, (0.0, self.answers.get(node, (node, 1 << 40)))))
+        self.newest(node).adopts = self.adopt
+        return self.newest(node)
+
+    def newest(self, node: str) -> Actor:
+        return self.started[node][-1]
+
+
+def snapshot_of(rank: int, lo: int, hi: int) -> Snapshot:
+    return snapshot(7, total=100, rank=rank, lo=lo, hi=hi)
+
+
+def base_of(**members: tuple[Any, ...]) -> Base:
+    return Base(generation=4, step=6, made_in=3, total=100, members=members)
+
+
+def test_a_shard_is_held_on_its_own_node_and_copied_to_another_that_lives(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keepers = Placed("run", SnapshotConfig())
-    monkeypatch.setattr("actors.state.keeper_fleet.spawn", lambda name, node, namespace: f"on {node}")
-    monkeypatch.setattr(
-        ray,
-        "nodes",
-        lambda: [{"NodeID": n, "Alive": n != "dead", "Resources": {"memory": 1.0}} for n in ("away", "dead", "here")],
-    )
-    keepers.prepare(["here", "here"])
-    assert [keepers.of(rank) for rank in range(2)] == [("on away",), ("on away",)]
-    assert list(keepers.in_use().values()) == ["on away"]
+    cluster, keepers = Cluster(monkeypatch, clock, away=1.0, dead=0.0, here=1.0), Placed("run", SnapshotConfig())
+    assert keepers.prepare(["here", "here"]) == ["here", "away"]
+    here, away = cluster.newest("here"), cluster.newest("away")
+    assert [keepers.home(rank) for rank in range(2)] == [here, here]
+    assert list(keepers.in_use().values()) == [here, away]
+    shards = [snapshot_of(0, 0, 60), snapshot_of(1, 60, 100), snapshot_of(2, 100, 100)]
+    assert len(keepers.hold([replace(shards[0], copied="by the device"), *shards[1:]])) == 2  # type: ignore[arg-type]
+    assert here.told == [("put", (shards[0], shards[1]))], "what is empty is held by nobody"
+    assert away.told == [("hold", [(shards[0], here), (shards[1], here)])]
+
+
+def test_without_snapshots_nothing_is_copied_and_workers_have_a_home(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, away=1.0, here=1.0), Placed("run", SnapshotConfig(enabled=False))
+    keepers.prepare(["here"])
+    assert list(cluster.started) == ["here"] and len(keepers.hold([snapshot_of(0, 0, 100)])) == 1
+
+
+def test_a_keeper_that_died_is_followed_by_one_that_takes_over_its_nodes_memory(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is lost, and nothing copied: workers of the node have the memory."""
+    cluster, keepers = Cluster(monkeypatch, clock, here=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["here"], lenders={"here": (5, 6)})
+    keepers.begin(base_of(here=((1, "b"),)))
+    first = cluster.newest("here")
+    assert first.told == [("begin", 4, 6, 3, 100, ((1, "b"),))]
+    keepers.commit(7, {"at": 7}, [7])
+    first.answers = [(0.0, GONE)]
+    assert keepers.gone() == []
+    keepers.commit(8, {"at": 8}, [7])
+    assert keepers.gone() == [keeper_name("run", "here")]
+    assert keepers.repair(["here"], give_up_s=600.0) == []
+    second = cluster.newest("here")
+    assert second is not first and second.told == [("adopt", (5, 6)), ("commit", 8, {"at": 8}, (7,))]
+    assert keepers.gone() == []
+
+
+def test_memory_that_nobody_lends_any_more_is_lost_with_its_keeper(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, here=1.0, away=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["here"], lenders={"here": (5,)})
+    keepers.begin(base_of())
+    for node in ("here", "away"):
+        cluster.newest(node).answers = [(0.0, GONE)]
+    cluster.adopt = False
+    assert keepers.repair(["here"], give_up_s=600.0) == ["here"], "that for copies begins anew"
+    assert cluster.newest("here").told == [("adopt", (5,)), ("begin", 4, 6, 3, 100, ()), ("commit", 6, None, ())]
+    assert cluster.newest("away").told == [("begin", 4, 6, 3, 100, ()), ("commit", 6, None, ())]
+
+
+def test_shards_that_are_given_to_a_lost_keeper_fail_and_do_not_vanish(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, here=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["here"])
+    lost = cluster.newest("here")
+    lost.answers = [(0.0, GONE)]
+    assert said(keepers) == {} and not keepers.in_use()
+    (answer,) = keepers.hold([snapshot_of(0, 0, 100)])
+    assert answer.value is GONE and lost.told[-1][0] == "put"  # type: ignore[attr-defined]
+
+
+def test_a_dead_node_gets_no_keeper(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, here=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["here"], lenders={"here": (5,)})
+    cluster.newest("here").answers = [(0.0, GONE)]
+    cluster.memory["here"] = 0.0
+    assert said(keepers) == {} and len(cluster.started["here"]) == 1
 
 
 def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head node of a few GB beside the one with all GPUs."""
-    sizes, listener = {"big": 800.0, "gpus": 900.0, "head": 8.0}, Listening()
-    monkeypatch.setattr(
-        ray, "nodes", lambda: [{"NodeID": n, "Alive": True, "Resources": {"memory": m}} for n, m in sizes.items()]
-    )
-    monkeypatch.setattr(
-        "actors.state.keeper_fleet.spawn", lambda name, node, namespace: Actor(clock, (0.0, (node, 10)))
-    )
+    cluster, listener = Cluster(monkeypatch, clock, big=800.0, gpus=900.0, head=8.0), Listening()
+    for node in cluster.memory:
+        cluster.answers[node] = (node, 10)
     keepers = Placed("run", SnapshotConfig(), listener.on_event)
     keepers.prepare(["gpus"], needs_bytes=600)
-    assert list(keepers._nodes.values()) == ["gpus", "big"] and keepers.of(0) == tuple(keepers.in_use().values())
+    assert list(keepers._nodes.values()) == ["gpus", "big"]
     assert keepers._placed[0] == (keeper_name("run", "big"),)
     keepers.repair(["gpus"], give_up_s=600.0, needs_bytes=600)  # it is full of something else
-    assert keepers._placed[0] == (keeper_name("run", "gpus"),) and listener.told == []
+    assert keepers._placed[0] == () and listener.told == [] and list(keepers.in_use()) == [keeper_name("run", "gpus")]
 
 
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
@@ -248,7 +342,7 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
     began, rounds = clock.now, 0
     with pytest.raises(StopRun, match="can spare 1 MiB") as stop:
         while rounds < 10_000:
-            state.repair_keepers(stuck, (), rounds > 500, CommitLog(committed=3))
+            state.repair_keepers(stuck, (), rounds > 500, CommitLog(committed=3), ())
             rounds += 1
     assert stop.value.outcome.code == 1 and clock.now - began < 400
     assert listener.kinds.count(KeepersRepaired) == 7 and listener.kinds[-1] is SnapshotsFailed
@@ -264,7 +358,7 @@ def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
         told = len(listener.told)
         for _ in range(times):
             clock.now += 60
-            state.repair_keepers(stuck, (), True, CommitLog(committed=3))
+            state.repair_keepers(stuck, (), True, CommitLog(committed=3), ())
         return [event.repairs for event in listener.told[told:]]
 
     assert repair(5) == [2, 3, 4, 5]

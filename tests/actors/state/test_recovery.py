@@ -9,8 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.messages import Snapshot
-from actors.state.keeper import HeldShard
+from actors.messages import HeldShard
 from actors.state.recovery import CommitLog, KeeperInventory, Recovery, newest_whole, recovery_of
 from tests.actors.fakes import collected, inventories_of
 
@@ -21,19 +20,12 @@ def held(step: int, lo: int = 0, hi: int = TOTAL, generation: int = 1) -> HeldSh
     return HeldShard(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, num_bytes=0)
 
 
-def snapshot(step: int, lo: int = 0, hi: int = TOTAL, generation: int = 1) -> Snapshot:
-    shard: Any = ("export", step, generation, lo, hi)
-    return Snapshot(step=step, generation=generation, lo=lo, hi=hi, total=TOTAL, shard=shard)
-
-
 def log_of(committed: int, *finished: int) -> CommitLog:
     return CommitLog(committed=committed, finished=tuple(collected(step, 1) for step in finished))
 
 
-def origin(
-    keepers: Sequence[KeeperInventory], exports: list[Snapshot], checkpoint: tuple[int, Path] | None, newest: int = 99
-) -> Any:
-    return recovery_of(keepers, exports, checkpoint, log_of(newest)).origin
+def origin(keepers: Sequence[KeeperInventory], checkpoint: tuple[int, Path] | None, newest: int = 99) -> Any:
+    return recovery_of(keepers, checkpoint, log_of(newest)).origin
 
 
 def test_newest_step_that_all_keepers_together_hold_is_recovered() -> None:
@@ -49,33 +41,28 @@ def test_halves_of_two_generations_are_not_a_step() -> None:
 
 def test_the_newest_whole_step_counts_wherever_its_parts_are() -> None:
     keepers = inventories_of(a=[held(6), held(7, 0, 5)], b=[held(7, 5, 6)])
-    assert origin(keepers, [], None).step == 6
-    found = origin(keepers, [snapshot(7, 6, TOTAL)], None)
-    assert (found.step, found.keepers, found.exports) == (7, ("a", "b"), (("export", 7, 1, 6, TOTAL),))
+    assert origin(keepers, None).step == 6
+    found = origin([*keepers, *inventories_of(c=[held(7, 6, TOTAL)])], None)
+    assert (found.step, found.generation, found.keepers) == (7, 1, ("a", "b", "c"))
 
 
 def test_a_step_that_all_finished_but_nobody_reported_is_computed_again() -> None:
     """Its state is held, its metrics were lost with a worker: going on after it would leave a hole in the metrics."""
-    keepers = inventories_of(a=[held(7), held(8)])
-    assert origin(keepers, [snapshot(8)], None, newest=7).step == 7
-
-
-def test_exports_are_asked_only_where_the_keepers_have_gaps(tmp_path: Path) -> None:
-    found = origin(inventories_of(a=[held(7)]), [snapshot(7)], (6, tmp_path))
-    assert found.exports == () and found.checkpoint is None
+    assert origin(inventories_of(a=[held(7), held(8)]), None, newest=7).step == 7
 
 
 def test_a_newer_checkpoint_wins_and_nothing_is_a_new_run(tmp_path: Path) -> None:
-    assert origin(inventories_of(a=[held(3)]), [], (9, tmp_path)).checkpoint == str(tmp_path)
-    assert origin([], [], (9, tmp_path)).step == 9
-    assert origin([], [], None) is None
+    assert origin(inventories_of(a=[held(7)]), (6, tmp_path)).checkpoint is None
+    assert origin(inventories_of(a=[held(3)]), (9, tmp_path)).checkpoint == str(tmp_path)
+    assert origin([], (9, tmp_path)).step == 9
+    assert origin([], None) is None
 
 
 def test_a_generation_goes_on_from_what_is_held_and_says_what_is_lost() -> None:
     log = log_of(6, 7, 8)
 
     def follows(*keepers: HeldShard) -> tuple[int, list[int], int]:
-        found = recovery_of(inventories_of(a=list(keepers)), [], None, log)
+        found = recovery_of(inventories_of(a=list(keepers)), None, log)
         return found.step, [done.running.step for done in found.newly_safe], found.lost_steps
 
     assert follows(held(7)) == (7, [7], 0)
@@ -104,10 +91,9 @@ def covers(pieces: Iterable[tuple[int, int, int, int]], state: tuple[int, int]) 
 
 
 @settings(max_examples=200, deadline=None)
-@given(HOLDERS, st.lists(PIECES, max_size=3), st.none() | st.integers(0, 3), st.integers(-1, 3), st.integers(0, 2))
+@given(HOLDERS, st.none() | st.integers(0, 3), st.integers(-1, 3), st.integers(0, 2))
 def test_the_newest_state_that_covers_the_vector_is_found_whoever_holds_its_parts(
     holders: list[list[tuple[int, int, int, int]]],
-    exported: list[tuple[int, int, int, int]],
     disk: int | None,
     committed: int,
     num_finished: int,
@@ -117,12 +103,11 @@ def test_the_newest_state_that_covers_the_vector_is_found_whoever_holds_its_part
             KeeperInventory(keeper=keeper, shards=[held(s, lo, hi, g) for s, g, lo, hi in pieces])  # type: ignore[arg-type]
             for keeper, pieces in enumerate(keepers)
         ]
-        exports = [snapshot(s, lo, hi, g) for s, g, lo, hi in exported]
-        return recovery_of(inventories, exports, None if disk is None else (disk, Path("disk")), log)
+        return recovery_of(inventories, None if disk is None else (disk, Path("disk")), log)
 
     log = log_of(committed, *range(committed + 1, committed + 1 + num_finished))
     kept = [piece for pieces in holders for piece in pieces]
-    states = [(s, g) for s in range(log.newest + 1) for g in (1, 2) if covers([*kept, *exported], (s, g))]
+    states = [(s, g) for s in range(log.newest + 1) for g in (1, 2) if covers(kept, (s, g))]
     found = recovered(holders)
     assert found.step == max([-1 if disk is None else disk, *(step for step, _ in states)])
     assert [done.running.step for done in found.newly_safe] == [
@@ -132,8 +117,7 @@ def test_the_newest_state_that_covers_the_vector_is_found_whoever_holds_its_part
     if found.origin is not None and found.origin.checkpoint is None:
         state = max(states)
         told = [piece for keeper in found.origin.keepers for piece in holders[keeper]]  # type: ignore[index]
-        sent = [shard[1:] for shard in found.origin.exports]  # type: ignore[index]
-        assert covers([*told, *sent], state), "a worker finds its range among those that it is sent to"
-        assert not sent or not covers(kept, state), "exports die with their workers"
+        assert state == (found.origin.step, found.origin.generation)
+        assert covers(told, state), "a worker finds its range among those that it is sent to"
         assert all(any(piece[:2] == state for piece in holders[keeper]) for keeper in found.origin.keepers)  # type: ignore[index]
     assert recovered(holders[1:]).step <= found.step, "who is lost takes nothing away from what others hold"

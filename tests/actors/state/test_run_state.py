@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 import ray
 
+from actors.messages import Handover, HeldShard, Origin, WorkerInfo
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
-from actors.state.keeper import HeldShard, Standing
+from actors.state.keeper import Standing
+from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog
 from actors.state.run_state import Stuck
-from actors.state.survivors import Survivors
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
 from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, source_of, state_of
@@ -72,41 +74,83 @@ def test_data_goes_on_from_the_position_that_is_nearest_to_the_committed_step(
     assert state.data_token(7) == ({"from": expected} if expected else None)
 
 
-@pytest.mark.parametrize("generation", [3, 4])
-def test_the_state_a_generation_starts_from_survives_the_commits_on_the_way(generation: int) -> None:
-    """A loss finds finished steps that nobody has committed yet: they are, when their state is found to be whole."""
-    survivors, keepers = Survivors(), KeepersHere(a=[held(7)])
-    state = state_of(keepers=keepers, survivors=survivors)
-    survivors.ended(3)
-    survivors.part(0, Handle(hand_over=lambda step: "w0"))  # type: ignore[arg-type]
-    survivors.exports = (snapshot(7),)
-    recovery = state.recover(CommitLog(committed=6, finished=(collected(7, 3),)))
-    assert recovery.step == 7 and [done.running.step for done in recovery.newly_safe] == [7]
-    for done in recovery.newly_safe:
-        state.committed(done, {})
-    state.begin(recovery, 4)
-    assert survivors.exports == (snapshot(7),) and keepers.told == [("rollback", 7, 4)]
-    state.committed(collected(8, generation), {})
-    assert bool(survivors.exports) == (generation < 4), "the new generation's first commit lets them go"
+def info(worker: str, node: str, pid: int) -> WorkerInfo:
+    return WorkerInfo(
+        worker=worker, node=node, host=node, pid=pid, born=f"b{pid}", device="cpu", gpu_memory_gib=0.0, lends=7 * pid
+    )
 
 
-def test_a_shard_that_died_with_its_worker_is_a_lost_generation_not_a_keeper_to_repair(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    newest = snapshot(7, "newest shard of w1")
-    answers: dict[str, Any] = {"w0": None, "w1": ray.exceptions.ActorDiedError()}
-    world = [Seat(name=name, node="n", handle=Handle(set_keepers=lambda given, name=name: name)) for name in answers]  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("origin", "made_in"),
+    [(Origin(step=7, generation=3), 3), (Origin(step=7, checkpoint="folder"), 5), (None, 5)],
+    ids=["keepers", "checkpoint", "first weights"],
+)
+def test_keepers_learn_what_a_generation_goes_on_from_and_who_is_in_it(origin: Origin | None, made_in: int) -> None:
+    keepers = KeepersHere()
+    state = state_of(keepers=keepers, model=MODEL)
+    state.open(origin, 5, [info("w0", "a", 1), info("w1", "a", 2), info("w2", "b", 3)])
+    total = sum(math.prod(one["shape"]) for one in checkpoint.trained_parameters(MODEL))
+    base = Base(
+        generation=5,
+        step=-1 if origin is None else 7,
+        made_in=made_in,
+        total=total,
+        members={"a": ((1, "b1"), (2, "b2")), "b": ((3, "b3"),)},
+    )
+    assert keepers.told == [("prepare", ("a", "a", "b"), {"a": (7, 14), "b": (21,)}), ("begin", base)]
 
-    def get(reference: str) -> Any:
-        if isinstance(answers[reference], Exception):
-            raise answers[reference]
-        return answers[reference]
 
-    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references[:1], references[1:]))
-    monkeypatch.setattr(ray, "get", get)
-    stuck = Stuck(why="w1 is gone")
+def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> None:
+    keepers = KeepersHere(a=[held(7)])
+    state = state_of(keepers=keepers)
+    finished = collected(7, 3, snapshot(7, generation=3))
+    recovery = state.recover(CommitLog(committed=6, finished=(finished,)))
+    assert recovery.step == 7 and recovery.newly_safe == (finished,)
+    state.committed(finished, {})
+    assert ("commit", 7) in keepers.told
+
+
+def test_workers_of_a_clean_end_hand_their_state_to_their_keepers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference)
+    monkeypatch.setattr(ray, "wait", lambda references, num_returns, timeout: (references, []))
+    keepers, steps = KeepersHere(a=[held(8)]), []
+
+    def hand_over(step: int) -> Handover:
+        steps.append(step)
+        return Handover(worker="w0", snapshot=snapshot(step))
+
+    seat = Seat(name="w0", node="n", handle=Handle(hand_over=hand_over))  # type: ignore[arg-type]
+    state = state_of(keepers=keepers)
+    state.take_over([seat], 8)
+    assert steps == [8] and keepers.told == [("hold", 8)] and state.recover(CommitLog(committed=8)).step == 8
+
+
+def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None:
+    class Busy(Writing):
+        @property
+        def steps(self) -> list[int]:
+            return [4]
+
+    keepers = KeepersHere()
+    state_of(keepers=keepers, writer=Busy()).committed(collected(7, 3, snapshot(7)), {})
+    assert keepers.told == [("commit", 7, 4)]
+
+
+def test_a_repair_has_the_newest_shards_held_once_more() -> None:
+    keepers = KeepersHere()
+    state = state_of(keepers=keepers, model=MODEL)
+    state.committed(collected(6, 3, snapshot(6)), {})
+    keepers.told.clear()
+    world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
+    stuck, log = Stuck(why="k is gone"), CommitLog(committed=6)
+    assert state.repair_keepers(stuck, world, True, log, [snapshot(7)]) == ["held 7"]
+    assert keepers.told == [("repair",), ("hold", 6), ("hold", 7)], "also the one that is safe, on one node less"
+
+
+def test_where_a_nodes_memory_went_with_its_keeper_the_generation_is_lost() -> None:
+    keepers = KeepersHere()
+    keepers.lost = ["n1"]
+    world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
     with pytest.raises(GenerationLost) as lost:
-        state_of(model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6))
-    assert lost.value.dead == ("w1",)
-    answers["w1"] = newest
-    assert state_of(model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6)) == [newest]
+        state_of(keepers=keepers, model=MODEL).repair_keepers(Stuck(why="k"), world, True, CommitLog(committed=6), ())
+    assert (lost.value.dead, list(lost.value.failed)) == ((), ["w1"])

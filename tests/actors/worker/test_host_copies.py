@@ -18,7 +18,7 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, EncodeResult, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
-from ops.shard_export import HostArrays
+from ops.shard_export import CopyWait
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config
 from tests.actors.fakes import step_items
 
@@ -100,20 +100,23 @@ def _slow(rows: torch.Tensor) -> CopyInFlight:
     return CopyInFlight(host=host, wait=wait)
 
 
-def _slow_snapshot(arrays: Mapping[str, torch.Tensor]) -> HostArrays:
-    """A state whose copy lasts into the next step, and reads its source at the end."""
-    copies = {name: np.empty_like(array.numpy()) for name, array in arrays.items()}
-    ended, once = threading.Event(), threading.Lock()
+class SlowSnapshots:
+    """Copies of a state that last into the next step, and read their source at the end."""
 
-    def wait() -> None:
-        with once:
-            if not ended.is_set():
-                time.sleep(0.05)
-                for name, array in arrays.items():
-                    copies[name][:] = array.numpy()
-                ended.set()
+    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> CopyWait:
+        ended, once = threading.Event(), threading.Lock()
 
-    return HostArrays(arrays=copies, wait=wait)
+        def wait() -> None:
+            with once:
+                if not ended.is_set():
+                    time.sleep(0.05)
+                    for name, array in arrays.items():
+                        into[name].copy_(array)
+                    ended.set()
+
+        return wait
+
+    def release(self) -> None: ...
 
 
 class LaterWorker(Worker):
@@ -121,7 +124,7 @@ class LaterWorker(Worker):
 
     def _load(self) -> Executor:
         executor = super()._load()
-        executor.sync.copy_arrays = _slow_snapshot
+        executor.sync.state.copy_arrays = SlowSnapshots()  # type: ignore[attr-defined]
         return executor
 
     def _host_copies(self) -> HostCopies:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from actors.worker.meeting import fetch, meet
+from actors.state.pulling import value
+from actors.worker.meeting import meet, patient
 from ops.waiting import Cancelled, CancelToken, GroupError
 
 
@@ -69,10 +70,14 @@ def test_a_slow_part_is_waited_for_and_an_endless_one_is_not(monkeypatch: pytest
 
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", lambda reference: f"shard {reference}")
-    assert fetch([0.3, 0.1], CancelToken(), 60.0) == ["shard 0.3", "shard 0.1"]
+
+    def fetched(at: Any, cancel: CancelToken, patience_s: float) -> Any:
+        return value(at, patient(cancel, patience_s, "fetching the state"))
+
+    assert [fetched(at, CancelToken(), 60.0) for at in (0.3, 0.1)] == ["shard 0.3", "shard 0.1"]
     with pytest.raises(GroupError, match="fetching the state took more than"):
-        fetch([1e9], CancelToken(), 0.05)
+        fetched(1e9, CancelToken(), 0.05)
     cancel = CancelToken()
     cancel.set("over")
     with pytest.raises(Cancelled):
-        fetch([1e9], cancel, 60.0)
+        fetched(1e9, cancel, 60.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from actors.messages import CascadeTask, FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
+from ops.shard_export import CopyAtOnce, CopyWait
 from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
 
 ITEM = Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)
@@ -64,12 +66,17 @@ def test_the_gradient_sum_is_not_work_of_the_cascade_that_starts_it(
         assert span.work_s is not None and span.work_s <= span.end - span.start - 0.9 * LATE_S
 
 
-def test_the_copy_of_the_state_is_no_part_of_the_end_of_a_step_which_plans_learn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+class Late(CopyAtOnce):
+    """A device whose state takes time to copy."""
+
+    def __call__(self, arrays: Mapping[str, torch.Tensor], into: Mapping[str, torch.Tensor]) -> CopyWait:
+        time.sleep(LATE_S)
+        return super().__call__(arrays, into)
+
+
+def test_the_copy_of_the_state_is_no_part_of_the_end_of_a_step_which_plans_learn() -> None:
     (host,) = make_hosts(1, torch.float32, train_config())
-    sync, copied = host.executor.sync, host.executor.sync.copy_arrays
-    monkeypatch.setattr(sync, "copy_arrays", lambda arrays: time.sleep(LATE_S) or copied(arrays))
+    host.executor.sync.state.copy_arrays = Late()  # type: ignore[attr-defined]
     run_step([host], [ITEM], one_worker([ITEM]), finish=False)
     began = time.time()
     done = host.executor.finish(FinishTask(generation=1, step=0, export=True, cascades=(), weight=1.0))
