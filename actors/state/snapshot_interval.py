@@ -18,7 +18,8 @@ SHARE = 0.02  # of the steps' time that snapshots may take
 _ENOUGH = 3  # measured steps and snapshots before the interval changes
 _KEPT = 9  # of the last ones, whose median counts: a first step compiles
 _STEPS_AHEAD = 2  # that may be finished and not committed
-_NEWS = 1.25  # an interval that is off by less stays
+_OFF = 1.25  # an interval that is off by less stays
+_NEWS = 2.0  # one that is off by less from what was told is not told again
 
 
 @dataclass(kw_only=True)
@@ -26,7 +27,7 @@ class SnapshotInterval:
     """`setting` is `snapshot.every`; with auto it is `every` that counts, which begins with 1.
 
     interval.is_due(step)                                                   # as steps are dispatched
-    if interval.committed((generation, step), ended_at, copy_s, held_s):    # in their order
+    if interval.committed((generation, step), ended_at, copy_s, held_s):    # in their order; worth telling
         tell(interval.every, interval.why)
     """
 
@@ -37,6 +38,7 @@ class SnapshotInterval:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _held_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _told: int = 1  # the interval that was told last
     _last: tuple[tuple[int, int], float] | None = None  # generation and step, and unix seconds of its end
 
     def __post_init__(self) -> None:
@@ -48,7 +50,8 @@ class SnapshotInterval:
         return step % self.every == 0
 
     def committed(self, step: tuple[int, int], ended_at: float, copy_s: float, held_s: float | None) -> bool:
-        """Learn from a committed step (its generation and number), and say whether `every` is another now.
+        """Learn from a committed step (its generation and number), and say whether `every` is news: another than the
+        one that was told last by a factor of two or more.
 
         It ended at `ended_at` (unix seconds) on its workers, `copy_s` of which went into copies: of its own snapshot
         or, where it has none, of the last one, for which its update had to wait. A snapshot of it was held `held_s`
@@ -64,20 +67,22 @@ class SnapshotInterval:
             return False
         self._copies_s.append(copy_s)
         self._held_s.append(held_s)
-        return self._choose()
-
-    def _choose(self) -> bool:
-        """Follow what was measured; whether `every` has changed."""
-        if self.setting != "auto" or min(len(self._steps_s), len(self._copies_s), len(self._held_s)) < _ENOUGH:
+        if self.setting == "auto" and min(len(self._steps_s), len(self._copies_s), len(self._held_s)) >= _ENOUGH:
+            self._choose()
+        if 1 / _NEWS < self.every / self._told < _NEWS or self.setting != "auto":
             return False
+        self._told = self.every
+        return True
+
+    def _choose(self) -> None:
+        """Follow what was measured."""
         step_s, copy_s, held_s = (statistics.median(of) for of in (self._steps_s, self._copies_s, self._held_s))
         cost_s = copy_s + max(0.0, held_s - _STEPS_AHEAD * step_s)
         wanted = max(1, min(self.most, math.ceil(cost_s / (SHARE * step_s))))
-        if 1 / _NEWS < wanted / self.every < _NEWS:
-            return False
+        if 1 / _OFF < wanted / self.every < _OFF:
+            return
         self.every = wanted
         self.why = (
             f"a snapshot costs {cost_s:.2f} s, a step takes {step_s:.2f} s, and {SHARE:.0%} of the steps' time may go "
             f"into snapshots" + (f"; no more than {self.most} steps may be lost" if wanted == self.most else "")
         )
-        return True

@@ -79,6 +79,26 @@ def test_a_little_noise_changes_nothing_and_a_given_number_stays() -> None:
     assert run(given, 50, 1.0, 60.0) == list(range(0, 50, 7))
 
 
+def test_an_interval_that_wanders_is_told_when_it_has_doubled_or_halved() -> None:
+    """Copies that take 0.06 to 0.12 s of steps of 1 s, as on a busy machine."""
+    interval, now, told = SnapshotInterval(setting="auto", most=1000), 0.0, []
+    for step in range(2000):
+        due = interval.is_due(step)
+        copy_s = (0.06 + 0.06 * ((step // 200) % 2)) * due
+        now += 1.0 + copy_s
+        if interval.committed((1, step), now, copy_s, 0.0 if due else None):
+            told.append(interval.every)
+    assert told == [3, 6, 3, 6, 3, 6, 3, 6, 3, 6], "once for each of ten times that it doubles or halves"
+    told.clear()
+    for step in range(2000, 4000):
+        due = interval.is_due(step)
+        copy_s = (0.09 + 0.03 * ((step // 50) % 2)) * due
+        now += 1.0 + copy_s
+        if interval.committed((1, step), now, copy_s, 0.0 if due else None):
+            told.append(interval.every)
+    assert told == []
+
+
 def test_auto_is_a_setting_and_another_word_is_none() -> None:
     assert SnapshotConfig(every="auto").every == "auto"
     with pytest.raises(ValueError, match=r"snapshot\.every 0"):
