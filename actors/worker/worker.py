@@ -57,6 +57,7 @@ from ops.groups import Groups
 from ops.models.weights import checksums, frozen_digests
 from ops.node_room import node_room, shared_room
 from ops.parameters import blocks_in
+from ops.precision import allow_tf32
 from ops.shard_export import ShardExport
 from ops.shards import ShardState
 from ops.sync import trainable
@@ -73,6 +74,7 @@ class Worker:
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
         torch.set_num_threads(settings.workers.torch_threads)
+        allow_tf32(settings.train.allows_tf32)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.name, self.settings = name, settings
         self.device = device_of(settings.workers)

@@ -23,6 +23,7 @@ from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.text import TextEncoder
 from ops.models.vae import VAE
 from ops.models.weights import check_state
+from ops.precision import allow_tf32
 from ops.sampling import LowNoiseExpert
 from ops.typed import ConfigError, build, parse
 
@@ -192,6 +193,7 @@ def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
 def _for_device(config: RunConfig, model: ModelConfig, device: torch.device) -> tuple[ModelConfig, Geometry]:
     """The resolved model. An attention backend that this device lacks becomes `auto`, and a note says so."""
     resolved, geometry = resolve(model)
+    allow_tf32(config.train.allows_tf32)
     dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
     try:
         check_backend(resolved.dit.attention, device, dtype, resolved.dit.head_dim, training=False)
