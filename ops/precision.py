@@ -88,4 +88,5 @@ def _parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """The weight [out, in] in rows that are cast at a time; whole where it has the dtype."""
     if weight.dtype == dtype:
         return (weight,)
-    return weight.split(max(1, _PART_ELEMENTS // weight.shape[1]))
+    parts: tuple[Tensor, ...] = weight.split(max(1, _PART_ELEMENTS // weight.shape[1]))
+    return parts
