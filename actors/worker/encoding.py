@@ -49,12 +49,12 @@ def encode_texts(
     measure.phase("encode")
     with torch.no_grad():
         rows = measure.in_parts(encode, mine)
-    # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
-    found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
+    found = dict(zip(mine, rows, strict=True))
     if group.size > 1:
         measure.phase("handoff")
         found = share_units(found, len(captions), group, device)
-    return [found[i] for i in range(len(captions))]
+    # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
+    return [found[i].float() for i in range(len(captions))]
 
 
 def encode_clips(
