@@ -25,7 +25,6 @@ from data.dataset.order import SizesRecord
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)
 
@@ -271,7 +270,7 @@ def feeder_of(
         config=config.data,
         geometry=geometry,
         seed=config.train.seed,
-        encoders=Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu")),
+        encoders=Encoders.of(model, "cuda" if uses_gpu(config.workers) else "cpu"),
         run_dir=config.run_dir,
         timed=timed,
     )

@@ -23,7 +23,7 @@ from ops.models.config import ModelConfig
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
-    from ops.models.forecast import Precision
+    from ops.models.forecast import EncoderNeed, Precision
 
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers
@@ -71,6 +71,7 @@ class MemoryForecast:
     cuda: bool = True
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
+    vae_dtype: str = "float32"  # what the VAE computes in there
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
 
@@ -189,10 +190,9 @@ def forecast(
 
     from ops.models.forecast import Precision, image_need, text_need
     from ops.models.load import dit_skeleton
-    from ops.models.text import text_dtype
     from ops.parameters import blocks_in
 
-    dtype = getattr(torch, train.parameter_dtype)
+    device, dtype = ("cuda" if cuda else "cpu"), getattr(torch, train.parameter_dtype)
     precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=cuda)
     skeleton = dit_skeleton(model.dit)
     weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
@@ -203,11 +203,12 @@ def forecast(
     image = image_need(model.image, 1) if model.image is not None else None
     picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
     vae_gib = 0.0
-    for shape, (held, line) in _vae_lines(model, clips).items():
-        vae_gib = held
-        needs.predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
+    for shape, found in _vae_needs(model, clips, device).items():
+        vae_gib, kind, peak = found.weights_gib, clip_kind(_clip(shape)), found.peak_gib + picture
+        needs.predicted["vae", kind] = NeedLine(fixed_gib=0.0, gib_per_unit=peak)
+        needs.kept[kind] = found.left_gib / peak
     longest = model.text.most_tokens
-    encoder = getattr(torch, text_dtype(model.text, "cuda" if cuda else "cpu"))
+    encoder = getattr(torch, model.text.dtype_on(device))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
     needs.predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
     trained = sum(count for count, wanted in weights if wanted)
@@ -223,6 +224,7 @@ def forecast(
         needs=needs,
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],
+        vae_dtype=model.vae.dtype_on(device),
         in_blocks=sum(blocks),
         largest_block=max(blocks, default=0),
     )
@@ -292,22 +294,23 @@ def predict_dit(
             needs.copied = max(needs.copied, extra / share)
 
 
-def _vae_lines(model: ModelConfig, clips: Sequence[Shape]) -> dict[Shape, tuple[float, NeedLine]]:
-    """GiB of the weights and the line over clips of each shape. Without tiles all of it grows with the area."""
+def _vae_needs(model: ModelConfig, clips: Sequence[Shape], device: str) -> dict[Shape, EncoderNeed]:
+    """Of one clip of each shape. Without tiles all of it grows with the area."""
+    from ops.models.first_frame import FirstFrame
     from ops.models.forecast import vae_need
 
-    found: dict[Shape, tuple[float, NeedLine]] = {}
-    whole: dict[int, tuple[float, float]] = {}  # frames -> GiB of the weights, GiB of a pixel
+    frame = FirstFrame.of(model)
+    found: dict[Shape, EncoderNeed] = {}
+    whole: dict[int, tuple[EncoderNeed, int]] = {}  # frames -> what a clip of an area needs
     for frames, height, width in dict.fromkeys(clips):
         if model.vae.tiling:
-            need = vae_need(model.vae, 1, frames, height, width)
-            found[frames, height, width] = need.weights_gib, NeedLine(fixed_gib=0.0, gib_per_unit=need.peak_gib)
+            found[frames, height, width] = vae_need(model.vae, 1, frames, height, width, device, frame)
             continue
         if frames not in whole:
-            need = vae_need(model.vae, 1, frames, height, width)
-            whole[frames] = need.weights_gib, need.peak_gib / (height * width)
-        held, per_pixel = whole[frames]
-        found[frames, height, width] = held, NeedLine(fixed_gib=0.0, gib_per_unit=per_pixel * height * width)
+            whole[frames] = vae_need(model.vae, 1, frames, height, width, device, frame), height * width
+        need, area = whole[frames]
+        share = height * width / area
+        found[frames, height, width] = replace(need, peak_gib=share * need.peak_gib, left_gib=share * need.left_gib)
     return found
 
 

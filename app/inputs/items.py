@@ -42,9 +42,8 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
             for step in range(steps)
         ]
     from actors.pool.workers import uses_gpu
-    from ops.models.text import text_dtype
 
-    encoders = Encoders.of(model, text_dtype(model.text, "cuda" if uses_gpu(config.workers) else "cpu"))
+    encoders = Encoders.of(model, "cuda" if uses_gpu(config.workers) else "cpu")
     cache = Cache(config.data.cache)
     latents = CachedLatents(cache, encoders.vae, config.data) if config.data.cache.latents else None
 

@@ -15,6 +15,16 @@ from ops.models.families import TEXT_RECIPES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+VAEDtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to so many pixels of all their frames
+
+
+def clips_at_once(frames: int, height: int, width: int) -> int:
+    """How many clips of this shape a VAE encodes together: what more of them take of memory is their results."""
+    return max(1, VAE_BATCH_PIXELS // (frames * height * width))
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VAEConfig:
@@ -28,6 +38,13 @@ class VAEConfig:
     tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
     tile_sample_stride: tuple[int, int] = (192, 192)
     tiling: bool = False
+    # What it computes in; latents always come in fp32. auto: bfloat16 on a GPU, float32 on a CPU. In 16 bits latents
+    # are those of float32 but for rounding (docs/results.md says by how much), in half the memory.
+    dtype: VAEDtype = "auto"
+    # Whether activations have their channels last, as tensor cores take them. auto: on a GPU in 16 bits.
+    channels_last: Literal["auto", "on", "off"] = "auto"
+    # torch.compile of the encoder: minutes for the first clip of the first shapes, and fewer passes over memory.
+    compile: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -42,11 +59,22 @@ class VAEConfig:
             raise ValueError(
                 "model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use kind: haar."
             )
+        if self.kind == "haar" and (self.dtype not in ("auto", "float32") or self.compile):
+            raise ValueError(
+                f"model.vae.dtype {self.dtype}, compile {self.compile}: the haar codec is one matrix product in "
+                f"float32. Leave both out."
+            )
         if self.kind == "haar" and not 1 <= self.channels <= 3 * self.temporal * self.spatial**2:
             raise ValueError(
                 f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
                 f"(3 * temporal * spatial^2)."
             )
+
+    def dtype_on(self, device: str) -> Dtype:
+        """What it computes in on a kind of device (cpu or cuda)."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if device == "cuda" and self.kind == "diffusers" else "float32"
 
 
 EncoderPlace = Literal["device", "host"]
@@ -120,6 +148,11 @@ class TextConfig:
             raise ValueError(
                 f"model.text.unmasked {self.unmasked} rows cannot hold max_length {self.max_length}. Make them equal."
             )
+
+    def dtype_on(self, device: str) -> Dtype:
+        """What the encoders compute in on a kind of device (cpu or cuda). float16 overflows in T5's feed-forward;
+        bfloat16 is what the published pipelines use on GPUs."""
+        return "bfloat16" if self.path and device == "cuda" else "float32"
 
     @property
     def recipe(self) -> TextRecipe | None:

@@ -28,7 +28,9 @@ from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
+from ops.models.clip_latents import latents_of
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.first_frame import FirstFrame
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
@@ -236,26 +238,41 @@ class EncoderNeed:
 
     weights_gib: float
     peak_gib: float
+    left_gib: float = 0.0  # of the peak that the results of the call take on
 
 
-def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int) -> EncoderNeed:
-    """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
-    without a known autoencoder, FileNotFoundError without a folder."""
+def vae_need(
+    config: VAEConfig,
+    batch: int,
+    frames: int,
+    height: int,
+    width: int,
+    device: str = "cpu",
+    frame: FirstFrame | None = None,
+) -> EncoderNeed:
+    """Of encoding `batch` clips at once on a kind of device, and what `frame` tells of their first frames; the rows
+    that it leaves are in the peak. Raises ValueError for a folder without a known autoencoder, FileNotFoundError
+    without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, "cpu")
+        vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, device)
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
         tiles = vae.plan_tiles(frames, height, width)
+        told = frame if frame is not None and frame.is_told else None
         with StorageCount() as count, torch.no_grad():
             clips = video.to("cpu", copy=True)  # to the device
             if len(tiles) == 1:
-                rows = [patchify(latent.float(), (1, 1, 1)) for latent in vae.encode(clips)]
-                del rows
+                latents = list(vae.encode(clips)) if told is None else latents_of(vae, told, clips)
+                rows = [patchify(latent.float(), (1, 1, 1)) for latent in latents]
                 peak = count.peak_bytes
+                left = storage_bytes(rows)
             else:  # one after the other: the first is the largest, and what the others left stays beside it
-                latents = vae.encode_tile(clips, tiles[0])
-                peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
+                seen = clips if told is None or told.alone else told.still(clips)
+                tile = vae.encode_tile(seen, tiles[0])
+                made = len(tiles) + (len(vae.plan_tiles(told.still_frames(frames), height, width)) if told else 0)
+                left = tile.untyped_storage().nbytes() * made
+                peak = count.peak_bytes + left - tile.untyped_storage().nbytes()
         weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE) else []
-        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
+        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB, left_gib=left / GIB)
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:

@@ -187,12 +187,6 @@ def look_at_neighbours(encoder: torch.nn.Module) -> None:
         bias.normal_(std=_BIAS_STD).sub_(_BIAS_SLOPE * place[:, None])
 
 
-def text_dtype(config: TextConfig, device: torch.device | str) -> str:
-    """What the encoder computes in on a device, as torch names it."""
-    # fp16 overflows in T5's feed-forward; bfloat16 is what the published pipelines use on GPUs.
-    return "bfloat16" if config.path and torch.device(device).type == "cuda" else "float32"
-
-
 def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both."""
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
@@ -204,7 +198,7 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
     check_files(folder)
-    dtype = getattr(torch, text_dtype(config, device))
+    dtype = getattr(torch, config.dtype_on(torch.device(device).type))
     encoder = classes[kind].from_pretrained(
         folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True, variant=variant_of(folder)
     )

@@ -30,7 +30,7 @@ from ops.models.folders import (
     tokenizer_of,
 )
 from ops.models.place import home_of, on_device, visiting
-from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
+from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 
 if TYPE_CHECKING:
@@ -373,7 +373,7 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
 
     first, second = text_folder(config), pooled_text_folder(config)
     shape, clip_shape = _shapes(config)
-    dtype = getattr(torch, text_dtype(config, device))
+    dtype = getattr(torch, config.dtype_on(torch.device(device).type))
     recipe = recipe_of(config)
     for folder, part in ((first, recipe.states_parts[1]), (second, recipe.pooled_parts[1])):
         check_tokenizer(tokenizer_of(folder, part))  # before gigabytes are read

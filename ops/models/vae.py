@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import groupby, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ops.models.base.family import Json
-from ops.models.config import VAEConfig
+from ops.models.config import VAEConfig, clips_at_once
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import component, vae_numbers
@@ -86,6 +87,12 @@ class DiffusersVAE:
         self._cog = type(model).__name__ == "AutoencoderKLCogVideoX"
         self._wan = type(model).__name__ == "AutoencoderKLWan"
         self._of_pictures = VAE_CLASSES[type(model).__name__].of_pictures
+        self._layout = _layout_of(config, next(model.parameters()).dtype, self.device, self._of_pictures)
+        if self._layout is not None:
+            _lay_out(model)
+        self._first_dtype = self._set_first_dtype(VAE_CLASSES[type(model).__name__].sees_fp32)
+        if config.compile:
+            self._compile()
         if config.tiling:
             if not VAE_CLASSES[fields["_class_name"]].can_be_tiled:
                 raise ValueError(f"model.vae.tiling: {fields['_class_name']} is encoded whole here. Set it to false.")
@@ -136,11 +143,34 @@ class DiffusersVAE:
 
     @torch.no_grad()
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
-        """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
-        pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
+        """Posterior mean [B, C, t', h', w'] of one tile, not normalised, in the model's dtype."""
+        clips = tile.cut(video).to(self.device)
+        if not self._of_pictures:
+            return self._means(clips)
+        frames = clips.flatten(0, 1)
+        means = [self._means(some) for some in frames.split(clips_at_once(1, *frames.shape[1:3]))]
+        found: Tensor = torch.cat(means).unflatten(0, (len(clips), -1)).transpose(1, 2)
+        return found
+
+    def _set_first_dtype(self, sees_fp32: str) -> torch.dtype:
+        """What pixels are given in. The named part gets them in fp32, and gives what the rest computes in."""
+        dtype: torch.dtype = self.model.dtype
+        if not sees_fp32 or dtype.itemsize > 2:
+            return dtype
+        self.model.get_submodule(sees_fp32).register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        return torch.float32
+
+    def _compile(self) -> None:
+        self.model.encoder.compile()
+
+    def _means(self, pixels: Tensor) -> Tensor:
+        """Of [B, T, H, W, 3], or for a class of pictures of [B, H, W, 3]."""
+        scaled = torch.div(pixels, 127.5).sub_(1.0).to(self._first_dtype).movedim(-1, 1)
+        scaled = scaled.contiguous(memory_format=self._layout or torch.contiguous_format)
         with _without(self.model, "use_tiling", "use_framewise_encoding"):
-            moments = self._on_frames(self.model._encode, pixels.to(self.model.dtype).contiguous())
-        return moments[:, : self.channels]
+            moments: Tensor = self.model._encode(scaled)
+        means: Tensor = moments[:, : self.channels]
+        return means
 
     def plan_decode(self, grid: tuple[int, int, int]) -> list[Tile]:
         """As Diffusers' `_decode` cuts: HunyuanVideo's over time always, others' over height and width with tiling."""
@@ -224,14 +254,14 @@ class DiffusersVAE:
         latent_frames = (frames - 1) // self.vae_stride[0] + 1
         ordered = _ordered(parts, self.plan_tiles(frames, height, width), f"blend of a {frames}x{height}x{width} clip")
         segments = [
-            self._latent_plane([(tile, part.clone()) for tile, part in group], height, width)
+            self._latent_plane([(tile, part.to(torch.float32, copy=True)) for tile, part in group], height, width)
             for _, group in groupby(ordered, key=lambda part: part[0].segment)
         ]
         latents = segments[0]
         if len(segments) > 1:
             keep, full = self._segment[1] // self.vae_stride[0], self._segment[0] // self.vae_stride[0]
             latents = self._blend_segments(segments, keep, full - keep)[:, :, :latent_frames]
-        return (latents.float() - self._mean) / self._std
+        return (latents - self._mean) / self._std
 
     def _latent_plane(self, parts: list[tuple[Tile, Tensor]], height: int, width: int) -> Tensor:
         """The latents of a plane's tiles, without what stands over the clip's edge."""
@@ -371,27 +401,67 @@ def _overlap(length: int, stride: int, ratio: int) -> float:
     )
 
 
-def vae_without_weights(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
-    """The autoencoder that a folder's config.json describes, with whatever values its class begins with."""
+def _layout_of(
+    config: VAEConfig, dtype: torch.dtype, device: torch.device, of_pictures: bool
+) -> torch.memory_format | None:
+    """How clips lie in memory that it sees; None: plain."""
+    usual = device.type == "cuda" and dtype.itemsize == 2
+    if config.channels_last == "off" or (config.channels_last == "auto" and not usual):
+        return None
+    return torch.channels_last if of_pictures else torch.channels_last_3d
+
+
+def _lay_out(model: torch.nn.Module) -> None:
+    """Weights of convolutions with their channels last: what they make is laid out alike."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for weight in model.parameters():
+        if weight.dim() in formats:
+            weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+
+
+def vae_without_weights(config: VAEConfig, device: str) -> DiffusersVAE:
+    """The autoencoder that a folder's config.json describes, with whatever values its class begins with, on the CPU: in
+    dtype and layout as on that kind of device."""
     import diffusers
 
     assert config.path is not None
     fields = read_json(component(config.path, "vae") / "config.json")
     vae_numbers(fields, config.path)
-    return DiffusersVAE(getattr(diffusers, fields["_class_name"]).from_config(fields), config, device)
+    dtype = getattr(torch, config.dtype_on(device))
+    layout = _layout_of(config, dtype, torch.device(device), VAE_CLASSES[fields["_class_name"]].of_pictures)
+    config = replace(config, channels_last="off" if layout is None else "on", compile=False)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a cast afterwards would make every parameter twice
+    try:
+        return DiffusersVAE(getattr(diffusers, fields["_class_name"]).from_config(fields), config, "cpu")
+    finally:
+        torch.set_default_dtype(before)
 
 
 def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
-    """The autoencoder of a local folder, by the class its config.json names, in fp32."""
+    """The autoencoder of a local folder, by the class its config.json names, in the dtype of its settings.
+
+    Raises ValueError for float16 where config.json says that it overflows there.
+    """
     import diffusers  # heavy: seconds to import
 
     assert config.path is not None
     folder: Path = component(config.path, "vae")
-    name = read_json(folder / "config.json").get("_class_name")
+    fields = read_json(folder / "config.json")
+    name, dtype = fields.get("_class_name"), config.dtype_on(torch.device(device).type)
     if name not in VAE_CLASSES:
         raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
+    if dtype == "float16" and fields.get("force_upcast"):
+        raise ValueError(
+            f"model.vae.dtype is float16, in which the autoencoder of {folder} overflows (force_upcast in its "
+            f"config.json). Use bfloat16, which takes as little, or float32."
+        )
     check_files(folder)
     model = getattr(diffusers, name).from_pretrained(
-        folder, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
+        folder,
+        torch_dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        variant=variant_of(folder),
     )
     return DiffusersVAE(model, config, device)

@@ -7,13 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLCogVideoX,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLLTXVideo,
+    AutoencoderKLMochi,
+    AutoencoderKLWan,
+)
 
+from ops.models.clip_latents import groups
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
+from ops.models.forecast import GIB, vae_need
 from ops.models.load import build_vae
 from ops.models.tiles import Tile, deal
 from ops.models.vae import DiffusersVAE
+from ops.storages import StorageCount
 from tests.ops.conftest import RunRanks
 
 FP32_ATOL = 1e-6
@@ -235,3 +245,156 @@ def test_unknown_class_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLAllegro"}')
     with pytest.raises(ValueError, match="is a AutoencoderKLAllegro; known video autoencoders are AutoencoderKLWan"):
         build_vae(VAEConfig(kind="diffusers", path=str(tmp_path)), "cpu")
+
+
+def pictures() -> torch.nn.Module:
+    return AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[8, 8, 8],
+        layers_per_block=1,
+        norm_num_groups=2,
+        latent_channels=4,
+    )
+
+
+def ltx() -> torch.nn.Module:
+    channels = (8, 16, 16, 16)
+    ones = (1,) * 5
+    return AutoencoderKLLTXVideo(
+        latent_channels=8,
+        block_out_channels=channels,
+        decoder_block_out_channels=channels,
+        layers_per_block=ones,
+        decoder_layers_per_block=ones,
+    )
+
+
+def mochi() -> torch.nn.Module:
+    return AutoencoderKLMochi(
+        encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4, layers_per_block=(1,) * 5
+    )
+
+
+EVERY = {**FAMILIES, "pictures": pictures, "ltx": ltx, "mochi": mochi}
+CLOSE_DB = 40.0  # of latents in 16 bits beside those in fp32
+
+
+def every(family: str, dtype: torch.dtype = torch.float32, **settings: object) -> DiffusersVAE:
+    torch.manual_seed(0)
+    model = torch.nn.Module.to(EVERY[family](), dtype)  # Diffusers' own warns of what it keeps in fp32: nothing
+    return DiffusersVAE(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
+
+
+def shapes_in_motion(frames: int, height: int, width: int) -> torch.Tensor:
+    """Smooth colours that change slowly, and a little noise, as video has."""
+    generator = torch.Generator().manual_seed(5)
+    coarse = torch.rand(1, 3, 3, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(frames, height, width), mode="trilinear")
+    noise = 0.03 * torch.randn(smooth.shape, generator=generator)
+    return ((smooth + noise) * 255).clamp(0, 255).to(torch.uint8).movedim(1, -1)
+
+
+def psnr_db(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    peak = wanted.max() - wanted.min()
+    return float(20 * torch.log10(peak / (found - wanted).square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("layout", ["off", "on"])
+@pytest.mark.parametrize("family", EVERY)
+def test_latents_of_bf16_are_close_to_those_of_fp32(family: str, layout: str) -> None:
+    video = shapes_in_motion(7 if family == "mochi" else 9, 32, 64)
+    half = every(family, torch.bfloat16, channels_last=layout)
+    latents = half.encode(video)
+    (tile,) = half.plan_tiles(*video.shape[1:4])
+    assert (latents.dtype, half.encode_tile(video, tile).dtype) == (torch.float32, torch.bfloat16)
+    assert psnr_db(latents, every(family).encode(video)) > CLOSE_DB
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("cogvideox", marks=pytest.mark.long)])
+def test_latents_of_fp16_are_closer_to_those_of_fp32_than_those_of_bf16(family: str) -> None:
+    """A CPU is slow in fp16."""
+    video, exact = shapes_in_motion(1, 16, 32), every(family)
+    half, brain = (every(family, dtype) for dtype in (torch.float16, torch.bfloat16))
+    wanted = exact.encode(video)
+    assert psnr_db(half.encode(video), wanted) > psnr_db(brain.encode(video), wanted) > CLOSE_DB
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_channels_last_changes_the_layout_alone(family: str) -> None:
+    video = shapes_in_motion(7 if family == "mochi" else 5, 32, 64)
+    vae = every(family, channels_last="on")
+    weight = next(
+        w for w in vae.model.encoder.parameters() if w.dim() in (4, 5) and w.shape[1] > 1 and w[0, 0].numel() > 1
+    )
+    assert weight.stride(1) == 1
+    torch.testing.assert_close(vae.encode(video), every(family).encode(video), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_a_compiled_encoder_gives_the_same_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced without making code, which needs a compiler."""
+    plain, compiled = torch.nn.Module.compile, []
+
+    def traced(module: torch.nn.Module) -> None:
+        compiled.append(module)
+        plain(module, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    vae = every("wan", compile=True)
+    assert compiled == [vae.model.encoder]
+    for video in (shapes_in_motion(5, 32, 48), shapes_in_motion(1, 32, 32)):
+        torch.testing.assert_close(vae.encode(video), every("wan").encode(video), atol=1e-5, rtol=1e-5)
+
+
+def peak_bytes(vae: DiffusersVAE, video: torch.Tensor) -> int:
+    with StorageCount() as count:
+        latents = [
+            row for part in groups(len(video), *video.shape[1:4]) for row in vae.encode(video[part.start : part.stop])
+        ]
+    assert len(latents) == len(video)
+    return count.peak_bytes
+
+
+@pytest.mark.parametrize("family", ["wan", "pictures"])
+def test_the_peak_of_an_encode_does_not_grow_with_the_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.models.config.VAE_BATCH_PIXELS", 5 * 32 * 32)
+    vae = every(family)
+    one, many = shapes_in_motion(5, 32, 32), shapes_in_motion(5, 32, 32).expand(6, -1, -1, -1, -1)
+    latent = vae.encode(one).nbytes
+    assert peak_bytes(vae, many) <= peak_bytes(vae, one) + 5 * latent
+    assert peak_bytes(vae, one) > 20 * latent
+
+
+def test_frames_of_a_class_of_pictures_are_encoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, video = every("pictures"), shapes_in_motion(12, 32, 32)
+    whole, peak = vae.encode(video), peak_bytes(vae, video)
+    monkeypatch.setattr("ops.models.config.VAE_BATCH_PIXELS", 3 * 32 * 32)
+    torch.testing.assert_close(vae.encode(video), whole, atol=FP32_ATOL, rtol=FP32_ATOL)
+    assert peak_bytes(vae, video) < 0.4 * peak
+    monkeypatch.setattr("ops.models.config.VAE_BATCH_PIXELS", 1)
+    torch.testing.assert_close(vae.encode(video), whole, atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_what_an_encode_needs_is_predicted_in_its_dtype(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    every("wan").model.save_pretrained(tmp_path / "vae")
+    config, shape = VAEConfig(kind="diffusers", path=str(tmp_path)), (1, 5, 32, 48)
+    vae, video = every("wan", dtype, channels_last="on" if device == "cuda" else "off"), shapes_in_motion(5, 32, 48)
+    with StorageCount() as count:
+        vae.encode(video.to("cpu", copy=True))
+    need = vae_need(config, *shape, device=device)
+    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.02)
+    assert need.weights_gib * GIB == sum(dtype.itemsize * p.numel() for p in vae.model.parameters())
+    assert need.left_gib * GIB == vae.encode(video).nbytes
+
+
+def test_a_dtype_that_an_autoencoder_cannot_have_is_refused(tmp_path: Path) -> None:
+    every("pictures").model.save_pretrained(tmp_path / "vae")
+    with pytest.raises(ValueError, match=r"dtype is float16, in which the autoencoder of .* overflows \(force_upcast"):
+        build_vae(VAEConfig(kind="diffusers", path=str(tmp_path), dtype="float16"))
+    loaded = build_vae(VAEConfig(kind="diffusers", path=str(tmp_path), dtype="bfloat16"))
+    assert isinstance(loaded, DiffusersVAE) and loaded.model.dtype == torch.bfloat16
+    for wrong in ({"dtype": "bfloat16"}, {"compile": True}):
+        with pytest.raises(ValueError, match="the haar codec is one matrix product in float32"):
+            VAEConfig(**wrong)  # type: ignore[arg-type]

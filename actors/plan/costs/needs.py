@@ -3,9 +3,9 @@
 A need is a line, GiB = fixed + slope x units, for cascades of one kind (`Footprint.kind`). The DiT's units are rows of
 a rank over all its samples: its need is exactly linear in them. Those of video are divided by the degree, those of text
 count as the part of a row that they take (`Needs.text_rows`), and where ranks share heads a row counts more
-(`Needs.row_weight`). Units of a VAE are clips of one shape, those of a text
-encoder tokens. A line is predicted from the model, before anything has run, and
-replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
+(`Needs.row_weight`). Units of a VAE are the clips of one shape that it encodes at a time, and of the others what their
+rows take; those of a text encoder are tokens. A line is predicted from the model, before anything has run, and replaced
+by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from actors.plan.types import Module
 from ops.degrees import surplus
-from ops.models.config import TEXT_BATCH_TOKENS
+from ops.models.config import TEXT_BATCH_TOKENS, clips_at_once
 
 Kind = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
@@ -68,7 +68,11 @@ def footprint(
         longest = max(s.text_tokens for s in samples)
         captions = -(-count // degree)
         return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
-    return Footprint(module=module, kind=clip_kind(samples[0], degree), units=sum(s.count for s in samples))
+    clip, clips = samples[0], sum(s.count for s in samples)
+    kind = clip_kind(clip, degree)
+    together = min(clips, clips_at_once(clip.frames, clip.height, clip.width) if degree == 1 else 1)
+    kept = needs.kept.get(kind, 0.0) if needs else 0.0
+    return Footprint(module=module, kind=kind, units=together + kept * (clips - together))
 
 
 def clip_kind(clip: Samples, degree: int = 1) -> str:
@@ -117,6 +121,8 @@ class Needs:
     # and the number of heads; 0: nothing was predicted.
     copied: float = 0.0
     num_heads: int = 0
+    # By kind of VAE cascade: what the rows of an encoded clip take on, as a part of what encoding one takes.
+    kept: dict[str, float] = field(default_factory=dict)
     _learned: dict[Kind, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:

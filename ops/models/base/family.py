@@ -48,6 +48,9 @@ class VAEClass:
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/vae.py
     of_pictures: bool = False  # its class takes [B, C, H, W]
+    # the first part of its encoder, if it sees pixels in fp32 also where weights have 16 bits: its frequencies are so
+    # high that a pixel rounded to bf16 is another one to them
+    sees_fp32: str = ""
 
 
 def _picture_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:

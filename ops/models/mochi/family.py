@@ -127,7 +127,13 @@ FAMILY = Family(
     model=_model,
     diffusers_class="MochiTransformer3DModel",
     pipeline_class=lambda config: "MochiPipeline",
-    vae=VAEClass(name="AutoencoderKLMochi", numbers=_vae_numbers, normalisation=_vae_normalisation, can_be_tiled=False),
+    vae=VAEClass(
+        name="AutoencoderKLMochi",
+        numbers=_vae_numbers,
+        normalisation=_vae_normalisation,
+        can_be_tiled=False,
+        sees_fp32="encoder.fourier_features",
+    ),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",

@@ -76,6 +76,16 @@ def needs_of(planned: Plan, items: tuple[Item, ...], made: Profile) -> list[floa
     return counted
 
 
+def test_a_vae_needs_memory_for_the_clips_that_it_encodes_at_a_time_and_for_rows_of_the_others() -> None:
+    def units(count: int, frames: int, height: int, degree: int = 1) -> float:
+        clips = [Samples(count=count, frames=frames, height=height, width=512)]
+        return footprint("vae", clips, degree, Geometry().tokens, Needs(kept={f"{frames}f {height}x512": 0.01})).units
+
+    assert [units(count, 81, 480) for count in (1, 2, 9)] == [1, 1.01, 1.08]
+    assert [units(count, 1, 512) for count in (1, 4, 6)] == [1, 4, 4.02], "four such pictures are encoded together"
+    assert units(9, 81, 480, degree=4) == 1, "a bag takes clip after clip"
+
+
 def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers() -> None:
     parts = [
         Samples(count=2, frames=17, height=64, width=96, text_tokens=8),
