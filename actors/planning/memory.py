@@ -295,15 +295,16 @@ def predict_dit(
 
 
 def _vae_needs(model: ModelConfig, clips: Sequence[Shape], device: str) -> dict[Shape, EncoderNeed]:
-    """Of one clip of each shape. Without tiles all of it grows with the area."""
+    """Of one clip of each shape. Without tiles, and if it is not taken as pictures, all of it grows with the area."""
     from ops.models.first_frame import FirstFrame
+    from ops.models.folders import is_of_pictures
     from ops.models.forecast import vae_need
 
-    frame = FirstFrame.of(model)
+    frame, in_parts = FirstFrame.of(model), model.vae.tiling or is_of_pictures(model.vae)
     found: dict[Shape, EncoderNeed] = {}
     whole: dict[int, tuple[EncoderNeed, int]] = {}  # frames -> what a clip of an area needs
     for frames, height, width in dict.fromkeys(clips):
-        if model.vae.tiling:
+        if in_parts:
             found[frames, height, width] = vae_need(model.vae, 1, frames, height, width, device, frame)
             continue
         if frames not in whole:

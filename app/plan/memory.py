@@ -153,6 +153,8 @@ def _alternatives(config: RunConfig, model: ModelConfig) -> list[tuple[str, Mode
     if train.optimizer.ema_decay:
         bare = replace(train, optimizer=replace(train.optimizer, ema_decay=0.0))
         found.append(("train.optimizer.ema_decay: 0", model, bare))
+    if model.vae.dtype_on("cuda") == "float32" and model.vae.kind == "diffusers":
+        found.append(("model.vae.dtype: bfloat16", replace(model, vae=replace(model.vae, dtype="bfloat16")), train))
     if model.vae.kind == "diffusers" and not model.vae.tiling:
         found.append(("model.vae.tiling: true", replace(model, vae=replace(model.vae, tiling=True)), train))
     if train.memory.state != "host" and train.sync == "flat":
