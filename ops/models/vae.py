@@ -25,6 +25,7 @@ from ops.models.config import VAEConfig, clips_at_once
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import component, vae_numbers
+from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
 from ops.models.tiles import Tile, whole
 
@@ -37,7 +38,7 @@ class VAE(Protocol):
 
     def encode(self, video: Tensor) -> Tensor:
         """uint8 [B, T, H, W, 3], or floats from 0 to 255 -> fp32 normalised latents [B, C, t, h, w]; the posterior's
-        mode, so deterministic."""
+        mode, so deterministic. All B at once: `clip_groups` says of how many that takes little memory."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -438,8 +439,9 @@ def vae_without_weights(config: VAEConfig, device: str) -> DiffusersVAE:
         torch.set_default_dtype(before)
 
 
-def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
-    """The autoencoder of a local folder, by the class its config.json names, in the dtype of its settings.
+def diffusers_vae(config: VAEConfig, device: torch.device | str, shared: bool = False) -> DiffusersVAE:
+    """The autoencoder of a local folder, by the class its config.json names, in the dtype of its settings. `shared` as
+    `ops.models.frozen.frozen`.
 
     Raises ValueError for float16 where config.json says that it overflows there.
     """
@@ -457,11 +459,13 @@ def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE
             f"config.json). Use bfloat16, which takes as little, or float32."
         )
     check_files(folder)
-    model = getattr(diffusers, name).from_pretrained(
-        folder,
-        torch_dtype=getattr(torch, dtype),
-        local_files_only=True,
-        use_safetensors=True,
-        variant=variant_of(folder),
-    )
-    return DiffusersVAE(model, config, device)
+    kind = getattr(diffusers, name)
+
+    def read(stored: torch.dtype) -> torch.nn.Module:
+        model: torch.nn.Module = kind.from_pretrained(
+            folder, torch_dtype=stored, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
+        )
+        return model
+
+    source = Source(folder=folder, read=read, bare=lambda: kind.from_config(fields))
+    return DiffusersVAE(frozen(source, getattr(torch, dtype), torch.device(device), shared), config, device)
