@@ -111,6 +111,15 @@ def test_checksums_see_a_single_bit() -> None:
         assert checksums([("a", tensor)]) == checksums([("a", tensor.clone())]) != checksums([("a", other)])
 
 
+def test_sums_of_a_part_of_other_memory_are_those_of_a_copy() -> None:
+    """It may begin between two words of 8 bytes."""
+    whole = torch.randn(40)
+    for dtype in (torch.float32, torch.bfloat16):
+        for first in range(4):
+            part = whole.to(dtype)[first : first + 21]
+            assert checksums([("a", part)]) == checksums([("a", part.clone())])
+
+
 def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path: Path) -> None:
     class Holder:
         def __init__(self, value: float) -> None:
