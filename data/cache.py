@@ -163,6 +163,15 @@ class Cache:
         return False
 
 
+def kept_kinds(config: CacheConfig) -> tuple[Kind, ...]:
+    """Of what a cache with these settings has an entry, and is asked for them."""
+    if not config.path:
+        return ()
+    root, asked = Path(config.path).expanduser(), {"latents": config.latents, "text": config.text}
+    kinds: tuple[Kind, ...] = ("latents", "text")
+    return tuple(kind for kind in kinds if asked[kind] and any((root / kind).glob("*/*.npy")))
+
+
 class CacheWriter:
     """Writes entries during the next cascades, in a thread of its own. What does not fit its queue is not kept."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from actors.plan.types import Item, Module
+from actors.plan.types import ENCODED, Item, Module
 from data.cache import Cache, CachedLatents, frame_keys, text_key
 from data.config import DataConfig
 from data.decode import caption_or_empty
@@ -17,7 +17,6 @@ from ops.models.config import ModelConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, text_parts
 
-ENCODED: tuple[Module, ...] = ("text", "vae")
 _READ_BELOW_BYTES = 32 << 20  # configs and tokenizers; a file of weights is larger, and too long to read at each start
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import ray
 
-from actors.feed.encoders import ENCODED, Encoders, modules_in_cache, plan_item, text_keys
+from actors.feed.encoders import Encoders, modules_in_cache, plan_item, text_keys
 from actors.feed.pulse import Answering
 from actors.messages import PublishedResult
-from actors.plan.types import Module
+from actors.plan.types import ENCODED, Module
 from actors.ray_calls import put
 from actors.refs import Ref
 from actors.step import CacheKeys, Position, StepBatches, StepItems

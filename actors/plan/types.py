@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Module = Literal["text", "vae", "dit"]
+ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
 MODULES: tuple[Module, ...] = ("text", "vae", "dit")
 

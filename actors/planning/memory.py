@@ -12,14 +12,14 @@ from math import comb
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
-from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.costs.needs import BAG, SOLO, ClipBatches, NeedLine, Needs, Samples, clip_kind, footprint, line_through
 from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE, PlanError
 from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.models.config import ModelConfig, clips_at_once
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class MemoryForecast:
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
     vae_dtype: str = "float32"  # what the VAE computes in there
+    host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
 
@@ -122,11 +123,12 @@ class MemoryForecast:
         return 4 * held_elements(self.trained, largest, workers, fewest) + staged
 
     def host_gib(self, workers: int, nodes: int) -> float:
-        """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
-        lie there."""
+        """GiB of a node's host memory beside what its workers count as their own: state, gradient, parameters and
+        encoders that lie there."""
         here = -(-workers // nodes)
         state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.gradient_on_host else 0)) / GIB + self.host_weights_gib
+        gradient = 4 * self.trained if self.gradient_on_host else 0
+        return (state + gradient) / GIB + self.host_weights_gib + self.host_encoders_gib
 
     @property
     def host_weights_gib(self) -> float:
@@ -206,7 +208,7 @@ def forecast(
     for shape, found in _vae_needs(model, clips, device).items():
         vae_gib, kind, peak = found.weights_gib, clip_kind(_clip(shape)), found.peak_gib + picture
         needs.predicted["vae", kind] = NeedLine(fixed_gib=0.0, gib_per_unit=peak)
-        needs.kept[kind] = found.left_gib / peak
+        needs.batches[kind] = ClipBatches(clips_at_once(*shape), found.left_gib / peak)
     longest = model.text.most_tokens
     encoder = getattr(torch, model.text.dtype_on(device))
     few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
@@ -225,6 +227,7 @@ def forecast(
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],
         vae_dtype=model.vae.dtype_on(device),
+        host_encoders_gib=few.host_gib if cuda else 0.0,
         in_blocks=sum(blocks),
         largest_block=max(blocks, default=0),
     )

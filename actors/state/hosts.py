@@ -24,11 +24,12 @@ class HostNeed:
     keepers: float  # snapshots of workers, also of other nodes
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
     parameters: float = 0.0  # that are once there for GPUs
+    encoders: float = 0.0  # that are once there for all workers, and not loaded yet
     copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.keepers + self.store + self.copies
+        return self.state + self.gradient + self.parameters + self.encoders + self.keepers + self.store + self.copies
 
     def describe(self) -> str:
         """Its parts, for a person."""
@@ -36,6 +37,7 @@ class HostNeed:
             "optimizer state": self.state,
             "gradient": self.gradient,
             "weights": self.parameters,
+            "encoders": self.encoders,
             "keepers": self.keepers,
             "snapshots in the object store": self.store,
             "copies": self.copies,
@@ -55,15 +57,18 @@ def host_need(
     node_gradient: bool,
     copies: int = 1,
     weights_gib: float = 0.0,
+    encoders_gib: float = 0.0,
 ) -> HostNeed:
     """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
-    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs."""
+    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and so will
+    `encoders_gib`."""
     part = state_gib * here / workers
     kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
     return HostNeed(
         state=part if state_on_host else 0.0,
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         parameters=weights_gib,
+        encoders=encoders_gib,
         keepers=kept,
         store=offered_gib(state_gib, here, workers),
         copies=copies * part,
@@ -95,6 +100,7 @@ def needs_of_hosts(
             node_gradient=_shares_host_memory(here[0]),
             copies=2 if here[0].publishes_later else 1,
             weights_gib=max(info.host_weights_gib for info in infos),
+            encoders_gib=max(info.host_encoders_gib for info in here),
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))
     return found

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from actors.worker.loading import Modules
 from ops.comm import Group
-from ops.models.clip_latents import groups, latents_of
 from ops.models.config import clips_at_once
 from ops.models.first_frame import FirstFrame
 from ops.models.tiles import Tile
+from ops.models.vae import clip_groups, latents_of
 from ops.packing import patchify
 from ops.units import share_units
 
@@ -88,7 +88,7 @@ def _alone(
         latents = latents_of(modules.vae, frame, pixels[part.start : part.stop].to(device))
         return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
 
-    parts = groups(len(pixels), *pixels.shape[1:4])
+    parts = clip_groups(len(pixels), *pixels.shape[1:4])
     return [rows for part in parts for rows in measure.in_parts(encode, part)]
 
 

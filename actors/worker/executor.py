@@ -137,6 +137,12 @@ class Executor:
         if self.broken is not None:
             raise StaleGeneration(f"an earlier task of generation {generation} failed here: {self.broken}")
 
+    def _ready(self, task: CascadeTask) -> None:
+        """Make the encoder of a task that may run."""
+        if self.modules.lacks(task.module):
+            self.admit(task.generation)
+            self.modules.ready(task.module)
+
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
@@ -165,6 +171,7 @@ class Executor:
     ) -> list[EncodeResult]:
         """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
         encoder that sees them, of which `ok` says whether they were decoded."""
+        self._ready(task)  # what that takes is no part of the cascade
         with CascadeMeasure(self, task) as measure:
             rows = encode_texts(self.modules.text, captions, measure.meet(), measure, self.device, pictures)
             made = [
@@ -174,6 +181,7 @@ class Executor:
 
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
+        self._ready(task)
         with CascadeMeasure(self, task) as measure:
             pixels = video if isinstance(video, Tensor) else torch.from_numpy(video)
             rows = encode_clips(self.modules, self.frame, pixels, measure.meet(), measure, self.device)
@@ -185,8 +193,9 @@ class Executor:
         """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
         `end_outlasting`. `encode` is a call of `text` or `vae` with this task."""
         self.admit(task.generation)
+        self.modules.ready(task.module)  # here, as the bag is connected here: the thread may do neither
         self._wait_as(task)
-        self._bag(task)  # connects it: the thread may not
+        self._bag(task)
 
         def run() -> list[EncodeResult]:
             with freed():
@@ -274,7 +283,7 @@ class Executor:
                 self._noisy_clips(task.samples, inputs),
                 layout,
                 group,
-                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
+                latent_width=modules.config.vae.channels * math.prod(modules.geometry.patch),
                 objective=self.objective,
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
@@ -329,7 +338,7 @@ class Executor:
     @property
     def widths(self) -> tuple[int, int]:
         """(P, E): width of a row of the VAE's results and of a text row."""
-        return self.frame.width, self.modules.text.dim
+        return self.frame.width, self.modules.config.text.d_model
 
     def _clean_frames(self, sample: StepSample) -> int:
         """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""

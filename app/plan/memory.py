@@ -99,6 +99,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, cluster: Cluster) -> Ho
         node_gradient=found.gradient_on_host,
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
+        encoders_gib=found.host_encoders_gib,
     )
 
 
@@ -200,6 +201,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             *(["optimizer state"] if view.found.places.state == "host" else []),
             *(["gradients"] if view.found.gradient_on_host else []),
             *(["weights"] if view.found.fetches else []),
+            *(["text encoder"] if view.found.host_encoders_gib else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.host is not None:

@@ -17,6 +17,7 @@ from ops.ranges import SEED, between, check_numbers
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 VAEDtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to so many pixels of all their frames
 
@@ -103,8 +104,9 @@ class TextConfig:
     cleaned: bool = True  # entities of HTML resolved, white space joined; weights of Mochi were trained without it
     # none: an empty caption is no text at all. So Mochi's weights were trained, as its model_index.json says
     empty: EmptyText = "encoded"
-    # device: beside the transformer. host: in host memory, and on the device only while it encodes, which copies 11 GB
-    # (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for clips.
+    # device: beside the transformer. host: in host memory, once for all workers of a node, and on the device only while
+    # it encodes, which copies 11 GB (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for
+    # clips. Where data.cache has texts already, an encoder is loaded when one is missing, and no sooner.
     place: EncoderPlace = "device"
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2

@@ -28,7 +28,6 @@ from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.gradient_sum import Bounds
 from ops.models.base.config import DiTConfig
-from ops.models.clip_latents import latents_of
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.first_frame import FirstFrame
 from ops.models.image import clip_skeleton, image_size, vision_rows
@@ -36,7 +35,7 @@ from ops.models.load import bare_dit, build_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.models.vae import DiffusersVAE, vae_without_weights
+from ops.models.vae import DiffusersVAE, latents_of, vae_without_weights
 from ops.node_gradients import NodeGradients, routes
 from ops.noise import NoiseKey
 from ops.objective import FlowObjective
@@ -239,6 +238,7 @@ class EncoderNeed:
     weights_gib: float
     peak_gib: float
     left_gib: float = 0.0  # of the peak that the results of the call take on
+    host_gib: float = 0.0  # of weights that lie in host memory between two calls
 
 
 def vae_need(
@@ -291,7 +291,7 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         del rows
         weights, peak = storage_bytes(text.parameters()) / GIB, count.peak_bytes / GIB
         if config.place == "host":  # the weights come for the call
-            weights, peak = 0.0, weights + peak
+            return EncoderNeed(weights_gib=0.0, peak_gib=weights + peak, host_gib=weights)
         return EncoderNeed(weights_gib=weights, peak_gib=peak)
 
 

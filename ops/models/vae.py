@@ -10,7 +10,7 @@ B batch, T H W frames, height, width in pixels, C latent channels, t h w the lat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise, product
@@ -24,6 +24,7 @@ from ops.models.base.family import Json
 from ops.models.config import VAEConfig, clips_at_once
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
+from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, vae_numbers
 from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
@@ -345,6 +346,22 @@ class DiffusersVAE:
         full = getattr(self.model, f"tile_sample_min_{side}") // ratio
         kept = getattr(self.model, f"tile_sample_stride_{side}") // ratio
         return kept, full - kept
+
+
+def clip_groups(clips: int, frames: int, height: int, width: int) -> Sequence[range]:
+    """Clips that are encoded together: the memory for that does not grow with the batch."""
+    step = clips_at_once(frames, height, width)
+    return [range(start, min(start + step, clips)) for start in range(0, clips, step)]
+
+
+@torch.no_grad()
+def latents_of(vae: VAE, frame: FirstFrame, clips: Tensor) -> list[Tensor]:
+    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: the Q channels tell of first frames, where the model is told."""
+    latents = list(vae.encode(clips))
+    if not frame.is_told:
+        return latents
+    still = vae.encode(frame.still(clips))
+    return [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
 
 
 @contextmanager

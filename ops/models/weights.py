@@ -203,15 +203,22 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
+def num_weights(folders: Sequence[Path]) -> int:
+    """Numbers in the files of these folders, by their headers."""
+    return sum(tensor.numel() for folder in folders for tensor in describe(folder).values())
+
+
 def frozen_digests(
-    config: ModelConfig, dit: nn.Module, vae: object, text: object, image: object = None
+    config: ModelConfig, dit: nn.Module | None, vae: object, text: object, image: object = None
 ) -> tuple[tuple[str, str], ...]:
     """(setting, digest) of each folder's weights that are not trained. Equal on workers that train the same function.
+    None stands for a part that is not there.
 
     Parts without a folder are made from the config, by every worker alike. At the speed of the memory they lie in.
     """
+    of_dit = dit.named_parameters() if dit is not None else ()
     parts: list[tuple[str, str | None, list[tuple[str, Tensor]]]] = [
-        ("model.dit.path", config.dit.path, [(n, p) for n, p in dit.named_parameters() if not p.requires_grad]),
+        ("model.dit.path", config.dit.path, [(n, p) for n, p in of_dit if not p.requires_grad]),
         ("model.vae.path", config.vae.path, _tensors_of(vae)),
         ("model.text.path", config.text.path, _tensors_of(text)),
     ]
@@ -232,7 +239,7 @@ def checksums(named: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, int], ...
 def _tensors_of(encoder: object) -> list[tuple[str, Tensor]]:
     """Parameters of the modules that an encoder holds, and its own tensors (a VAE's means and scales)."""
     found: list[tuple[str, Tensor]] = []
-    for name, value in sorted(vars(encoder).items()):
+    for name, value in sorted(vars(encoder).items()) if encoder is not None else ():
         if isinstance(value, nn.Module):
             found.extend((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
         elif isinstance(value, Tensor):

@@ -7,14 +7,13 @@ import multiprocessing
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 import torch
 
 from ops.lending import claim
 from ops.node_weights import NodeWeights, ReadTensor, _number_of
-from tests.ops.weights_holder import hold
+from tests.ops.weights_holder import hold, shared_kib
 
 SIZE = 32  # MiB
 PROCESSES = multiprocessing.get_context("forkserver")  # imports once what all of them need
@@ -45,18 +44,6 @@ class Holder:
         self._process.kill()
         self._process.join()
 
-    def shared_kib(self) -> tuple[int, int]:
-        """(resident, proportional) KiB of the node's weights in this process."""
-        found = {"Rss": 0, "Pss": 0}
-        inside = False
-        for line in Path(f"/proc/{self.pid}/smaps").read_text().splitlines():
-            word = line.split()[0]
-            if not word.endswith(":"):
-                inside = "heddle-weights" in line
-            elif inside and word.rstrip(":") in found:
-                found[word.rstrip(":")] += int(line.split()[1])
-        return found["Rss"], found["Pss"]
-
 
 Start = Callable[..., Holder]
 
@@ -83,7 +70,7 @@ def test_one_process_reads_and_the_memory_of_all_counts_once(key: str, start: St
     assert (first.says(), first.says()) == ("reads", f"read {first.pid}")
     others = [start(key), start(key)]
     assert [one.says() for one in others] == [f"mapped {first.pid}"] * 2
-    sizes = [one.shared_kib() for one in (first, *others)]
+    sizes = [shared_kib(one.pid or 0) for one in (first, *others)]
     assert all(resident >= SIZE * 1024 for resident, _ in sizes), "every process has all of it mapped"
     assert sum(share for _, share in sizes) == pytest.approx(SIZE * 1024, rel=0.02)
 

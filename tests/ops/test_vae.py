@@ -16,13 +16,12 @@ from diffusers import (
     AutoencoderKLWan,
 )
 
-from ops.models.clip_latents import groups
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
 from ops.models.forecast import GIB, vae_need
 from ops.models.load import build_vae
 from ops.models.tiles import Tile, deal
-from ops.models.vae import DiffusersVAE
+from ops.models.vae import DiffusersVAE, clip_groups
 from ops.storages import StorageCount
 from tests.ops.conftest import RunRanks
 
@@ -348,10 +347,9 @@ def test_a_compiled_encoder_gives_the_same_latents(monkeypatch: pytest.MonkeyPat
 
 
 def peak_bytes(vae: DiffusersVAE, video: torch.Tensor) -> int:
+    parts = [slice(part.start, part.stop) for part in clip_groups(len(video), *video.shape[1:4])]
     with StorageCount() as count:
-        latents = [
-            row for part in groups(len(video), *video.shape[1:4]) for row in vae.encode(video[part.start : part.stop])
-        ]
+        latents = [row for part in parts for row in vae.encode(video[part])]
     assert len(latents) == len(video)
     return count.peak_bytes
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.plan.types import Module
 from ops.degrees import surplus
-from ops.models.config import TEXT_BATCH_TOKENS, clips_at_once
+from ops.models.config import TEXT_BATCH_TOKENS
 
 Kind = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
@@ -68,11 +69,20 @@ def footprint(
         longest = max(s.text_tokens for s in samples)
         captions = -(-count // degree)
         return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
-    clip, clips = samples[0], sum(s.count for s in samples)
-    kind = clip_kind(clip, degree)
-    together = min(clips, clips_at_once(clip.frames, clip.height, clip.width) if degree == 1 else 1)
-    kept = needs.kept.get(kind, 0.0) if needs else 0.0
-    return Footprint(module=module, kind=kind, units=together + kept * (clips - together))
+    kind, clips = clip_kind(samples[0], degree), sum(s.count for s in samples)
+    batches = (needs.batches if needs else {}).get(kind, WHOLE)
+    together = min(clips, batches.together)
+    return Footprint(module=module, kind=kind, units=together + batches.kept * (clips - together))
+
+
+class ClipBatches(NamedTuple):
+    """How a VAE takes the clips of a cascade."""
+
+    together: float  # so many at a time
+    kept: float = 0.0  # what the rows of a clip that is encoded take on, as a part of what encoding it takes
+
+
+WHOLE = ClipBatches(math.inf)  # all at once
 
 
 def clip_kind(clip: Samples, degree: int = 1) -> str:
@@ -121,8 +131,7 @@ class Needs:
     # and the number of heads; 0: nothing was predicted.
     copied: float = 0.0
     num_heads: int = 0
-    # By kind of VAE cascade: what the rows of an encoded clip take on, as a part of what encoding one takes.
-    kept: dict[str, float] = field(default_factory=dict)
+    batches: dict[str, ClipBatches] = field(default_factory=dict)  # by kind of VAE cascade, where it was predicted
     _learned: dict[Kind, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:

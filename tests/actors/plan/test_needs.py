@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.plan.costs.needs import TRIES, Footprint, NeedLine, Needs, Samples, footprint, line_through
+from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, Samples, footprint, line_through
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
@@ -18,7 +18,7 @@ from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan
 from actors.planning.memory import _vae_needs, predict_dit
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig, clips_at_once
 from ops.models.folders import resolve
 from ops.models.forecast import Precision, dit_need_gib, vae_need
 from ops.models.hunyuan.config import HunyuanConfig
@@ -83,11 +83,13 @@ def needs_of(planned: Plan, items: tuple[Item, ...], made: Profile) -> list[floa
 def test_a_vae_needs_memory_for_the_clips_that_it_encodes_at_a_time_and_for_rows_of_the_others() -> None:
     def units(count: int, frames: int, height: int, degree: int = 1) -> float:
         clips = [Samples(count=count, frames=frames, height=height, width=512)]
-        return footprint("vae", clips, degree, Geometry().tokens, Needs(kept={f"{frames}f {height}x512": 0.01})).units
+        together = clips_at_once(frames, height, 512)
+        needs = Needs(batches={f"{frames}f {height}x512": ClipBatches(together, 0.01)})
+        return footprint("vae", clips, degree, Geometry().tokens, needs).units
 
     assert [units(count, 81, 480) for count in (1, 2, 9)] == [1, 1.01, 1.08]
     assert [units(count, 1, 512) for count in (1, 4, 6)] == [1, 4, 4.02], "four such pictures are encoded together"
-    assert units(9, 81, 480, degree=4) == 1, "a bag takes clip after clip"
+    assert units(9, 81, 480, degree=4) == 9, "of a bag nothing was predicted"
 
 
 @pytest.mark.parametrize("of_pictures", [False, True])

@@ -38,6 +38,10 @@ def test_who_holds_other_weights_is_named() -> None:
     assert disagreement([info("w0")]) == ""
     said = disagreement([info("w0", vae="1", text="2"), info("w1", vae="1", text="3"), info("w2", vae="1", text="2")])
     assert "the weights of text on w1 on host-of-w1 are not those on w0, w2" in said
+    later = [info("w0", vae="1", text="2"), info("w1", vae="1"), info("w2", vae="1", text="2")]
+    assert disagreement(later) == "", "w1 has not made its text encoder, and compares it when it does"
+    said = disagreement([*later, info("w3", vae="1", text="3")])
+    assert "text on w3 on host-of-w3 are not those on w0, w2" in said
 
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
