@@ -133,7 +133,9 @@ class FirstWeights:
 
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:
     """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
-    precision = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    precision: str = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    if precision == "float32" and train.allows_tf32:
+        precision = "tf32"
     if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
         return known.peak_tflops(precision)
     return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
