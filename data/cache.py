@@ -164,7 +164,7 @@ class Cache:
 
 
 def kept_kinds(config: CacheConfig) -> tuple[Kind, ...]:
-    """Of what a cache with these settings has an entry, and is asked for them."""
+    """Kinds of which a cache with these settings has an entry, if it is asked for them."""
     if not config.path:
         return ()
     root, asked = Path(config.path).expanduser(), {"latents": config.latents, "text": config.text}

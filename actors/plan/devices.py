@@ -24,7 +24,7 @@ class DeviceSpeed:
     has_tf32: bool = True  # from Ampere on, at half the rate of bf16
 
     def peak_tflops(self, precision: str) -> float:
-        """Of products in `bfloat16`, `tf32` or `float32`."""
+        """Peak of products in `bfloat16`, `tf32` or `float32`."""
         if precision == "tf32" and self.has_tf32:
             return self.bf16_tflops / 2
         return self.bf16_tflops if precision == "bfloat16" else self.fp32_tflops

@@ -298,7 +298,7 @@ def predict_dit(
 
 
 def _vae_needs(model: ModelConfig, clips: Sequence[Shape], device: str) -> dict[Shape, EncoderNeed]:
-    """Of one clip of each shape. Without tiles, and if it is not taken as pictures, all of it grows with the area."""
+    """Need of one clip of each shape. It grows with the area where a clip is neither cut nor taken as pictures."""
     from ops.models.first_frame import FirstFrame
     from ops.models.folders import is_of_pictures
     from ops.models.forecast import vae_need

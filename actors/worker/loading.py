@@ -102,7 +102,7 @@ class Modules:
             _ = self.vae, self.image
 
     def digests(self, of: Collection[Module] = MODULES) -> tuple[tuple[str, str], ...]:
-        """Of the frozen weights of these modules that are here by now (`frozen_digests`)."""
+        """Digests of the frozen weights of these modules that are here by now (`frozen_digests`)."""
         encoders: tuple[tuple[Module, object], ...] = (
             ("vae", self._vae),
             ("text", self._text),

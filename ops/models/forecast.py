@@ -250,8 +250,8 @@ def vae_need(
     device: str = "cpu",
     frame: FirstFrame | None = None,
 ) -> EncoderNeed:
-    """Of encoding `batch` clips at once on a kind of device, and what `frame` tells of their first frames; the rows
-    that it leaves are in the peak. Raises ValueError for a folder without a known autoencoder, FileNotFoundError
+    """Need of encoding `batch` clips at once on a kind of device, and what `frame` tells of their first frames; the
+    rows that it leaves are in the peak. Raises ValueError for a folder without a known autoencoder, FileNotFoundError
     without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         vae = build_vae(config, "cpu") if config.kind == "haar" else vae_without_weights(config, device)

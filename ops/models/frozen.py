@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
-    """A folder of weights. `read` gives the module with them, in the dtype that it is told; `bare` the same without."""
+    """A folder of weights. `read` makes the module with them, in the dtype it is given; `bare` the same without."""
 
     folder: Path
     read: Callable[[torch.dtype], nn.Module]

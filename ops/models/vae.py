@@ -166,7 +166,7 @@ class DiffusersVAE:
         self.model.encoder.compile()
 
     def _means(self, pixels: Tensor) -> Tensor:
-        """Of [B, T, H, W, 3], or for a class of pictures of [B, H, W, 3]."""
+        """Posterior means of [B, T, H, W, 3], or for a class of pictures of [B, H, W, 3]."""
         scaled = torch.div(pixels, 127.5).sub_(1.0).to(self._first_dtype).movedim(-1, 1)
         scaled = scaled.contiguous(memory_format=self._layout or torch.contiguous_format)
         with _without(self.model, "use_tiling", "use_framewise_encoding"):
@@ -356,7 +356,7 @@ def clip_groups(clips: int, frames: int, height: int, width: int) -> Sequence[ra
 
 @torch.no_grad()
 def latents_of(vae: VAE, frame: FirstFrame, clips: Tensor) -> list[Tensor]:
-    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: the Q channels tell of first frames, where the model is told."""
+    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: Q channels that tell of first frames, where there are."""
     latents = list(vae.encode(clips))
     if not frame.is_told:
         return latents

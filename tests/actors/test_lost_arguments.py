@@ -220,7 +220,7 @@ def run_of(lab: Lab, name: str, steps: int, workers: int, **sections: Any) -> La
 
 
 def made_encoders(lab: Lab) -> list[str]:
-    """Of those that were made since the last call: what they encode and the worker."""
+    """What was made since the last call: which encoder, and by which worker."""
     notes = sorted((lab.folder / "fails").glob("made *"))
     for note in notes:
         note.unlink()

@@ -57,7 +57,7 @@ def sparse_file(path: Path, state: Mapping[str, torch.Tensor]) -> int:
 
 
 def anonymous_bytes() -> int:
-    """Of this process: what is no page of a file."""
+    """Resident memory of this process that is no page of a file."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
 
