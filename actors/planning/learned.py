@@ -35,6 +35,7 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
     name = f"{dit.architecture} {sum(dit.block_counts)}x{dit.dim}"
     if dit.spatial_temporal and dit.deals_heads:
         name += " by Ulysses"
+    kind = "cpu" if device in ("", "cpu") else "cuda"
     return ProfiledSetting(
         model=name,
         device=device,
@@ -43,8 +44,8 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
         precision=f"{train.parameter_dtype}, autocast {train.autocast}" if train is not None else "",
         checkpointing="on" if dit.gradient_checkpointing else "off",
         trained=_trained(dit),
-        vae=_vae_of(model.vae),
-        text=_text_of(model.text, device),
+        vae=_vae_of(model.vae, kind),
+        text=_text_of(model.text, kind),
     )
 
 
@@ -70,21 +71,19 @@ def _backend_of(model: ModelConfig, device: str, train: TrainConfig) -> str:
     return ", ".join(serving(probe))
 
 
-def _vae_of(vae: VAEConfig) -> str:
+def _vae_of(vae: VAEConfig, device: str) -> str:
     if vae.kind == "haar":
         return f"haar {vae.temporal}x{vae.spatial}x{vae.spatial}, {vae.channels} channels"
     assert vae.path is not None
-    kind = read_json(component(vae.path, "vae") / "config.json").get("_class_name", "unknown")
+    name = read_json(component(vae.path, "vae") / "config.json").get("_class_name", "unknown")
     (high, wide), (down, across) = vae.tile_sample_min, vae.tile_sample_stride
     tiles = f"tiles of {high}x{wide} every {down}x{across}" if vae.tiling else "no tiles"
-    return f"{kind} float32, {tiles}"
+    return f"{name} {vae.dtype_on(device)}, {tiles}"
 
 
 def _text_of(text: TextConfig, device: str) -> str:
-    from ops.models.text import text_dtype
-
     padded = f", padded to {max(text.pad_to, text.unmasked)}" if text.pad_to or text.unmasked else ""
-    dtype = text_dtype(text, "cpu" if device in ("", "cpu") else "cuda")
+    dtype = text.dtype_on(device)
     return f"{text.kind} {text.num_layers}x{text.d_model} {dtype} on the {text.place}{padded}"
 
 

@@ -30,12 +30,12 @@ class HostNeed:
     copies: float  # two versions of what is copied for other nodes
     store: float  # of the object store, in /dev/shm: pieces of copies on their way
     parameters: float = 0.0  # that are once there for GPUs
-    text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
+    encoders: float = 0.0  # that are once there for all workers, and not loaded yet
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.text + self.samples + self.copies + self.store
+        return self.state + self.gradient + self.parameters + self.encoders + self.samples + self.copies + self.store
 
     def describe(self) -> str:
         """Its parts, for a person."""
@@ -44,7 +44,7 @@ class HostNeed:
             "copies for other nodes": self.copies,
             "gradient": self.gradient,
             "weights": self.parameters,
-            "text encoders": self.text,
+            "encoders": self.encoders,
             "weights of a sample": self.samples,
             "object store": self.store,
         }
@@ -61,12 +61,12 @@ def host_need(
     nodes: int,
     node_gradient: bool,
     weights_gib: float = 0.0,
-    text_gib: float = 0.0,
+    encoders_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
     """What a node with `here` of all workers needs, whose state in all is `state_gib`, at so many bytes a weight.
-    `weights_gib` of parameters lie there for its GPUs, and of each worker `text_gib` of text encoders that are not
-    loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
+    `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `samples_gib` is what one aside
+    takes (`aside_gib`)."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,
@@ -74,7 +74,7 @@ def host_need(
         copies=TURNS * copies * state_gib / nodes,
         store=store_gib(state_gib, bytes_per_weight, snapshot, here=here, workers=workers, nodes=nodes),
         parameters=weights_gib,
-        text=here * text_gib,
+        encoders=encoders_gib,
         samples=samples_gib,
     )
 
@@ -131,6 +131,7 @@ def needs_of_hosts(
             nodes=len(nodes),
             node_gradient=_shares_host_memory(here[0]),
             weights_gib=max(info.host_weights_gib for info in infos),
+            encoders_gib=max(info.host_encoders_gib for info in here),
             samples_gib=samples_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 Process = tuple[int, str]  # pid and birth (`actors.process`)
 
+_FILES_AT_ONCE = 4  # of a checkpoint, that a keeper writes
 _SMALL = 64 << 20  # bytes; a smaller range is taken without a look at the node's memory
 _ENDED_S = 10.0  # for a process to end after SIGKILL
 _LOOK_S = 0.02
@@ -278,16 +280,23 @@ class Keeper:
             )
 
     def write(self, folder: str, step: int, generation: int, ranges: Sequence[tuple[int, int]]) -> list[WrittenShard]:
-        """Write these ranges of a version into the folder of a checkpoint, each into a file of its own. Raises
-        VersionLost when the version is not all there to the end, OSError. Runs in the thread group WRITES."""
-        written = []
-        for lo, hi in ranges:
-            shard = self.read(step, generation, lo, hi)
-            file = write_shard(Path(folder), shard) if shard is not None else None
-            if file is None or self.read(step, generation, lo, hi) is None:
-                raise VersionLost(f"the keeper on {socket.gethostname()} has let go of step {step}")
-            written.append(WrittenShard(lo=lo, hi=hi, name=file.name, size=file.size, crc32=file.crc32))
-        return written
+        """Write these ranges of a version into the folder of a checkpoint, each into a file of its own, a few at a
+        time. Raises VersionLost when the version is not all there to the end, OSError; nothing is being written then.
+        Runs in the thread group WRITES."""
+        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="shard") as pool:
+            files = [pool.submit(self._write, Path(folder), step, generation, *bounds) for bounds in ranges]
+            try:
+                return [file.result() for file in files]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # waits for those that have begun
+                raise
+
+    def _write(self, folder: Path, step: int, generation: int, lo: int, hi: int) -> WrittenShard:
+        shard = self.read(step, generation, lo, hi)
+        file = write_shard(folder, shard) if shard is not None else None
+        if file is None or self.read(step, generation, lo, hi) is None:
+            raise VersionLost(f"the keeper on {socket.gethostname()} has let go of step {step}")
+        return WrittenShard(lo=lo, hi=hi, name=file.name, size=file.size, crc32=file.crc32)
 
     def used_bytes(self) -> int:
         """Memory that the state takes here."""

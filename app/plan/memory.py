@@ -25,7 +25,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
         f"memory    GiB of a GPU{size} on {view.workers} workers{places}, predicted",
-        f"          states {states.total:.2f} ({states.describe()})",
+        f"          states {states.total:.2f} ({states.describe()}), VAE in {view.found.vae_dtype}",
     ]
     worst = 0.0
     for module in MODULES:

@@ -168,6 +168,14 @@ def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
     )
 
 
+def is_of_pictures(vae: VAEConfig) -> bool:
+    """Whether an autoencoder takes the frames of a clip as so many pictures."""
+    if vae.path is None:
+        return False
+    name = class_of(read_json(component(vae.path, "vae") / "config.json"))
+    return name in VAE_CLASSES and VAE_CLASSES[name].of_pictures
+
+
 def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     """Concrete numbers of a model: what its folders say, and what follows from one module for the next.
 

@@ -49,7 +49,7 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
         parameter_bytes=2,
         state_bytes=16,
         vae_gib=0.46,
-        text_on_host_gib=text,
+        host_encoders_gib=text,
         needs=needs,
     )
 
@@ -102,7 +102,7 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
     assert re.search(
-        r"host memory of a node [\d.]+ of 2048 \(two versions of the optimizer state .*text encoders [\d.]+", shown
+        r"host memory of a node [\d.]+ of 2048 \(two versions of the optimizer state .*, encoders [\d.]+", shown
     )
     small = tmp_path / "cluster.yaml"
     small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
