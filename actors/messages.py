@@ -193,6 +193,7 @@ class WorkerInfo:
     state_on_host: bool = False  # optimizer state will lie in host memory
     parameters: str = "replicated"  # where it would have them, "replicated" or "node"
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
+    host_encoders_gib: float = 0.0  # that encoders which are not made yet will take of it, for all of its workers
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
@@ -345,6 +346,7 @@ class WorkerSettings:
     train: TrainConfig
     workers: WorkersConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    cached: tuple[Module, ...] = ()  # of whose results the cache has some: their encoders are made when one is missing
     # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
     least_gib: tuple[float, ...] = ()
 

@@ -167,6 +167,15 @@ class Cache:
         return False
 
 
+def kept_kinds(config: CacheConfig) -> tuple[EntryKind, ...]:
+    """Kinds of which a cache with these settings has an entry, if it is asked for them."""
+    if not config.path:
+        return ()
+    root, asked = Path(config.path).expanduser(), {"latents": config.latents, "text": config.text}
+    kinds: tuple[EntryKind, ...] = ("latents", "text")
+    return tuple(kind for kind in kinds if asked[kind] and any((root / kind).glob("*/*.npy")))
+
+
 class CacheWriter:
     """Writes entries during the next cascades, in a thread of its own. What does not fit its queue is not kept."""
 

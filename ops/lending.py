@@ -13,6 +13,7 @@ the same process for ever, while pids are given out again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -47,15 +48,18 @@ class Borrower:
 class Lender:
     """Serves one NodeMemory from a thread of its own until `close`."""
 
-    def __init__(self, memory: NodeMemory) -> None:
-        self.number = secrets.randbelow(_NUMBERS - 1) + 1  # what a borrower must know
+    def __init__(self, memory: NodeMemory, listener: socket.socket | None = None, number: int = 0) -> None:
+        """With a `listener`, what `claim` gave for this `number`; else a number is drawn that nobody can guess."""
+        if listener is None:
+            number = secrets.randbelow(_NUMBERS - 1) + 1
+            listener = claim(number)
+            assert listener is not None, "a number that was drawn is nobody's"
+        self.number = number  # what a borrower must know
         self._memory = memory
         self._lock = threading.Lock()
         self._borrowers: list[Borrower] = []
         self._selector = selectors.DefaultSelector()
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(_address(self.number))
-        self._listener.listen(128)
+        self._listener = listener
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -162,10 +166,25 @@ class BorrowedMemory(NodeMemory):
         super().close()
 
 
-def borrow(number: int) -> BorrowedMemory:
-    """Memory of the lender with this number. Raises ConnectionError when it is not on this node, or lends no more."""
+def claim(number: int) -> socket.socket | None:
+    """The address of this number, at which others wait from now on; None while another process of the node has it."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_address(number))
+        listener.listen(128)
+    except OSError as error:
+        listener.close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return listener
+
+
+def borrow(number: int, patience_s: float = _CONNECT_S) -> BorrowedMemory:
+    """Memory of the lender with this number. Raises ConnectionError when it is not on this node, or lends no more, or
+    does not answer for so long."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(_CONNECT_S)
+    connection.settimeout(patience_s)
     descriptors: list[int] = []
     try:
         connection.connect(_address(number))

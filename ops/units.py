@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,30 +12,80 @@ from torch import Tensor
 from ops.comm import Group
 
 _MAX_DIMS = 6
+_HALVES = (torch.bfloat16, torch.float16)  # that units may travel in; their numbers in a message are 1 and 2
 
 
 def share_units(
     found: dict[int, Tensor], units: int, group: Group, device: torch.device, only: int | None = None
 ) -> dict[int, Tensor]:
     """All units [any shape] by their number, of which `found` are those made here. With `only`, that rank alone ends
-    with all of them, the others with their own. Collective. Shapes travel first, then fp32 data."""
-    dims = torch.zeros(units, _MAX_DIMS, dtype=torch.int64, device=device)
-    for u, unit in found.items():
-        dims[u, : unit.dim()] = torch.tensor(unit.shape, device=device) + 1  # 0: no such dimension
-    group.all_reduce(dims)
-    shapes = [tuple(n - 1 for n in row if n) for row in dims.tolist()]
+    with all of them, the others with their own. Collective. Shapes travel first, then numbers: in bf16 or fp16 where
+    all units were made in it, else in fp32, and so they come."""
+    shapes, dtype = _agree(found, units, group, device)
     sizes = [math.prod(shape) for shape in shapes]
     owned = [range(r, units, group.size) for r in range(group.size)]
-    takers = [r for r in range(group.size) if r != group.rank and only in (None, r)]
-    takes = only in (None, group.rank)
-    output_splits = [sum(sizes[u] for u in owned[r]) if takes and r != group.rank else 0 for r in range(group.size)]
-    flat = [found[u].to(device, torch.float32).reshape(-1) for u in owned[group.rank]]
-    mine = torch.cat(flat) if flat else torch.empty(0, device=device)
-    input_splits = [mine.numel() if r in takers else 0 for r in range(group.size)]
-    received = torch.empty(sum(output_splits), device=device)
-    group.all_to_all(received, mine.repeat(len(takers)), output_splits, input_splits)
-    result, offset = dict(found), 0
-    for u in (u for r in range(group.size) if takes and r != group.rank for u in owned[r]):
-        result[u] = received[offset : offset + sizes[u]].reshape(shapes[u])
-        offset += sizes[u]
-    return result
+    lengths = [sum(sizes[u] for u in numbers) for numbers in owned]
+    mine = [found[u].reshape(-1) for u in owned[group.rank]]
+    parts: Sequence[Tensor | None] = (
+        _gathered(mine, lengths, group, device, dtype)
+        if only is None
+        else _taken(mine, lengths, only, group, device, dtype)
+    )
+    return {
+        u: flat.view(shapes[u])
+        for numbers, part in zip(owned, parts, strict=True)
+        if part is not None
+        for u, flat in zip(numbers, part.split([sizes[u] for u in numbers]), strict=True)
+    }
+
+
+def _agree(
+    found: dict[int, Tensor], units: int, group: Group, device: torch.device
+) -> tuple[list[tuple[int, ...]], torch.dtype]:
+    """The shape of every unit, and the dtype that all travel in. Filled in here on the host, uploaded once."""
+    facts = torch.zeros(units, _MAX_DIMS + 1, dtype=torch.int64)
+    for u, unit in found.items():
+        dims = [n + 1 for n in unit.shape]  # 0: no such dimension
+        half = _HALVES.index(unit.dtype) + 1 if unit.dtype in _HALVES else 0
+        facts[u] = torch.tensor([half, *dims, *[0] * (_MAX_DIMS - len(dims))])
+    facts = facts.to(device)
+    group.all_reduce(facts)
+    rows = facts.tolist()
+    halves = {row[0] for row in rows}
+    (half,) = halves if len(halves) == 1 else (0,)
+    return [tuple(n - 1 for n in row[1:] if n) for row in rows], _HALVES[half - 1] if half else torch.float32
+
+
+def _gathered(
+    mine: list[Tensor], lengths: list[int], group: Group, device: torch.device, dtype: torch.dtype
+) -> list[Tensor]:
+    """What every rank has made, of such lengths, on all of them. NCCL gathers ranges of one length in place."""
+    places = [max(lengths)] * group.size if group.on_device else lengths
+    ends = list(accumulate(places))
+    bounds = [(end - place, end) for end, place in zip(ends, places, strict=True)]
+    flat = torch.empty(ends[-1], dtype=dtype, device=device)
+    parts = [flat[lo : lo + length] for (lo, _), length in zip(bounds, lengths, strict=True)]
+    _fill(parts[group.rank], mine)
+    if ends[-1]:
+        group.all_gather_ranges(flat, bounds)
+    return parts
+
+
+def _taken(
+    mine: list[Tensor], lengths: list[int], taker: int, group: Group, device: torch.device, dtype: torch.dtype
+) -> list[Tensor | None]:
+    """The same on one rank; on the others what they have made."""
+    own = _fill(torch.empty(lengths[group.rank], dtype=dtype, device=device), mine)
+    takes = group.rank == taker
+    come = [length if takes and r != taker else 0 for r, length in enumerate(lengths)]
+    go = [0 if takes or r != taker else len(own) for r in range(group.size)]
+    received = own.new_empty(sum(come))
+    group.all_to_all(received, own[: sum(go)], come, go)
+    others = received.split(come)
+    return [own if r == group.rank else others[r] if takes else None for r in range(group.size)]
+
+
+def _fill(flat: Tensor, pieces: list[Tensor]) -> Tensor:
+    for place, piece in zip(flat.split([len(piece) for piece in pieces]), pieces, strict=True):
+        place.copy_(piece)
+    return flat

@@ -33,14 +33,18 @@ class Encoders:
     picture_rows: int = 0  # of a text that are of the first frame: such a text is made of pixels, too
 
     @staticmethod
-    def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
-        """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files.
+    def of(model: ModelConfig, device: str = "cpu", named: bool = True) -> Encoders:
+        """For a resolved model on a kind of device. Names hold every setting of an encoder, what it computes in, and
+        each of its files.
 
         Without names no file is read; only a cache needs names.
         """
         vae_folders = [component(model.vae.path, "vae")] if named and model.vae.path else []
         text_folders = list(text_parts(model.text).values()) if named and model.text.path else []
-        vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
+        vae = {**asdict(model.vae), "patch": model.dit.patch, "files": _stamp(vae_folders)}
+        vae["dtype"] = model.vae.dtype_on(device)
+        for how in ("channels_last", "compile"):  # the same latents but for rounding that no dtype promises
+            del vae[how]
         frame = FirstFrame.of(model)
         if frame.is_told:  # the result holds what is told of the first frame, too
             image_path = model.image.path if model.image else None
@@ -61,7 +65,7 @@ class Encoders:
         for name, usual in (("cleaned", True), ("empty", "encoded")):  # named before there was a choice
             if settings[name] == usual:
                 del settings[name]
-        text = {**settings, "dtype": text_dtype, "files": _stamp(text_folders)}
+        text = {**settings, "dtype": model.text.dtype_on(device), "files": _stamp(text_folders)}
         return Encoders(
             vae=json.dumps(vae, sort_keys=True) if named else "",
             text=json.dumps(text, sort_keys=True) if named else "",

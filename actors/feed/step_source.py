@@ -28,7 +28,6 @@ from data.engines.engine import make_engine
 from data.engines.placement import beside_me
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
-from ops.models.text import text_dtype
 
 log = logging.getLogger(__name__)
 
@@ -279,9 +278,10 @@ def item_facts(
     data: DataConfig, train: TrainConfig, workers: WorkersConfig, model: ModelConfig, geometry: Geometry
 ) -> ItemFacts:
     """Of a run with these settings and this resolved model."""
-    dtype = text_dtype(model.text, "cuda" if uses_gpu(workers) else "cpu")
+    named = bool(data.cache.path)
+    device = "cuda" if named and uses_gpu(workers) else "cpu"  # a name alone says which
     return ItemFacts(
         geometry=geometry,
-        encoders=Encoders.of(model, dtype, named=bool(data.cache.path)),
+        encoders=Encoders.of(model, device, named=named),
         experts=ExpertDraw.of(model.dit, train, geometry),
     )

@@ -23,9 +23,12 @@ class DeviceSpeed:
     bf16_tflops: float
     fp32_tflops: float
     link_gbps: float
+    has_tf32: bool = True  # from Ampere on, at half the rate of bf16
 
     def peak_tflops(self, precision: str) -> float:
-        """Of products in `bfloat16` or `float32`."""
+        """Peak of products in `bfloat16`, `tf32` or `float32`."""
+        if precision == "tf32" and self.has_tf32:
+            return self.bf16_tflops / 2
         return self.bf16_tflops if precision == "bfloat16" else self.fp32_tflops
 
 
@@ -59,8 +62,8 @@ DEVICES: tuple[tuple[tuple[str, ...], DeviceSpeed], ...] = (
     (("RTX", "5090"), DeviceSpeed(209.5, 104.8, _PCIE5)),
     (("RTX", "4090"), DeviceSpeed(165.2, 82.6, _PCIE4)),
     (("RTX", "3090"), DeviceSpeed(71.0, 35.6, _PCIE4)),
-    (("V100",), DeviceSpeed(125.0, 15.7, 150.0)),  # fp16: it has no bf16 tensor cores
-    (("T4",), DeviceSpeed(65.0, 8.1, _PCIE3)),  # fp16, too
+    (("V100",), DeviceSpeed(125.0, 15.7, 150.0, has_tf32=False)),  # fp16: it has no bf16 tensor cores
+    (("T4",), DeviceSpeed(65.0, 8.1, _PCIE3, has_tf32=False)),  # fp16, too
 )
 
 

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import Literal, Protocol
 
 Module = Literal["text", "vae", "dit"]
+ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
 ENCODERS: tuple[Module, ...] = ("text", "vae")  # frozen; their results may be cached
 MODULES: tuple[Module, ...] = (*ENCODERS, "dit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.profile import Profile, ProfiledSetting
@@ -21,6 +22,9 @@ def setting_of(model: ModelConfig, device: str) -> ProfiledSetting:
     name = f"{dit.architecture} {sum(dit.block_counts)}x{dit.dim}"
     if dit.spatial_temporal and dit.deals_heads:
         name += " by Ulysses"
+    kind = "cpu" if device in ("", "cpu") else "cuda"
+    if (dtype := model.vae.dtype_on(kind)) != replace(model.vae, dtype="auto").dtype_on(kind):
+        name += f", VAE in {dtype}"
     return ProfiledSetting(model=name, device=device, attention=dit.attention)
 
 

@@ -12,19 +12,31 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from actors.config import TrainConfig
-from actors.plan.costs.needs import BAG, SOLO, NeedKey, NeedLine, Needs, Samples, clip_kind, footprint, line_through
+from actors.plan.costs.needs import (
+    BAG,
+    SOLO,
+    ClipBatches,
+    NeedKey,
+    NeedLine,
+    Needs,
+    Samples,
+    clip_kind,
+    footprint,
+    line_through,
+)
 from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE
 from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
 from ops.geometry import Geometry, PixelShape
+from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.node_routes import peers
 from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
-    from ops.models.forecast import Precision
+    from ops.models.forecast import EncoderNeed, Precision
 
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
@@ -68,11 +80,12 @@ class MemoryForecast:
     vae_gib: float = 0.0
     text_gib: float = 0.0
     image_gib: float = 0.0
-    text_on_host_gib: float = 0.0  # of each worker's own, in memory of its node
     needs: Needs = field(default_factory=Needs)
     cuda: bool = True
     places: Places = BESIDE
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
+    vae_dtype: str = "float32"  # what the VAE computes in there
+    host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
 
@@ -144,11 +157,12 @@ class MemoryForecast:
         return 4 * (self.trained + padding(self.trained))
 
     def host_gib(self, workers: int, nodes: int) -> float:
-        """GiB of a node's host memory beside what its workers count as their own: state, gradient and parameters that
-        lie there."""
+        """GiB of a node's host memory beside what its workers count as their own: state, gradient, parameters and
+        encoders that lie there."""
         here = -(-workers // nodes)
         state = self.trained * self.state_bytes * here / workers if self.places.state == "host" else 0.0
-        return (state + (4 * self.trained if self.places.gradients == "host" else 0)) / GIB + self.host_weights_gib
+        gradient = 4 * self.trained if self.places.gradients == "host" else 0
+        return (state + gradient) / GIB + self.host_weights_gib + self.host_encoders_gib
 
     @property
     def host_weights_gib(self) -> float:
@@ -251,6 +265,7 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
         deepspeed=train.sync == "deepspeed",
         cuda=cuda,
         places=train.places(trained, "cuda" if cuda else "cpu")[0],
+        vae_dtype=model.vae.dtype_on("cuda" if cuda else "cpu"),
         in_blocks=sum(blocks),
         largest_block=max(blocks, default=0),
     )
@@ -277,10 +292,11 @@ class _Encoders:
     """A model's frozen parts: what their cascades need, and their weights."""
 
     predicted: dict[NeedKey, NeedLine]
+    batches: dict[str, ClipBatches]
     vae_gib: float
     text_gib: float
     image_gib: float
-    text_on_host_gib: float
+    host_gib: float  # of a node's memory, for all of its GPUs
 
 
 class Forecasts:
@@ -295,6 +311,7 @@ class Forecasts:
         """As `forecast`."""
         import torch
 
+        from ops.models.first_frame import FirstFrame
         from ops.models.forecast import Precision
 
         dtype = getattr(torch, train.parameter_dtype)
@@ -303,7 +320,7 @@ class Forecasts:
         if key not in self._dit:
             self._dit[key] = Needs()
             predict_dit(self._dit[key], model, self._geometry, self._clips, degrees, precision)
-        frozen = model.vae, model.text, model.image
+        frozen = model.vae, model.text, model.image, FirstFrame.of(model)
         if frozen not in self._encoders:
             self._encoders[frozen] = self._of_encoders(model)
         dit, encoders = self._dit[key], self._encoders[frozen]
@@ -312,12 +329,13 @@ class Forecasts:
             vae_gib=encoders.vae_gib,
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
-            text_on_host_gib=encoders.text_on_host_gib,
+            host_encoders_gib=encoders.host_gib,
             needs=Needs(
                 predicted={**dit.predicted, **encoders.predicted},
                 text_rows=dict(dit.text_rows),
                 copied=dit.copied,
                 num_heads=dit.num_heads,
+                batches=dict(encoders.batches),
             ),
         )
 
@@ -325,26 +343,28 @@ class Forecasts:
         import torch
 
         from ops.models.forecast import image_need, text_need
-        from ops.models.text import text_dtype
 
+        device = "cuda" if self._cuda else "cpu"
         predicted: dict[NeedKey, NeedLine] = {}
+        batches: dict[str, ClipBatches] = {}
         vae_gib = 0.0
         image = image_need(model.image, 1) if model.image is not None else None
         picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
-        for shape, (held, line) in _vae_lines(model, self._clips).items():
-            vae_gib = held
-            predicted["vae", clip_kind(_clip(shape))] = replace(line, gib_per_unit=line.gib_per_unit + picture)
+        for shape, found in _vae_needs(model, self._clips, device).items():
+            vae_gib, kind, peak = found.weights_gib, clip_kind(_clip(shape)), found.peak_gib + picture
+            predicted["vae", kind] = NeedLine(fixed_gib=0.0, gib_per_unit=peak)
+            batches[kind] = ClipBatches(clips_at_once(*shape), found.left_gib / peak)
         longest = model.text.most_tokens
-        encoder = getattr(torch, text_dtype(model.text, "cuda" if self._cuda else "cpu"))
+        encoder = getattr(torch, model.text.dtype_on(device))
         few, more = (text_need(model.text, count, longest, encoder) for count in (1, 4))
         predicted["text", SOLO] = line_through((longest, 4.0 * longest), (few.peak_gib, more.peak_gib))
-        beside = few if model.text.place == "device" else text_need(replace(model.text, place="device"), 1, 1, encoder)
         return _Encoders(
             predicted=predicted,
+            batches=batches,
             vae_gib=vae_gib,
             text_gib=few.weights_gib,
             image_gib=image.weights_gib if image is not None else 0.0,
-            text_on_host_gib=beside.weights_gib - few.weights_gib,
+            host_gib=few.host_gib if self._cuda else 0.0,
         )
 
 
@@ -412,22 +432,24 @@ def predict_dit(
             needs.copied = max(needs.copied, extra / share)
 
 
-def _vae_lines(model: ModelConfig, clips: Sequence[PixelShape]) -> dict[PixelShape, tuple[float, NeedLine]]:
-    """GiB of the weights and the line over clips of each shape. Without tiles all of it grows with the area."""
+def _vae_needs(model: ModelConfig, clips: Sequence[PixelShape], device: str) -> dict[PixelShape, EncoderNeed]:
+    """Need of one clip of each shape. It grows with the area where a clip is neither cut nor taken as pictures."""
+    from ops.models.first_frame import FirstFrame
+    from ops.models.folders import is_of_pictures
     from ops.models.forecast import vae_need
 
-    found: dict[PixelShape, tuple[float, NeedLine]] = {}
-    whole: dict[int, tuple[float, float]] = {}  # frames -> GiB of the weights, GiB of a pixel
+    frame, in_parts = FirstFrame.of(model), model.vae.tiling or is_of_pictures(model.vae)
+    found: dict[PixelShape, EncoderNeed] = {}
+    whole: dict[int, tuple[EncoderNeed, int]] = {}  # frames -> what a clip of an area needs
     for frames, height, width in dict.fromkeys(clips):
-        if model.vae.tiling:
-            need = vae_need(model.vae, 1, frames, height, width)
-            found[frames, height, width] = need.weights_gib, NeedLine(fixed_gib=0.0, gib_per_unit=need.peak_gib)
+        if in_parts:
+            found[frames, height, width] = vae_need(model.vae, 1, frames, height, width, device, frame)
             continue
         if frames not in whole:
-            need = vae_need(model.vae, 1, frames, height, width)
-            whole[frames] = need.weights_gib, need.peak_gib / (height * width)
-        held, per_pixel = whole[frames]
-        found[frames, height, width] = held, NeedLine(fixed_gib=0.0, gib_per_unit=per_pixel * height * width)
+            whole[frames] = vae_need(model.vae, 1, frames, height, width, device, frame), height * width
+        need, area = whole[frames]
+        share = height * width / area
+        found[frames, height, width] = replace(need, peak_gib=share * need.peak_gib, left_gib=share * need.left_gib)
     return found
 
 

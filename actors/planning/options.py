@@ -13,7 +13,7 @@ from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
 from ops.degrees import bag_sizes
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.models.config import ModelConfig, VAEConfig
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -113,7 +113,7 @@ def flop_profile(
         *parts,
         tflops=_EFFICIENCY * known.bf16_tflops,
         exchange_gbps=_EFFICIENCY_OF_LINKS * known.link_gbps,
-        vae_flops_per_pixel=None if model.vae.kind == "haar" else _VAE_FLOPS_PER_PIXEL,
+        vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae),
         launch_s=_LAUNCH_S,
         device=device,
     )
@@ -125,6 +125,11 @@ def assumption(device: str) -> str:
     """What is said where nobody knows how fast a GPU is."""
     what = "the GPUs are not known" if device == "cuda" else f"{device} is in no table of devices and was not measured"
     return f"{what}: an H100's FLOPs are assumed. heddle profile measures cascades; a run corrects them as it goes."
+
+
+def _vae_flops_per_pixel(vae: VAEConfig) -> float:
+    """At the rate of bf16, of which TF32 is half: so fp32 is computed, unless train.tf32 is off."""
+    return _VAE_FLOPS_PER_PIXEL * (2 if vae.dtype_on("cuda") == "float32" else 1)
 
 
 def _measured_here(device: str) -> dict[str, float]:

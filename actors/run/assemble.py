@@ -51,6 +51,7 @@ from actors.state.assemble import assemble_state
 from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
+from data.cache import kept_kinds
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 
@@ -98,6 +99,8 @@ def start_controller(
         train=config.train,
         workers=config.workers,
         cache=config.data.cache,
+        # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
+        cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
         least_gib=least_gib,
     )
     pool = RayPool(run, settings, monitor, worker_class)

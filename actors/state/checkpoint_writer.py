@@ -1,6 +1,6 @@
 """Writes checkpoints in the background, from the shards that workers have just exported; keeps the newest.
 
-One Ray task writes all shards of a step, one after the other, out of the object store or the keepers' memory: no worker
+One Ray task writes all shards of a step, a few at a time, out of the object store or the keepers' memory: no worker
 waits for the disk, and no state passes through the controller. One checkpoint is written at a time.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from ops.shards import ShardState
 log = logging.getLogger(__name__)
 
 _WRITE_S = 3600.0
+_AT_ONCE = 4  # shards that are written at the same time, and so in the writing task's memory
 
 
 def root_of(run_dir: Path) -> Path:
@@ -171,19 +174,8 @@ def _write(
     target = Path(folder)
     if not checkpoint.begin(target):
         return None
-    written: dict[tuple[int, int], checkpoint.File] = {}
     try:
-        for shard in _one_by_one(meta["step"], shards, keepers):
-            if not written:
-                needed = checkpoint.forecast_bytes(
-                    shard.total,
-                    ema="ema" in shard.arrays,
-                    num_shards=len(shards),
-                    num_parameters=len(meta["parameters"]),
-                )
-                checkpoint.check_free_space(target, needed)
-            if (shard.lo, shard.hi) not in written and shard.lo < shard.hi:
-                written[shard.lo, shard.hi] = checkpoint.write_shard(target, shard)
+        written = _write_shards(target, meta, shards, keepers)
         done = WrittenFiles(meta=meta, bounds=sorted(written), files=list(written.values()))
         if not seal:
             return done
@@ -194,8 +186,36 @@ def _write(
         raise
 
 
+def _write_shards(
+    target: Path, meta: Meta, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]
+) -> dict[tuple[int, int], checkpoint.File]:
+    """The files by their ranges. What has begun is written or has failed when this returns or raises."""
+    writing: dict[tuple[int, int], Future[checkpoint.File]] = {}
+    under_way: set[Future[checkpoint.File]] = set()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="shard") as pool:
+        for shard in _one_by_one(meta["step"], shards, keepers):
+            if not writing:
+                needed = checkpoint.forecast_bytes(
+                    shard.total,
+                    ema="ema" in shard.arrays,
+                    num_shards=len(shards),
+                    num_parameters=len(meta["parameters"]),
+                )
+                checkpoint.check_free_space(target, needed)
+            if (shard.lo, shard.hi) in writing or shard.lo == shard.hi:
+                continue
+            begun = writing[shard.lo, shard.hi] = pool.submit(checkpoint.write_shard, target, shard)
+            del shard
+            under_way.add(begun)
+            while len(under_way) == _AT_ONCE:
+                done, under_way = wait_for(under_way, return_when=FIRST_COMPLETED)
+                for one in done:
+                    one.result()  # after an error nothing more is fetched
+    return {bounds: one.result() for bounds, one in writing.items()}
+
+
 def _one_by_one(step: int, shards: list[Ref[ShardState]], keepers: list[ShardKeeper]) -> Iterator[ShardState]:
-    """A large state does not fit into one node's memory: each shard is fetched when the one before it is written."""
+    """A large state does not fit into one node's memory: each shard is fetched when there is a place for it."""
     while shards:
         yield get(shards.pop(0))
     for keeper in keepers:

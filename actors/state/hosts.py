@@ -24,7 +24,7 @@ class HostNeed:
     keepers: float  # snapshots of workers, also of other nodes
     store: float  # snapshots that the node's workers offer, in the object store: in /dev/shm
     parameters: float = 0.0  # that are once there for GPUs
-    text: float = 0.0  # text encoders that wait there, one of each worker; 0 once they are loaded
+    encoders: float = 0.0  # that are once there for all workers, and not loaded yet
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
     copies: float  # of their part: of the snapshot that is made and, on GPUs, of the one that is being handed out
 
@@ -34,7 +34,7 @@ class HostNeed:
             self.state
             + self.gradient
             + self.parameters
-            + self.text
+            + self.encoders
             + self.samples
             + self.keepers
             + self.store
@@ -47,7 +47,7 @@ class HostNeed:
             "optimizer state": self.state,
             "gradient": self.gradient,
             "weights": self.parameters,
-            "text encoders": self.text,
+            "encoders": self.encoders,
             "weights of a sample": self.samples,
             "keepers": self.keepers,
             "snapshots in the object store": self.store,
@@ -68,19 +68,19 @@ def host_need(
     node_gradient: bool,
     copies: int = 1,
     weights_gib: float = 0.0,
-    text_gib: float = 0.0,
+    encoders_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
     """Of a node with `here` of all workers, whose state in all is `state_gib`, at so many bytes a weight. `copies`: of
-    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and of each
-    worker `text_gib` of text encoders that are not loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
+    how many snapshots there are copies at a time. `weights_gib` of parameters lie there for its GPUs, and so will
+    `encoders_gib`. `samples_gib` is what one aside takes (`aside_gib`)."""
     part = state_gib * here / workers
     kept = (KEEP_STEPS + 1) * snapshot.copies * state_gib / nodes if snapshot.enabled else 0.0
     return HostNeed(
         state=part if state_on_host else 0.0,
         gradient=state_gib * _GRADIENT_BYTES / bytes_per_weight if node_gradient else 0.0,
         parameters=weights_gib,
-        text=here * text_gib,
+        encoders=encoders_gib,
         samples=samples_gib,
         keepers=kept,
         store=offered_gib(state_gib, here, workers),
@@ -134,6 +134,7 @@ def needs_of_hosts(
             node_gradient=_shares_host_memory(here[0]),
             copies=2 if here[0].publishes_later else 1,
             weights_gib=max(info.host_weights_gib for info in infos),
+            encoders_gib=max(info.host_encoders_gib for info in here),
             samples_gib=samples_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))

@@ -18,7 +18,10 @@ from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from ops.comm import Group
+from ops.models.base.tiles import Tile, clips_at_once
+from ops.models.base.vae import latents_of
 from ops.models.first_frame import FirstFrame
+from ops.models.vae import clip_groups
 from ops.packing import patchify
 from ops.units import share_units
 
@@ -50,6 +53,7 @@ class Encoding:
         """Encode the captions of the task's samples; with the first frames of their clips (uint8 [H, W, 3]) for an
         encoder that sees them, of which `ok` says whether they were decoded."""
         executor = self.executor
+        executor.ready(task)  # what that takes is no part of the cascade
         with CascadeMeasure(executor, task) as measure:
             group = measure.meet()
             rows = encode_texts(executor.modules.text, captions, group, measure, executor.device, pictures)
@@ -58,6 +62,7 @@ class Encoding:
     def vae(self, task: CascadeTask, video: np.ndarray | Tensor, ok: Sequence[bool]) -> list[EncodeResult]:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
         executor = self.executor
+        executor.ready(task)
         with CascadeMeasure(executor, task) as measure:
             pixels, group = video if isinstance(video, Tensor) else torch.from_numpy(video), measure.meet()
             rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device)
@@ -110,12 +115,12 @@ def encode_texts(
     measure.phase("encode")
     with torch.no_grad():
         rows = measure.in_parts(encode, mine)
-    # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
-    found = {i: row.float() for i, row in zip(mine, rows, strict=True)}
+    found = dict(zip(mine, rows, strict=True))
     if group.size > 1:
         measure.phase("handoff")
         found = share_units(found, len(captions), group, device)
-    return [found[i] for i in range(len(captions))]
+    # fp32 whatever the encoder computes in: bf16 does not become NumPy, and all ways of a result give the same
+    return [found[i].float() for i in range(len(captions))]
 
 
 def encode_clips(
@@ -125,55 +130,77 @@ def encode_clips(
 
     Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
     """
-    latents = list(_latents(modules, pixels, group, measure, device))
-    if frame.is_told:
-        still = list(_latents(modules, frame.still(pixels), group, measure, device))
-        latents = [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
-    rows = [patchify(latent.float(), modules.geometry.patch) for latent in latents]
+    measure.phase("encode")
+    if group.size == 1:
+        rows = _alone(modules, frame, pixels, measure, device)
+    else:
+        rows = _together(modules, frame, pixels, group, measure, device)
     if not frame.tail:
         return rows
-    images = _images(modules, pixels[:, 0], group, measure, device)
+    at_once = clips_at_once(*pixels.shape[1:4])
+    images = _images(modules, pixels[:, 0], at_once, group, measure, device)
     return [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
 
 
-def _latents(modules: Modules, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device) -> Tensor:
-    """[B, C, t, h, w] of [B, T, H, W, 3]. A bag deals out the tiles."""
+def _alone(
+    modules: Modules, frame: FirstFrame, pixels: Tensor, measure: EncodeMeasure, device: torch.device
+) -> list[Tensor]:
+    """[tokens, P] of each clip, some clips at a time."""
+
+    def encode(part: range) -> list[Tensor]:
+        latents = latents_of(modules.vae, frame, pixels[part.start : part.stop].to(device))
+        return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
+
+    parts = clip_groups(len(pixels), *pixels.shape[1:4])
+    return [rows for part in parts for rows in measure.in_parts(encode, part)]
+
+
+@torch.no_grad()
+def _together(
+    modules: Modules, frame: FirstFrame, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+) -> list[Tensor]:
+    """The same by a bag, which deals out the tiles of all clips. A rank uploads a clip once, if it has a tile of it."""
     vae, (frames, height, width) = modules.vae, pixels.shape[1:4]
-    measure.phase("encode")
-    with torch.no_grad():
-        if group.size == 1:
-            parts = measure.in_parts(
-                lambda part: [vae.encode(pixels[part.start : part.stop].to(device))], range(len(pixels))
-            )
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        tiles = vae.plan_tiles(frames, height, width)
-        units = [(b, t) for b in range(pixels.shape[0]) for t in range(len(tiles))]
-        found = {
-            u: vae.encode_tile(pixels[b : b + 1].to(device), tiles[t]).float()
-            for u, (b, t) in enumerate(units)
-            if u % group.size == group.rank
-        }
-        measure.phase("handoff")
-        found = share_units(found, len(units), group, device)
-        shape = (frames, height, width)
-        per_clip = len(tiles)
-        return torch.cat(
-            [
-                vae.blend([(tiles[t], found[b * per_clip + t]) for t in range(per_clip)], shape)
-                for b in range(pixels.shape[0])
-            ]
-        )
+    shapes = [(frames, height, width)]
+    if frame.is_told:
+        shapes.append((frame.still_frames(frames), height, width))
+    units = [(which, tile) for which, shape in enumerate(shapes) for tile in vae.plan_tiles(*shape)]
+    found: dict[int, Tensor] = {}
+    for clip in range(len(pixels)):
+        first = clip * len(units)
+        mine = [n for n in range(len(units)) if (first + n) % group.size == group.rank]
+        if not mine:
+            continue
+        whole = pixels[clip : clip + 1].to(device)
+        seen = [whole, frame.still(whole)] if frame.is_told else [whole]
+        for n in mine:
+            which, tile = units[n]
+            found[first + n] = vae.encode_tile(seen[which], tile)
+        del whole, seen
+    measure.phase("handoff")
+    found = share_units(found, len(units) * len(pixels), group, device)
+    rows = []
+    for clip in range(len(pixels)):
+        parts: list[list[tuple[Tile, Tensor]]] = [[] for _ in shapes]
+        for n, (which, tile) in enumerate(units):
+            parts[which].append((tile, found[clip * len(units) + n]))
+        latents = [vae.blend(tiles, shape)[0] for tiles, shape in zip(parts, shapes, strict=True)]
+        joined = frame.joined(*latents) if frame.is_told else latents[0]
+        rows.append(patchify(joined.float(), modules.geometry.patch))
+    return rows
 
 
 def _images(
-    modules: Modules, pictures: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+    modules: Modules, pictures: Tensor, at_once: int, group: Group, measure: EncodeMeasure, device: torch.device
 ) -> list[Tensor]:
-    """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin."""
+    """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin, and encoded so many at a time."""
     encoder = modules.image
     assert encoder is not None
     measure.phase("encode")
     mine = range(group.rank, len(pictures), group.size)
-    found = dict(zip(mine, encoder.encode(pictures[list(mine)]), strict=True)) if len(mine) else {}
+    parts = [mine[start : start + at_once] for start in range(0, len(mine), at_once)]
+    rows = [row for part in parts for row in encoder.encode(pictures[list(part)])]
+    found = dict(zip(mine, rows, strict=True))
     if group.size > 1:
         measure.phase("handoff")
         found = share_units(found, len(pictures), group, device)

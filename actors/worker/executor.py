@@ -126,6 +126,12 @@ class Executor:
         if self.broken is not None:
             raise StaleGeneration(f"an earlier task of generation {generation} failed here: {self.broken}")
 
+    def ready(self, task: CascadeTask) -> None:
+        """Make the encoder of a task that may run."""
+        if self.modules.lacks(task.module):
+            self.admit(task.generation)
+            self.modules.ready(task.module)
+
     def _bag(self, task: CascadeTask) -> Group:
         assert self.groups is not None, "form() comes before the first task"
         return self.groups.get(task.bag)
@@ -149,8 +155,9 @@ class Executor:
         """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
         `end_outlasting`. `encode` is a call of `Encoding` with this task."""
         self.admit(task.generation)
+        self.modules.ready(task.module)  # here, as the bag is connected here: the thread may do neither
         self._wait_as(task)
-        self._bag(task)  # connects it: the thread may not
+        self._bag(task)
 
         def run() -> list[EncodeResult]:
             with freed():
@@ -244,7 +251,7 @@ class Executor:
                 seed=self.train.seed,
                 step=task.step,
                 sigmas=modules.config.dit.experts[expert].sigmas,
-                latent_width=modules.vae.channels * math.prod(modules.geometry.patch),
+                latent_width=modules.config.vae.channels * math.prod(modules.geometry.patch),
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
@@ -309,7 +316,7 @@ class Executor:
     @property
     def widths(self) -> tuple[int, int]:
         """(P, E): width of a row of the VAE's results and of a text row."""
-        return self.frame.width, self.modules.text.dim
+        return self.frame.width, self.modules.config.text.d_model
 
     def _clean_frames(self, sample: StepSample) -> int:
         """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""

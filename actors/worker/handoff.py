@@ -253,7 +253,7 @@ def _agree(
 
     A sample is ok where both of its results are: of a first frame that did not decode, the latent may lie in a cache.
     """
-    facts = torch.zeros(len(samples), 3, dtype=torch.int64, device=device)
+    facts = torch.zeros(len(samples), 3, dtype=torch.int64)  # filled in on the host, uploaded once
     for i in range(len(samples)):
         speaks = {module: source[i] if source[i] != STORE else 0 for module, source in sources.items()}
         if speaks["text"] == group.rank:
@@ -261,6 +261,7 @@ def _agree(
         for place, (module, rank) in enumerate(speaks.items(), start=1):
             if rank == group.rank:
                 facts[i, place] = int(mine[module][i].ok)
+    facts = facts.to(device)
     group.all_reduce(facts)
     agreed = facts.cpu()
     return agreed[:, 0].tolist(), [bool(x) for x in agreed[:, 1:].all(dim=1).tolist()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -13,15 +13,17 @@ from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen
+from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
-from ops.models.config import ModelConfig
+from ops.models.config import DTYPE_BYTES, ModelConfig
 from ops.models.experts import parts_of, transformers
-from ops.models.folders import resolve
+from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
+from ops.models.weights import frozen_digests, num_weights
 from ops.shards import ShardState
 from ops.sync import Sync, initial_shard, trainable
 
@@ -30,17 +32,84 @@ if TYPE_CHECKING:
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
 
+T = TypeVar("T")
+_GIB = 2**30
 
-@dataclass(kw_only=True, slots=True)
+
+@dataclass(frozen=True, slots=True)
+class LateEncoder(Generic[T]):
+    """An encoder that is made when it is first asked for."""
+
+    make: Callable[[], T]
+
+
 class Modules:
-    """What a worker hosts."""
+    """What a worker hosts. Its transformer is there; an encoder may be made when something has to be encoded."""
 
-    config: ModelConfig
-    geometry: Geometry
-    dit: nn.Module
-    vae: VAE
-    text: TextEncoder
-    image: ImageEncoder | None = None
+    def __init__(
+        self,
+        *,
+        config: ModelConfig,
+        geometry: Geometry,
+        dit: nn.Module,
+        vae: VAE | LateEncoder[VAE],
+        text: TextEncoder | LateEncoder[TextEncoder],
+        image: ImageEncoder | LateEncoder[ImageEncoder | None] | None = None,
+    ) -> None:
+        """`config` is resolved."""
+        self.config, self.geometry, self.dit = config, geometry, dit
+        self._vae, self._text, self._image = vae, text, image
+
+    @property
+    def vae(self) -> VAE:
+        """Encodes clips."""
+        if isinstance(self._vae, LateEncoder):
+            self._vae = self._vae.make()
+        return self._vae
+
+    @vae.setter
+    def vae(self, vae: VAE) -> None:
+        self._vae = vae
+
+    @property
+    def text(self) -> TextEncoder:
+        """Encodes captions."""
+        if isinstance(self._text, LateEncoder):
+            self._text = self._text.make()
+        return self._text
+
+    @text.setter
+    def text(self, text: TextEncoder) -> None:
+        self._text = text
+
+    @property
+    def image(self) -> ImageEncoder | None:
+        """Encodes first frames, where the transformer listens to them."""
+        if isinstance(self._image, LateEncoder):
+            self._image = self._image.make()
+        return self._image
+
+    def lacks(self, module: Module) -> bool:
+        """Whether a cascade of this module would have to wait for an encoder."""
+        parts: dict[Module, tuple[object, ...]] = {"text": (self._text,), "vae": (self._vae, self._image)}
+        return any(isinstance(part, LateEncoder) for part in parts.get(module, ()))
+
+    def ready(self, module: Module) -> None:
+        """Make what cascades of this module need."""
+        if module == "text":
+            _ = self.text
+        elif module == "vae":
+            _ = self.vae, self.image
+
+    def digests(self, of: Collection[Module] = MODULES) -> tuple[tuple[str, str], ...]:
+        """Digests of the frozen weights of these modules that are here by now (`frozen_digests`)."""
+        encoders: tuple[tuple[Module, object], ...] = (
+            ("vae", self._vae),
+            ("text", self._text),
+            ("vae", self._image),
+        )
+        parts = [None if isinstance(part, LateEncoder) or module not in of else part for module, part in encoders]
+        return frozen_digests(self.config, self.dit if "dit" in of else None, *parts)
 
 
 class FirstWeights:
@@ -64,14 +133,16 @@ class FirstWeights:
 
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:
     """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
-    precision = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    precision: str = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
+    if precision == "float32" and train.allows_tf32:
+        precision = "tf32"
     if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
         return known.peak_tflops(precision)
     return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
 
 
 def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
-    """Text encoder, VAE and DiT on the device.
+    """Text encoder, VAE and DiT on the device; of encoders whose results are in a cache what it takes to make them.
 
     Raises ValueError, before weights are read, when the device cannot run the attention that the settings name.
     """
@@ -93,12 +164,40 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         config=model,
         geometry=geometry,
         dit=build_dit(model.dit, settings.train.seed, dtype, device),
-        vae=build_vae(model.vae, device),
-        text=build_text(model.text, device),
-        image=build_image(model.image, device),
+        vae=LateEncoder(lambda: build_vae(model.vae, device, shared=True)),
+        text=LateEncoder(lambda: build_text(model.text, device, shared=True)),
+        image=LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
     )
     modules.dit.train()
+    for module in ENCODED:
+        if module not in settings.cached:
+            modules.ready(module)
     return modules
+
+
+class LateSizes(NamedTuple):
+    """GiB of encoders that are not made yet. Of a CPU worker they are in both: its device is its node."""
+
+    device: float  # of a worker's device
+    host: float  # of its node's memory, for all workers there
+
+
+def late_sizes(modules: Modules, device: torch.device) -> LateSizes:
+    """By the headers of their files."""
+    model, cuda = modules.config, device.type == "cuda"
+    vae = text = 0
+    if modules.lacks("vae"):
+        if model.vae.path:
+            vae += num_weights([component(model.vae.path, "vae")]) * DTYPE_BYTES[model.vae.dtype_on(device.type)]
+        if model.image and model.image.path:
+            vae += num_weights([component(model.image.path, "image_encoder")]) * DTYPE_BYTES["float32"]
+    if modules.lacks("text") and model.text.path:
+        folders = [text_folder(model.text), *([pooled_text_folder(model.text)] if model.text.recipe else [])]
+        text = num_weights(folders) * DTYPE_BYTES[model.text.dtype_on(device.type)]
+    if not cuda:
+        return LateSizes(device=(vae + text) / _GIB, host=(vae + text) / _GIB)
+    at_home = model.text.place == "device"
+    return LateSizes(device=(vae + text * at_home) / _GIB, host=text * (not at_home) / _GIB)
 
 
 def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, least_gib: Sequence[float] = ()) -> Sync:

@@ -37,6 +37,7 @@ from actors.messages import (
     WorkerInfo,
     WorkerSettings,
 )
+from actors.plan.types import ENCODED, Module
 from actors.process import birth
 from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, put, wait
 from actors.refs import Ref
@@ -47,7 +48,7 @@ from actors.worker.executor import Executor
 from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, peak_tflops
+from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, late_sizes, peak_tflops
 from actors.worker.meeting import meet, own_shards
 from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
@@ -57,8 +58,9 @@ from data.types import Batch
 from ops.comm import free_ended
 from ops.groups import Groups
 from ops.heap import give_back
-from ops.models.weights import checksums, frozen_digests
+from ops.models.weights import checksums
 from ops.node_room import node_room, shared_room
+from ops.precision import allow_tf32
 from ops.shard_export import ShardExport
 from ops.shards import ShardState
 from ops.sync import trainable
@@ -75,6 +77,7 @@ class Worker:
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
         torch.set_num_threads(settings.workers.torch_threads)
+        allow_tf32(settings.train.allows_tf32)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         self.name, self.settings = name, settings
         self.device = device_of(settings.workers)
@@ -93,7 +96,9 @@ class Worker:
         self.executor = self._load()
         self.encoding = self._encoding()
         modules = self.executor.modules
-        self._frozen = frozen_digests(modules.config, modules.dit, modules.vae, modules.text, modules.image)
+        self._frozen, self._late = modules.digests(), late_sizes(modules, self.device)
+        self._late_digests: dict[str, str] = {}  # of encoders that were made since
+        self._store: torch.distributed.Store | None = None  # of the generation
         self._first_sums = checksums(trainable(modules.dit))
         self.executor.meter.settled()
         self._asides = Asides(modules, self.device, self.executor.meter, settle=self._copied)
@@ -113,13 +118,14 @@ class Worker:
             born=birth(os.getpid()),
             device=str(self.device),
             gpu_memory_gib=self._gpu_gib(),
-            room_gib=self.executor.meter.room_gib(),
+            room_gib=self._room_gib(),
             publishes_later=self.executor.copies is not None,
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.executor.sync.gradient_memory,
             parameters=self.executor.sync.parameter_memory,
             host_weights_gib=self._host_weights_gib(),
+            host_encoders_gib=self._late.host,
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
@@ -143,6 +149,8 @@ class Worker:
         cancel = self.heartbeat.begin(task.generation)
         timeout = self.settings.workers.collective_timeout_s
         store = torch.distributed.TCPStore(*task.store, is_master=False, timeout=timedelta(seconds=timeout))
+        self._store = store
+        self._compare_late()
         world = tuple(range(task.world))
         groups = Groups(
             store,
@@ -209,6 +217,7 @@ class Worker:
 
     def encode_text(self, task: CascadeTask, *batches: object) -> list[PublishedResult]:
         """Arguments: the data batch of each item of the task, in order of first appearance."""
+        self._ready("text", task)
         self._activity_of(task)
         batch_of = _by_item(task, [as_batch(value) for value in batches])
         captions = [batch_of[s.item].captions[s.index] for s in task.samples]
@@ -218,6 +227,7 @@ class Worker:
         return self._encoded(task, lambda: self.encoding.text(task, captions, pictures, ok))
 
     def encode_vae(self, task: CascadeTask, block: object) -> list[PublishedResult]:
+        self._ready("vae", task)
         self._activity_of(task)
         first = task.samples[0].index
         batch = as_batch(block)
@@ -264,6 +274,8 @@ class Worker:
         executor = self.executor
         if task.generation != executor.generation or executor.broken is not None:
             return TurnReport(aside=task.aside.name)
+        for module in ENCODED:
+            self._ready(module, task)
         self.heartbeat.activity(f"aside s{task.step}", "aside", task.step, 0.0, task.patience)
         with bar(f"aside s{task.step}"):
             report = self._asides.turn(task)
@@ -332,6 +344,36 @@ class Worker:
             self._exporting.wait()
             self._exporting = None
 
+    def _ready(self, module: Module, task: CascadeTask | TurnTask) -> None:
+        """Load encoders that something has to be encoded by, after all: a cache lacks a result of theirs. Raises
+        StaleGeneration instead where the task may not run."""
+        modules = self.executor.modules
+        if not modules.lacks(module):
+            return
+        self.executor.admit(task.generation)
+        log.info("step %d has something for the %s encoder, which is loaded now", task.step, module)
+        limit_s = self.settings.workers.start_patience_s(round(sum(self._late) * GIB))
+        patience = Patience(limit_s=limit_s, why="workers.start_s, to load an encoder")
+        self.heartbeat.activity(f"load {module} encoder", "load", task.step, limit_s, patience)
+        modules.ready(module)
+        self.executor.meter.settled()
+        self._late = late_sizes(modules, self.device)
+        self._late_digests |= dict(modules.digests([module]))
+        self._compare_late()
+
+    def _compare_late(self) -> None:
+        """Raises ValueError where another worker has made an encoder of other weights. Those that were there when this
+        worker came have been compared."""
+        for part, digest in self._late_digests.items():
+            if self._store is None:
+                return
+            found = self._store.compare_set(f"frozen {part}", "", digest).decode()
+            if found != digest:
+                raise ValueError(
+                    f"the weights of {part} on {self.name} on {socket.gethostname()} are not those of other workers. "
+                    f"Give all nodes the same files there, and --resume."
+                )
+
     def _load(self) -> Executor:
         modules = build_modules(self.settings, self.device)
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
@@ -362,6 +404,11 @@ class Worker:
     def _gpu_gib(self) -> float:
         """Of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
+
+    def _room_gib(self) -> float | None:
+        """For cascades, also when the encoders have come that are not made yet."""
+        room = self.executor.meter.room_gib()
+        return None if room is None else room - self._late.device
 
     def _host_weights_gib(self) -> float:
         """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""
@@ -419,7 +466,7 @@ class Worker:
             spans=done.spans,
             peak_memory_gib=peak,
             rss_gib=peak_rss_gib(),
-            room_gib=self.executor.meter.room_gib(),
+            room_gib=self._room_gib(),
             snapshot_s=snapshot_s,
             bad_weight=r.bad_weight,
             bad_samples=done.bad_samples,

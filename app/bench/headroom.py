@@ -157,11 +157,10 @@ class Measured:
         import torch
 
         from ops.models.forecast import GIB, pass_bytes, states_bytes, text_need, vae_need
-        from ops.models.text import text_dtype
         from ops.packing import Sequence as PackedSequence
 
         model = self._model
-        dtype = getattr(torch, text_dtype(model.text, "cuda"))
+        dtype = getattr(torch, model.text.dtype_on("cuda"))
         text = text_need(model.text, 1, self._text_tokens, dtype)
         sequence = PackedSequence(self._geometry.token_grid(*shape), self._text_tokens)
         if ("dit", shape, degree) not in self._known:
@@ -169,7 +168,7 @@ class Measured:
                 peak, _ = pass_bytes(model.dit, [sequence], degree, self._precision, fetched)
                 self._known["fetched" if fetched else "dit", shape, degree] = peak / GIB
         if ("vae", shape) not in self._known:
-            vae = vae_need(model.vae, 1, *shape)
+            vae = vae_need(model.vae, 1, *shape, device="cuda")
             self._known["vae", shape], self._known["vae",] = vae.peak_gib, vae.weights_gib
         ways = WAYS if model.dit.fetchable else WAYS[:BESIDE]
         for way in ways:

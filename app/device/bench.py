@@ -51,7 +51,9 @@ class Bench:
         from ops.attention.varlen import check_backend
         from ops.comm import Group
         from ops.models.first_frame import FirstFrame
+        from ops.precision import allow_tf32
 
+        allow_tf32(config.train.allows_tf32)
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
         self._gradients: Gradients | None = None

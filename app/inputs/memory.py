@@ -137,7 +137,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         node_gradient=found.places.gradients == "host",
         copies=2,  # beside the GPU's work
         weights_gib=found.host_weights_gib,
-        text_gib=found.text_on_host_gib,
+        encoders_gib=found.host_encoders_gib,
         samples_gib=_aside_gib(config, found),
     )
 

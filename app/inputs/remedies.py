@@ -64,6 +64,13 @@ def _without_average(setup: TrainedSetup) -> TrainedSetup | None:
     return replace(setup, train=changed) if optimizer.ema_decay else None
 
 
+def _halved_vae(setup: TrainedSetup) -> TrainedSetup | None:
+    vae = setup.model.vae
+    if vae.kind != "diffusers" or vae.dtype_on("cuda") != "float32":
+        return None
+    return replace(setup, model=replace(setup.model, vae=replace(vae, dtype="bfloat16")))
+
+
 def _tiled(setup: TrainedSetup) -> TrainedSetup | None:
     vae = setup.model.vae
     changed = replace(setup.model, vae=replace(vae, tiling=True))
@@ -100,6 +107,7 @@ CHANGES = (  # the smallest first
     Remedy("model.text.place: host", _text_on_host),
     Remedy("train.parameter_dtype and train.autocast: bfloat16", _halved),
     Remedy("train.optimizer.ema_decay: 0", _without_average),
+    Remedy("model.vae.dtype: bfloat16", _halved_vae),
     Remedy("model.vae.tiling: true", _tiled),
     Remedy("planner.degrees: []", _any_degree),
     Remedy("train.memory.state: host", _state_on_host),

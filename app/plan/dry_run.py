@@ -82,6 +82,7 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
     print(f"gradients {_gradients(config, count)}")
+    print(f"encoders  {_encoders(config, model)}")
     if config.train.memory.parameters == "node":
         gib = count * {"float32": 4, "bfloat16": 2}[config.train.parameter_dtype] / 2**30
         print(f"weights   {gib:.2f} GiB once in host memory of each node (train.memory.parameters: node)")
@@ -90,9 +91,28 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
 
 
+def _encoders(config: RunConfig, model: ModelConfig) -> str:
+    """What they compute in."""
+    device = _device_of(config)
+    if model.vae.kind == "haar":
+        vae = "haar codec"
+    else:
+        compiled = ", compiled" if model.vae.compile else ""
+        vae = f"VAE in {model.vae.dtype_on(device)} (model.vae.dtype: {model.vae.dtype}{compiled})"
+    place = "" if model.text.place == "device" else ", in host memory between its calls"
+    return f"{vae}, text encoder in {model.text.dtype_on(device)}{place}"
+
+
+def _device_of(config: RunConfig) -> str:
+    """The kind of device of its workers: cpu or cuda."""
+    if config.workers.device == "auto":
+        return "cuda" if _cuda_here() else "cpu"
+    return config.workers.device
+
+
 def _gradients(config: RunConfig, weights: int) -> str:
     """Where they lie and what they take."""
-    device = ("cuda" if _cuda_here() else "cpu") if config.workers.device == "auto" else config.workers.device
+    device = _device_of(config)
     possible = dict.fromkeys(one.gradients for one in config.train.places(weights, device))
     place = {
         "own": "on each worker",

@@ -25,7 +25,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
         f"memory    GiB of a GPU{size} on {view.workers} workers{places}, predicted",
-        f"          states {states.total:.2f} ({states.describe()})",
+        f"          states {states.total:.2f} ({states.describe()}), VAE in {view.found.vae_dtype}",
     ]
     worst = 0.0
     for module in MODULES:
@@ -47,6 +47,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             *(["optimizer state"] if view.found.places.state == "host" else []),
             *(["gradients"] if view.found.places.gradients == "host" else []),
             *(["weights"] if view.found.fetches else []),
+            *(["text encoder"] if view.found.host_encoders_gib else []),
         ]
         lines.append(f"          in memory of each node {host:.2f} ({' and '.join(parts)})")
     if view.host is not None:

@@ -39,9 +39,10 @@ SOURCES = ["data.sources"]  # may move; what they hold is compared with the resu
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention
     model.text.place model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
+    model.vae.channels_last model.vae.compile
     data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
     data.segments data.min_coverage data.limits data.engine data.cache
-    train.steps train.sync train.parameter_dtype train.autocast train.max_skipped_steps
+    train.steps train.sync train.parameter_dtype train.autocast train.tf32 train.max_skipped_steps
     train.memory
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
@@ -160,9 +161,11 @@ def _ignored(key: str, old: SettingsTree, new: SettingsTree) -> bool:
     module = section.removeprefix("model.")
     if not all(_value(tree, "model", module, "path") for tree in (old, new)):
         return False
-    own = {"dit": RUNTIME, "vae": ("kind",), "text": ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")}[
-        module
-    ]
+    own = {
+        "dit": RUNTIME,
+        "vae": ("kind", "dtype"),
+        "text": ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty"),
+    }[module]
     return name not in own
 
 

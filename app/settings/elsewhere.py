@@ -29,6 +29,7 @@ ELSEWHERE = {
     "adam_eps": "train.optimizer.adam_eps",
     "ema_decay": "train.optimizer.ema_decay",
     "mixed_precision": "train.autocast",
+    "allow_tf32": "train.tf32",
     "seed": "train.seed",
     "gradient_checkpointing": "model.dit.gradient_checkpointing",
     "lora_rank": "model.dit.lora_rank",

@@ -5,19 +5,25 @@ The chunks are the tiles that the workers of a bag share; nothing is blended.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ops.geometry import Geometry
+from ops.models.base.family import Json
 from ops.models.base.tiles import Tile
-from ops.models.base.vae import frame_bytes
+from ops.models.base.vae import PixelForm, frame_bytes
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json
 from ops.models.folders import class_of, component, vae_numbers
+from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
+from ops.models.vae import bare_on, lay_out, layout_of
 from ops.models.weights import fill
 
 
@@ -26,12 +32,17 @@ class ChunkCodec(Protocol):
 
     chunk: int
 
+    @property
+    def encoders(self) -> Sequence[nn.Module]:
+        """What torch.compile is for."""
+        ...
+
     def encode_chunk(self, pixels: Tensor) -> Tensor: ...
     def decode_chunk(self, latents: Tensor, frames: int) -> Tensor: ...
 
 
 class ChunkedVAE:
-    """The autoencoder `model`, an nn.Module that is a `ChunkCodec`, in fp32."""
+    """The autoencoder `model`, an nn.Module that is a `ChunkCodec`. Latents are in fp32 whatever it computes in."""
 
     def __init__(
         self,
@@ -47,6 +58,12 @@ class ChunkedVAE:
             )
         self.device = torch.device(device)
         self.model = on_device(model, self.device).eval().requires_grad_(False)
+        dtype = next(self.model.parameters()).dtype
+        self._form = PixelForm(dtype=dtype, layout=layout_of(config, dtype, self.device))
+        lay_out(self.model, self._form.layout)
+        if config.compile:
+            for part in self._codec.encoders:
+                part.compile()
         self.channels, self.vae_stride = numbers
         self.geometry = Geometry(vae_stride=self.vae_stride, patch=(1, 1, 1), chunk=self._codec.chunk)
 
@@ -74,8 +91,7 @@ class ChunkedVAE:
     @torch.no_grad()
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
         """Normalised latents [B, C, t', h, w] of one chunk."""
-        pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
-        return self._codec.encode_chunk(pixels)
+        return self._codec.encode_chunk(self._form.of(tile.cut(video).to(self.device))).float()
 
     def blend(self, parts: list[tuple[Tile, Tensor]], shape: tuple[int, int, int]) -> Tensor:
         """Latents of the clip of `shape` (frames, height, width) from all its chunks."""
@@ -90,7 +106,7 @@ class ChunkedVAE:
         """Pixels [B, 3, T', H', W'] of one chunk, from -1 to 1 and a little beyond."""
         first, last = (self.geometry.frames_of(latent) for latent in (tile.frames[0], tile.frames[1]))
         part = tile.cut_latents(latents).to(self.device, torch.float32)
-        return self._codec.decode_chunk(part.contiguous(), last - first)
+        return self._codec.decode_chunk(part.contiguous(), last - first).float()
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
         """The video uint8 [B, T, H, W, 3] of latents of `grid` from all their chunks."""
@@ -105,20 +121,41 @@ def is_chunked(config: VAEConfig) -> bool:
     return name in VAE_CLASSES and VAE_CLASSES[name].own is not None
 
 
-def chunked_vae(config: VAEConfig, device: torch.device | str, weights: bool = True) -> ChunkedVAE:
-    """The autoencoder of a local folder; without its `weights`, with whatever values its class begins with."""
+def chunked_vae(config: VAEConfig, device: torch.device | str, shared: bool = False) -> ChunkedVAE:
+    """The autoencoder of a local folder, in the dtype of its settings. `shared` as `ops.models.frozen.frozen`."""
+    path = config.path
+    assert path is not None
+    folder, fields, made = _described(config)
+    check_files(folder)
+
+    def read(stored: torch.dtype) -> nn.Module:
+        with torch.device("meta"):
+            module = made()
+        fill(module, path, stored, part="vae")
+        return module
+
+    home = torch.device(device)
+    dtype = getattr(torch, config.dtype_on(home.type))
+    module = frozen(Source(folder=folder, read=read, bare=made), dtype, home, shared)
+    return ChunkedVAE(module, config, vae_numbers(fields, str(folder)), device)
+
+
+def bare_chunked(config: VAEConfig, device: str) -> ChunkedVAE:
+    """The same with whatever values its class begins with, on the CPU: in dtype and layout as on that kind of
+    device."""
+    folder, fields, made = _described(config)
+    with bare_on(config, device) as told:
+        return ChunkedVAE(made(), told, vae_numbers(fields, str(folder)), "cpu")
+
+
+def _described(config: VAEConfig) -> tuple[Path, Json, Callable[[], nn.Module]]:
+    """(folder, its config.json, what makes the module without weights)."""
     assert config.path is not None
     folder = component(config.path, "vae")
     fields = read_json(folder / "config.json")
     own = VAE_CLASSES[class_of(fields) or ""].own
     assert own is not None, "is_chunked comes first"
-    if not weights:
-        return ChunkedVAE(own()(fields), config, vae_numbers(fields, str(folder)), device)
-    check_files(folder)
-    with torch.device("meta"):
-        module = own()(fields)
-    fill(module, config.path, torch.float32, device, part="vae")
-    return ChunkedVAE(module, config, vae_numbers(fields, str(folder)), device)
+    return folder, fields, partial(own(), fields)
 
 
 def _chunks(length: int, chunk: int, height: int, width: int) -> list[Tile]:

@@ -16,6 +16,10 @@ from ops.models.families import TEXT_RECIPES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
 from ops.ranges import SEED, between, check_numbers
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+VAEDtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VAEConfig:
@@ -29,6 +33,13 @@ class VAEConfig:
     tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
     tile_sample_stride: tuple[int, int] = (192, 192)
     tiling: bool = False
+    # What it computes in; latents always come in fp32. auto: bfloat16 on a GPU, float32 on a CPU. In 16 bits latents
+    # are those of float32 but for rounding (docs/results.md says by how much), in half the memory.
+    dtype: VAEDtype = "auto"
+    # Whether activations have their channels last, as tensor cores take them. auto: on a GPU in 16 bits.
+    channels_last: Literal["auto", "on", "off"] = "auto"
+    # torch.compile of the encoder: minutes for the first clip of the first shapes, and fewer passes over memory.
+    compile: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -43,6 +54,11 @@ class VAEConfig:
             raise ValueError(
                 "model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use kind: haar."
             )
+        if self.kind == "haar" and (self.dtype not in ("auto", "float32") or self.compile):
+            raise ValueError(
+                f"model.vae.dtype {self.dtype}, compile {self.compile}: the haar codec is one matrix product in "
+                f"float32. Leave both out."
+            )
         if self.kind == "haar" and not 1 <= self.channels <= 3 * self.temporal * self.spatial**2:
             raise ValueError(
                 f"model.vae.channels {self.channels} is outside 1..{3 * self.temporal * self.spatial**2} "
@@ -53,6 +69,12 @@ class VAEConfig:
     def tiles(self) -> Tiles | None:
         """How clips are cut over height and width; None: they are not."""
         return Tiles(least=self.tile_sample_min, step=self.tile_sample_stride) if self.tiling else None
+
+    def dtype_on(self, device: str) -> Dtype:
+        """What it computes in on a kind of device (cpu or cuda)."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "bfloat16" if device == "cuda" and self.kind == "diffusers" else "float32"
 
 
 EncoderPlace = Literal["device", "host"]
@@ -81,8 +103,9 @@ class TextConfig:
     cleaned: bool = True  # entities of HTML resolved, white space joined; weights of Mochi were trained without it
     # none: an empty caption is no text at all. So Mochi's weights were trained, as its model_index.json says
     empty: EmptyText = "encoded"
-    # device: beside the transformer. host: in host memory, and on the device only while it encodes, which copies 11 GB
-    # (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for clips.
+    # device: beside the transformer. host: in host memory, once for all workers of a node, and on the device only while
+    # it encodes, which copies 11 GB (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for
+    # clips. Where data.cache has texts already, an encoder is loaded when one is missing, and no sooner.
     place: EncoderPlace = "device"
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
@@ -126,6 +149,11 @@ class TextConfig:
             raise ValueError(
                 f"model.text.unmasked {self.unmasked} rows cannot hold max_length {self.max_length}. Make them equal."
             )
+
+    def dtype_on(self, device: str) -> Dtype:
+        """What the encoders compute in on a kind of device (cpu or cuda). float16 overflows in T5's feed-forward;
+        bfloat16 is what the published pipelines use on GPUs."""
+        return "bfloat16" if self.path and device == "cuda" else "float32"
 
     @property
     def recipe(self) -> TextRecipe | None:

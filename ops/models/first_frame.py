@@ -72,6 +72,10 @@ class FirstFrame:
         """Rows behind those of the tokens."""
         return -(-self.image_tokens * self.image_dim // self.width)
 
+    def still_frames(self, frames: int) -> int:
+        """Frames that the VAE sees of a clip's first one."""
+        return 1 if self.alone else frames
+
     def still(self, video: Tensor) -> Tensor:
         """uint8 [B, T, H, W, 3] -> what the VAE encodes of the first frame: it alone [B, 1, H, W, 3], or the same with
         grey in place of all others, in floats from 0 to 255."""

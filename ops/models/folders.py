@@ -14,7 +14,7 @@ from typing import cast
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
-from ops.models.config import ImageConfig, ModelConfig, TextConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
 
@@ -137,6 +137,14 @@ def vae_numbers(fields: Json, where: str) -> tuple[int, tuple[int, int, int]]:
     if name not in VAE_CLASSES:
         raise ValueError(f"{where} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
     return VAE_CLASSES[name].numbers(fields)
+
+
+def is_of_pictures(vae: VAEConfig) -> bool:
+    """Whether an autoencoder takes the frames of a clip as so many pictures."""
+    if vae.path is None:
+        return False
+    name = class_of(read_json(component(vae.path, "vae") / "config.json"))
+    return name in VAE_CLASSES and VAE_CLASSES[name].of_pictures
 
 
 def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:

@@ -27,10 +27,11 @@ from ops.conditions import NOTHING, Conditions
 from ops.config import FlowConfig, OptimizerConfig
 from ops.gradient_places import gradients_in
 from ops.models.base.config import DiTConfig
-from ops.models.base.vae import DiffusersVAE
+from ops.models.base.vae import DiffusersVAE, latents_of
 from ops.models.chunked import ChunkedVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.experts import slice_by
+from ops.models.first_frame import FirstFrame
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
@@ -334,26 +335,42 @@ class EncoderNeed:
 
     weights_gib: float
     peak_gib: float
+    left_gib: float = 0.0  # of the peak that the results of the call take on
+    host_gib: float = 0.0  # of weights that lie in host memory between two calls
 
 
-def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int) -> EncoderNeed:
-    """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
-    without a known autoencoder, FileNotFoundError without a folder."""
+def vae_need(
+    config: VAEConfig,
+    batch: int,
+    frames: int,
+    height: int,
+    width: int,
+    device: str = "cpu",
+    frame: FirstFrame | None = None,
+) -> EncoderNeed:
+    """Need of encoding `batch` clips at once on a kind of device, and what `frame` tells of their first frames; the
+    rows that it leaves are in the peak. Raises ValueError for a folder without a known autoencoder, FileNotFoundError
+    without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        vae = bare_vae(config, "cpu")
+        vae = bare_vae(config, device)
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
         tiles = vae.plan_tiles(frames, height, width)
+        told = frame if frame is not None and frame.is_told else None
         with StorageCount() as count, torch.no_grad():
             clips = video.to("cpu", copy=True)  # to the device
             if len(tiles) == 1:
-                rows = [patchify(latent.float(), (1, 1, 1)) for latent in vae.encode(clips)]
-                del rows
+                latents = list(vae.encode(clips)) if told is None else latents_of(vae, told, clips)
+                rows = [patchify(latent.float(), (1, 1, 1)) for latent in latents]
                 peak = count.peak_bytes
+                left = storage_bytes(rows)
             else:  # one after the other: the first is the largest, and what the others left stays beside it
-                latents = vae.encode_tile(clips, tiles[0])
-                peak = count.peak_bytes + (len(tiles) - 1) * latents.untyped_storage().nbytes()
+                seen = clips if told is None or told.alone else told.still(clips)
+                tile = vae.encode_tile(seen, tiles[0])
+                made = len(tiles) + (len(vae.plan_tiles(told.still_frames(frames), height, width)) if told else 0)
+                left = tile.untyped_storage().nbytes() * made
+                peak = count.peak_bytes + left - tile.untyped_storage().nbytes()
         weights = list(vae.model.parameters()) if isinstance(vae, DiffusersVAE | ChunkedVAE) else []
-        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB)
+        return EncoderNeed(weights_gib=storage_bytes(weights) / GIB, peak_gib=peak / GIB, left_gib=left / GIB)
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:
@@ -372,7 +389,7 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         del rows
         weights, peak = storage_bytes(text.parameters()) / GIB, count.peak_bytes / GIB
         if config.place == "host":  # the weights come for the call
-            weights, peak = 0.0, weights + peak
+            return EncoderNeed(weights_gib=0.0, peak_gib=weights + peak, host_gib=weights)
         return EncoderNeed(weights_gib=weights, peak_gib=peak)
 
 

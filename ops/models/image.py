@@ -12,6 +12,8 @@ from torch import Tensor
 from ops.models.config import ImageConfig
 from ops.models.files import check_files, variant_of
 from ops.models.folders import component
+from ops.models.frozen import Source, frozen
+from ops.models.place import on_device
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -38,7 +40,8 @@ class CLIPImages:
         self, encoder: CLIPVisionModel, processor: Preprocessor, config: ImageConfig, device: torch.device | str
     ) -> None:
         self.device = torch.device(device)
-        self.encoder = encoder.to(self.device).eval().requires_grad_(False)  # type: ignore[arg-type]
+        on_device(encoder, self.device).requires_grad_(False).eval()
+        self.encoder = encoder
         self.processor = processor
         self.dim, self.tokens = config.d_model, config.tokens
 
@@ -100,22 +103,24 @@ def _random_shape(config: ImageConfig) -> CLIPVisionConfig:
     )
 
 
-def folder_clip(config: ImageConfig, device: torch.device | str) -> CLIPImages:
+def folder_clip(config: ImageConfig, device: torch.device | str, shared: bool = False) -> CLIPImages:
     """CLIP from `config.path`: image_encoder/ and image_processor/ of a pipeline, or one folder with both. In fp32, as
-    the published pipelines run it."""
+    the published pipelines run it. `shared` as `ops.models.frozen.frozen`."""
     from transformers import CLIPVisionModel
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     assert config.path is not None
     folder = component(config.path, "image_encoder")
     check_files(folder)
-    encoder = CLIPVisionModel.from_pretrained(
-        folder,
-        local_files_only=True,
-        torch_dtype=torch.float32,
-        use_safetensors=True,
-        variant=variant_of(folder),
-    )
+
+    def read(dtype: torch.dtype) -> CLIPVisionModel:
+        return CLIPVisionModel.from_pretrained(
+            folder, local_files_only=True, dtype=dtype, use_safetensors=True, variant=variant_of(folder)
+        )
+
+    source = Source(folder=folder, read=read, bare=lambda: clip_skeleton(config))
+    encoder = frozen(source, torch.float32, torch.device(device), shared)
+    assert isinstance(encoder, CLIPVisionModel)
     # the processor that needs Pillow alone: resizing by torchvision gives other pixels
     processor = CLIPImageProcessorPil.from_pretrained(processor_of(folder), local_files_only=True)
     return CLIPImages(encoder, processor, config, device)

@@ -135,8 +135,9 @@ def bare_dit(config: DiTConfig) -> nn.Module:
     return module
 
 
-def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
-    """The frozen autoencoder of `config` on `device`."""
+def build_vae(config: VAEConfig, device: torch.device | str = "cpu", shared: bool = False) -> VAE:
+    """The frozen autoencoder of `config` on `device`. `shared`: weights of a folder that lie in host memory are there
+    once for all processes of the node that ask for it; so for the other encoders."""
     if config.kind == "haar":
         from ops.models.haar import HaarVAE
 
@@ -144,28 +145,29 @@ def build_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
     from ops.models.chunked import chunked_vae, is_chunked
     from ops.models.vae import diffusers_vae
 
-    return chunked_vae(config, device) if is_chunked(config) else diffusers_vae(config, device)
+    return chunked_vae(config, device, shared) if is_chunked(config) else diffusers_vae(config, device, shared)
 
 
-def bare_vae(config: VAEConfig, device: torch.device | str = "cpu") -> VAE:
-    """The same without the weights of a folder, whose config.json alone is read."""
+def bare_vae(config: VAEConfig, device: str = "cpu") -> VAE:
+    """The same without the weights of a folder, whose config.json alone is read, on the CPU: in dtype and layout as on
+    that kind of device."""
     if config.kind == "haar":
-        return build_vae(config, device)
-    from ops.models.chunked import chunked_vae, is_chunked
+        return build_vae(config, "cpu")
+    from ops.models.chunked import bare_chunked, is_chunked
     from ops.models.vae import vae_without_weights
 
-    return chunked_vae(config, device, weights=False) if is_chunked(config) else vae_without_weights(config, device)
+    return bare_chunked(config, device) if is_chunked(config) else vae_without_weights(config, device)
 
 
-def build_text(config: TextConfig, device: torch.device | str = "cpu") -> TextEncoder:
+def build_text(config: TextConfig, device: torch.device | str = "cpu", shared: bool = False) -> TextEncoder:
     """The frozen text encoders of a resolved `config` on `device`."""
     if config.recipe:
         from ops.models.text_pair import folder_pair, random_pair
 
-        return folder_pair(config, device) if config.path else random_pair(config, device)
+        return folder_pair(config, device, shared) if config.path else random_pair(config, device)
     from ops.models.text import folder_t5, random_t5
 
-    return folder_t5(config, device) if config.path else random_t5(config, device)
+    return folder_t5(config, device, shared) if config.path else random_t5(config, device)
 
 
 def token_counter(config: TextConfig) -> Callable[[str], int]:
@@ -187,10 +189,12 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
     return lambda caption: len(tokenizer(caption if raw else clean(caption), verbose=False).input_ids)
 
 
-def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:
+def build_image(
+    config: ImageConfig | None, device: torch.device | str = "cpu", shared: bool = False
+) -> ImageEncoder | None:
     """The frozen image encoder of `config` on `device`, where there is one."""
     if config is None:
         return None
     from ops.models.image import folder_clip, random_clip
 
-    return folder_clip(config, device) if config.path else random_clip(config, device)
+    return folder_clip(config, device, shared) if config.path else random_clip(config, device)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, component, tokenizer_of
+from ops.models.frozen import Source, frozen
 from ops.models.place import home_of, on_device, visiting
 
 if TYPE_CHECKING:
@@ -187,14 +188,16 @@ def look_at_neighbours(encoder: torch.nn.Module) -> None:
         bias.normal_(std=_BIAS_STD).sub_(_BIAS_SLOPE * place[:, None])
 
 
-def text_dtype(config: TextConfig, device: torch.device | str) -> str:
-    """What the encoder computes in on a device, as torch names it."""
-    # fp16 overflows in T5's feed-forward; bfloat16 is what the published pipelines use on GPUs.
-    return "bfloat16" if config.path and torch.device(device).type == "cuda" else "float32"
+def load_text(source: Source, config: TextConfig, device: torch.device | str, shared: bool) -> torch.nn.Module:
+    """A text encoder of a folder where and in what the settings have it on this device."""
+    target = torch.device(device)
+    home, dtype = home_of(config.place, target), getattr(torch, config.dtype_on(target.type))
+    return frozen(source, dtype, home, shared, reader=target)
 
 
-def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
-    """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both."""
+def folder_t5(config: TextConfig, device: torch.device | str, shared: bool = False) -> T5Text:
+    """T5 or UMT5 from `config.path`: text_encoder/ and tokenizer/ of a pipeline, or one folder with both. `shared` as
+    `ops.models.frozen.frozen`."""
     from transformers import AutoTokenizer, T5EncoderModel, UMT5EncoderModel
 
     assert config.path is not None
@@ -204,10 +207,18 @@ def folder_t5(config: TextConfig, device: torch.device | str) -> T5Text:
     if not isinstance(kind, str) or kind not in classes:
         raise ValueError(f"{folder} is a {kind!r} encoder; supported are {' and '.join(classes)}.")
     check_files(folder)
-    dtype = getattr(torch, text_dtype(config, device))
-    encoder = classes[kind].from_pretrained(
-        folder, local_files_only=True, torch_dtype=dtype, use_safetensors=True, variant=variant_of(folder)
+    check_tokenizer(tokenizer_of(folder))  # before gigabytes are read
+    encoder = load_text(
+        Source(
+            folder=folder,
+            read=lambda dtype: classes[kind].from_pretrained(
+                folder, local_files_only=True, dtype=dtype, use_safetensors=True, variant=variant_of(folder)
+            ),
+            bare=lambda: t5_skeleton(config),
+        ),
+        config,
+        device,
+        shared,
     )
-    check_tokenizer(tokenizer_of(folder))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(folder), local_files_only=True)
     return T5Text(encoder, tokenizer, config, device)

@@ -29,15 +29,15 @@ from ops.models.folders import (
     text_parts,
     tokenizer_of,
 )
+from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
-from ops.models.text import T5Text, Tokenizer, length_groups, look_at_neighbours, random_shape, text_dtype
+from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 
 if TYPE_CHECKING:
     from transformers import (
         ByT5Tokenizer,
         CLIPTextConfig,
-        CLIPTextModel,
         LlamaConfig,
         LlamaModel,
         LlavaModel,
@@ -346,8 +346,8 @@ def _without_norm(model: LlamaModel | LlavaModel) -> nn.Module:
     return model
 
 
-def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
-    """Both encoders and their tokenizers from the folders of a pipeline.
+def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = False) -> PooledText:
+    """Both encoders and their tokenizers from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
 
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
     all of the weights, FileNotFoundError without a tokenizer.
@@ -373,17 +373,39 @@ def folder_pair(config: TextConfig, device: torch.device | str) -> PooledText:
 
     first, second = text_folder(config), pooled_text_folder(config)
     shape, clip_shape = _shapes(config)
-    dtype = getattr(torch, text_dtype(config, device))
     recipe = recipe_of(config)
     for folder, part in ((first, recipe.states_parts[1]), (second, recipe.pooled_parts[1])):
         check_tokenizer(tokenizer_of(folder, part))  # before gigabytes are read
-    if recipe.states == "llama":
-        encoder: nn.Module = _without_norm(_loaded(Shortened, first, shape, dtype))
-    elif recipe.states == "llava":
-        encoder = _without_norm(_loaded(ShortenedLlava, first, shape, dtype).model)  # without its head
-    else:
-        encoder = _loaded(T5EncoderModel, first, shape, dtype)
-    clip: CLIPTextModel = _loaded(CLIPTextModel, second, clip_shape, dtype)
+
+    def read(dtype: torch.dtype) -> nn.Module:
+        if recipe.states == "llama":
+            return _without_norm(_loaded(Shortened, first, shape, dtype))
+        if recipe.states == "llava":
+            return _without_norm(_loaded(ShortenedLlava, first, shape, dtype).model)  # without its head
+        encoder: nn.Module = _loaded(T5EncoderModel, first, shape, dtype)
+        return encoder
+
+    encoder = load_text(
+        Source(
+            folder=first,
+            read=read,
+            bare=lambda: pair_skeleton(config)[0],
+            variant=f"{recipe.states} without {recipe.skipped_layers} layers",
+        ),
+        config,
+        device,
+        shared,
+    )
+    clip = load_text(
+        Source(
+            folder=second,
+            read=lambda dtype: _loaded(CLIPTextModel, second, clip_shape, dtype),
+            bare=lambda: pair_skeleton(config)[1],
+        ),
+        config,
+        device,
+        shared,
+    )
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True)
     eyes = None
     if recipe.picture:

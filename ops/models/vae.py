@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from ops.models.base.family import Json, VAEClass
-from ops.models.base.vae import DiffusersVAE, LatentFacts
+from ops.models.base.tiles import clips_at_once
+from ops.models.base.vae import DiffusersVAE, LatentFacts, PixelForm
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import component, vae_numbers
+from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
 
 
@@ -24,9 +30,46 @@ def vae_of(model: nn.Module, config: VAEConfig, device: torch.device | str) -> D
         raise ValueError(
             f"model.vae.tiling: {kind.name} codes each frame by itself and has no tiles here. Set it to false."
         )
-    module = on_device(model, device).eval().requires_grad_(False)
+    module: Any = on_device(model, device).eval().requires_grad_(False)  # of Diffusers, which is untyped
+    dtype = next(module.parameters()).dtype
+    layout = layout_of(config, dtype, device, kind.of_pictures)
+    lay_out(module, layout)
+    if kind.sees_fp32 and dtype.itemsize <= 2:  # it gets fp32, and gives what the rest computes in
+        first: nn.Module = module.get_submodule(kind.sees_fp32)
+        first.register_forward_hook(lambda module, inputs, output: output.to(dtype))
+        form = PixelForm(dtype=torch.float32, layout=layout)
+    else:
+        form = PixelForm(dtype=dtype, layout=layout)
+    if config.compile:
+        module.encoder.compile()
     runs: type[DiffusersVAE] = DiffusersVAE if kind.runs is None else kind.runs()
-    return runs(module, _facts(module, kind, device), config.tiles, device)
+    return runs(module, _facts(module, kind, device), form, config.tiles, device)
+
+
+def layout_of(
+    config: VAEConfig, dtype: torch.dtype, device: torch.device, of_pictures: bool = False
+) -> torch.memory_format:
+    """How clips lie in memory that it sees."""
+    usual = device.type == "cuda" and dtype.itemsize == 2
+    if config.channels_last == "off" or (config.channels_last == "auto" and not usual):
+        return torch.contiguous_format
+    return torch.channels_last if of_pictures else torch.channels_last_3d
+
+
+def lay_out(module: nn.Module, layout: torch.memory_format) -> None:
+    """For clips with their channels last, weights of convolutions likewise: what they make is laid out alike."""
+    if layout == torch.contiguous_format:
+        return
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for weight in module.parameters():
+        if weight.dim() in formats:
+            weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+
+
+def clip_groups(clips: int, frames: int, height: int, width: int) -> Sequence[range]:
+    """Clips that are encoded together: the memory for that does not grow with the batch."""
+    step = clips_at_once(frames, height, width)
+    return [range(start, min(start + step, clips)) for start in range(0, clips, step)]
 
 
 def _facts(module: nn.Module, kind: VAEClass, device: torch.device) -> LatentFacts:
@@ -42,27 +85,60 @@ def _facts(module: nn.Module, kind: VAEClass, device: torch.device) -> LatentFac
     return LatentFacts(channels=channels, stride=stride, mean=next(parts), std=next(parts))
 
 
-def vae_without_weights(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
-    """The autoencoder that a folder's config.json describes, with whatever values its class begins with."""
+def vae_without_weights(config: VAEConfig, device: str) -> DiffusersVAE:
+    """The autoencoder that a folder's config.json describes, with whatever values its class begins with, on the CPU: in
+    dtype and layout as on that kind of device."""
     import diffusers
 
     assert config.path is not None
     fields = read_json(component(config.path, "vae") / "config.json")
     vae_numbers(fields, config.path)
-    return vae_of(getattr(diffusers, fields["_class_name"]).from_config(fields), config, device)
+    kind = VAE_CLASSES[fields["_class_name"]]
+    with bare_on(config, device, kind.of_pictures) as told:
+        return vae_of(getattr(diffusers, kind.name).from_config(fields), told, "cpu")
 
 
-def diffusers_vae(config: VAEConfig, device: torch.device | str) -> DiffusersVAE:
-    """The autoencoder of a local folder, by the class its config.json names, in fp32."""
+@contextmanager
+def bare_on(config: VAEConfig, device: str, of_pictures: bool = False) -> Iterator[VAEConfig]:
+    """The settings with which a module that is made here is laid out on the CPU as on that kind of device, in its
+    dtype."""
+    dtype = getattr(torch, config.dtype_on(device))
+    plain = layout_of(config, dtype, torch.device(device), of_pictures) == torch.contiguous_format
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # a cast afterwards would make every parameter twice
+    try:
+        yield replace(config, channels_last="off" if plain else "on", compile=False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def diffusers_vae(config: VAEConfig, device: torch.device | str, shared: bool = False) -> DiffusersVAE:
+    """The autoencoder of a local folder, by the class its config.json names, in the dtype of its settings. `shared` as
+    `ops.models.frozen.frozen`.
+
+    Raises ValueError for float16 where config.json says that it overflows there.
+    """
     import diffusers  # heavy: seconds to import
 
     assert config.path is not None
     folder: Path = component(config.path, "vae")
-    name = read_json(folder / "config.json").get("_class_name")
+    fields = read_json(folder / "config.json")
+    name, dtype = fields.get("_class_name"), config.dtype_on(torch.device(device).type)
     if name not in VAE_CLASSES:
         raise ValueError(f"{folder} is a {name}; known video autoencoders are {', '.join(VAE_CLASSES)}.")
+    if dtype == "float16" and fields.get("force_upcast"):
+        raise ValueError(
+            f"model.vae.dtype is float16, in which the autoencoder of {folder} overflows (force_upcast in its "
+            f"config.json). Use bfloat16, which takes as little, or float32."
+        )
     check_files(folder)
-    model = getattr(diffusers, name).from_pretrained(
-        folder, torch_dtype=torch.float32, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
-    )
-    return vae_of(model, config, device)
+    kind = getattr(diffusers, name)
+
+    def read(stored: torch.dtype) -> nn.Module:
+        model: nn.Module = kind.from_pretrained(
+            folder, torch_dtype=stored, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
+        )
+        return model
+
+    source = Source(folder=folder, read=read, bare=lambda: kind.from_config(fields))
+    return vae_of(frozen(source, getattr(torch, dtype), torch.device(device), shared), config, device)

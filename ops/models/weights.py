@@ -27,7 +27,7 @@ from ops.models.folders import component
 
 # Diffusers' own default; files of this size are what its loaders and hubs expect.
 SHARD_BYTES = 10 * 1024**3
-_DIGEST_BYTES = 1 << 26
+_PIECE = 1 << 17  # words of 8 bytes that are summed for a digest: one MiB
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -203,15 +203,22 @@ def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def frozen_digests(
-    config: ModelConfig, dit: nn.Module, vae: object, text: object, image: object = None
-) -> tuple[tuple[str, str], ...]:
-    """(setting, SHA-256) of each folder's weights that are not trained. Equal on workers that train the same function.
+def num_weights(folders: Sequence[Path]) -> int:
+    """Numbers in the files of these folders, by their headers."""
+    return sum(tensor.numel() for folder in folders for tensor in describe(folder).values())
 
-    Parts without a folder are made from the config, by every worker alike. Takes about a second per GB.
+
+def frozen_digests(
+    config: ModelConfig, dit: nn.Module | None, vae: object, text: object, image: object = None
+) -> tuple[tuple[str, str], ...]:
+    """(setting, digest) of each folder's weights that are not trained. Equal on workers that train the same function.
+    None stands for a part that is not there.
+
+    Parts without a folder are made from the config, by every worker alike. At the speed of the memory they lie in.
     """
+    of_dit = dit.named_parameters() if dit is not None else ()
     parts: list[tuple[str, str | None, list[tuple[str, Tensor]]]] = [
-        ("model.dit.path", config.dit.path, [(n, p) for n, p in dit.named_parameters() if not p.requires_grad]),
+        ("model.dit.path", config.dit.path, [(n, p) for n, p in of_dit if not p.requires_grad]),
         ("model.vae.path", config.vae.path, _tensors_of(vae)),
         ("model.text.path", config.text.path, _tensors_of(text)),
     ]
@@ -221,17 +228,18 @@ def frozen_digests(
 
 
 def checksums(named: Sequence[tuple[str, Tensor]]) -> tuple[tuple[str, int], ...]:
-    """(name, exact sum of the stored bits) of each tensor: equal where the tensors are, at the speed of memory."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tuple(
-        (name, int(t.detach().contiguous().view(kinds[t.element_size()]).sum(dtype=torch.int64))) for name, t in named
-    )
+    """(name, exact sum of the stored bits modulo 2^64) of each tensor, all of one device: equal where the tensors are,
+    at the speed of memory."""
+    if not named:
+        return ()
+    sums: list[int] = torch.stack([_piece_sums(tensor).sum() for _, tensor in named]).tolist()
+    return tuple(zip((name for name, _ in named), sums, strict=True))
 
 
 def _tensors_of(encoder: object) -> list[tuple[str, Tensor]]:
     """Parameters of the modules that an encoder holds, and its own tensors (a VAE's means and scales)."""
     found: list[tuple[str, Tensor]] = []
-    for name, value in sorted(vars(encoder).items()):
+    for name, value in sorted(vars(encoder).items()) if encoder is not None else ():
         if isinstance(value, nn.Module):
             found.extend((f"{name}.{inner}", parameter) for inner, parameter in value.named_parameters())
         elif isinstance(value, Tensor):
@@ -240,10 +248,21 @@ def _tensors_of(encoder: object) -> list[tuple[str, Tensor]]:
 
 
 def _digest(named: Sequence[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
+    """SHA-256 of names, shapes, dtypes, and exact sums of the bits of every MiB, which are made on the device."""
+    digest, sums = hashlib.sha256(), [_piece_sums(tensor) for _, tensor in named]  # on several devices, maybe
     for name, tensor in named:
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        for piece in raw.split(_DIGEST_BYTES):  # of a GPU's memory only so much at a time
-            digest.update(piece.cpu().numpy())
+    digest.update(torch.cat([some.cpu() for some in sums]).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _piece_sums(tensor: Tensor) -> Tensor:
+    """int64 [pieces + 1 + bytes that make no word]: sums modulo 2^64 of the words of each piece, of what is left, and
+    the last bytes."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:  # a part of other memory, which begins between two words
+        raw = raw.clone()
+    words = raw[: len(raw) // 8 * 8].view(torch.int64)
+    pieces = words[: len(words) // _PIECE * _PIECE].view(-1, _PIECE)
+    rest = words[pieces.numel() :]
+    return torch.cat([pieces.sum(dim=1), rest.sum()[None], raw[8 * len(words) :].to(torch.int64)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 
 from actors.config import (
@@ -50,6 +52,22 @@ def test_gradients_are_shared_by_a_node_where_it_saves_something(
 ) -> None:
     config = TrainConfig(sync=sync, memory=TrainMemoryConfig(gradients=memory))  # type: ignore[arg-type]
     assert [one.gradients for one in config.places(weights, device)] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("tf32", "precision", "allowed"),
+    [
+        ("auto", {}, False),
+        ("auto", {"autocast": "bfloat16"}, True),
+        ("auto", {"parameter_dtype": "bfloat16"}, True),
+        ("on", {}, True),
+        ("off", {"autocast": "bfloat16"}, False),
+    ],
+)
+def test_tf32_is_for_runs_that_compute_in_bfloat16_unless_a_setting_says_otherwise(
+    tf32: Literal["auto", "on", "off"], precision: dict, allowed: bool
+) -> None:
+    assert TrainConfig(tf32=tf32, **precision).allows_tf32 == allowed
 
 
 def test_deepspeed_does_not_take_state_in_host_memory() -> None:

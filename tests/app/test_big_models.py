@@ -49,7 +49,7 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
         parameter_bytes=2,
         state_bytes=16,
         vae_gib=0.46,
-        text_on_host_gib=text,
+        host_encoders_gib=text,
         needs=needs,
     )
 
@@ -101,7 +101,7 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
         plan(tmp_path, name, "workers.min=1")
-    assert re.search(r"host memory of a node [\d.]+ of 2048 \(optimizer state .*text encoders [\d.]+", shown)
+    assert re.search(r"host memory of a node [\d.]+ of 2048 \(optimizer state .*, encoders [\d.]+", shown)
     small = tmp_path / "cluster.yaml"
     small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
     with pytest.raises(PlanError, match=r"a node has 128\.0 GiB of host memory .* takes [\d.]+ GiB of it"):
@@ -129,7 +129,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
     assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
-    assert "(optimizer state and weights)" in shown and "weights 56.81" in shown
+    assert "(optimizer state and weights and text encoder)" in shown and "weights 56.81" in shown
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):

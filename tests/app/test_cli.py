@@ -147,6 +147,7 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert "17x32x48" in printed
     assert "plan      cascade on 3 workers" in printed
     assert "GiB on each worker (train.memory.gradients: auto)" in printed
+    assert "encoders  haar codec, text encoder in float32" in printed
     assert not (small_data / "runs").exists()
 
 

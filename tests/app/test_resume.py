@@ -101,6 +101,8 @@ def test_schedule_and_pool_may_change_and_are_told(tmp_path: Path, folder: Path)
     assert "train.steps 300 -> 999" in map(str, changes)
     place = f"model.text.place={'host' if config(tmp_path).model.text.place == 'device' else 'device'}"
     assert [change.key for change in check_resume(config(tmp_path, place))] == ["model.text.place"]
+    how = check_resume(config(tmp_path, "train.tf32=on", "model.vae.channels_last=on"))
+    assert [change.key for change in how] == ["model.vae.channels_last", "train.tf32"]
 
 
 def test_the_same_settings_are_no_change(tmp_path: Path, folder: Path) -> None:
@@ -169,6 +171,20 @@ def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: boo
     assert "model.text.path" in {change.key for change in check_resume(now)}
     shutil.rmtree(tmp_path / "old")
     assert "model.text.path" in {change.key for change in check_resume(now)}, "what is gone cannot be compared"
+
+
+def test_another_dtype_of_the_vae_would_train_something_else_and_another_way_to_compute_would_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "vae").mkdir()
+    (tmp_path / "vae" / "config.json").write_text("{}")
+    vae = ("model.vae.kind=diffusers", f"model.vae.path={tmp_path}/vae")
+    made = prepare_run_dir(config(tmp_path, *vae))
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    with pytest.raises(ConfigError, match=r"model\.vae\.dtype auto -> bfloat16"):
+        check_resume(config(tmp_path, *vae, "model.vae.dtype=bfloat16"))
+    changes = check_resume(config(tmp_path, *vae, "model.vae.compile=true", "model.vae.channels=7"))
+    assert "model.vae.compile" in {change.key for change in changes}
 
 
 def test_leaves_end_at_values_that_are_mappings_themselves() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ops.models.forecast import GIB, vae_need
 from ops.models.load import build_vae
 from ops.models.stdit3.autoencoder import VideoAutoencoder
 from ops.models.stdit3.autoencoder_fields import numbers
+from ops.storages import StorageCount
 from tests.ops.conftest import RunRanks
 
 torch.set_num_threads(1)
@@ -191,6 +193,28 @@ def test_a_folder_is_read_by_its_class(tmp_path: Path, vae: ChunkedVAE) -> None:
         build_vae(VAEConfig(kind="diffusers", path=str(tmp_path), tiling=True))
     with pytest.raises(ValueError, match="micro_frame_size is None: autoencoders of Open-Sora are run in chunks"):
         build_vae(VAEConfig(kind="diffusers", path=str(save(tmp_path / "whole", SMALL | {"micro_frame_size": None}))))
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_it_computes_in_the_dtype_of_the_settings_also_with_weights_that_a_node_shares(
+    device: str, dtype: torch.dtype, tmp_path: Path, vae: ChunkedVAE
+) -> None:
+    """In 16 bits with its channels last, as on a GPU. Latents and pixels are in fp32 and near those of fp32."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", "channels_last": "on"} if device == "cuda" else {}
+    config = VAEConfig(kind="diffusers", path=str(save(tmp_path)), **settings)
+    alone, shared = (build_vae(config, shared=shared) for shared in (False, True))
+    assert isinstance(alone, ChunkedVAE) and isinstance(shared, ChunkedVAE)
+    assert next(alone.model.parameters()).dtype == dtype
+    video = clip(21)
+    latents = alone.encode(video)
+    assert torch.equal(shared.encode(video), latents) and torch.equal(shared.decode(latents), alone.decode(latents))
+    wanted = vae.encode(video)
+    assert latents.dtype == torch.float32 and (latents - wanted).norm() < 0.05 * wanted.norm()
+    with StorageCount() as count:
+        alone.encode(video.to("cpu", copy=True))
+    found = vae_need(VAEConfig(kind="diffusers", path=config.path), *video.shape[:4], device=device)
+    assert found.weights_gib * GIB == sum(p.nbytes for p in alone.model.parameters())
+    assert found.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("workers", [2, 3])

@@ -21,8 +21,10 @@ from ops.models.base.tiles import Tile, deal
 from ops.models.base.vae import DiffusersVAE
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
+from ops.models.forecast import GIB, vae_need
 from ops.models.load import build_vae
-from ops.models.vae import vae_of
+from ops.models.vae import clip_groups, vae_of
+from ops.storages import StorageCount
 from tests.ops.conftest import RunRanks
 
 FP32_ATOL = 1e-6
@@ -251,7 +253,7 @@ def test_a_bag_decodes_the_clip_of_one_worker(
 
 
 @pytest.fixture(scope="module")
-def pictures() -> DiffusersVAE:
+def picture_vae() -> DiffusersVAE:
     """A class that codes frames one by one."""
     torch.manual_seed(0)
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
@@ -259,31 +261,31 @@ def pictures() -> DiffusersVAE:
     return vae_of(model, VAEConfig(kind="diffusers", path="-"), "cpu")
 
 
-def test_every_frame_of_a_picture_vae_is_a_tile(pictures: DiffusersVAE) -> None:
+def test_every_frame_of_a_picture_vae_is_a_tile(picture_vae: DiffusersVAE) -> None:
     """What they decode to is what one batch of them decodes to."""
     latents = torch.randn(2, 4, 5, 6, 4, generator=torch.Generator().manual_seed(5))
-    assert [tile.frames for tile in pictures.plan_decode((5, 6, 4))] == [(n, n + 1) for n in range(5)]
-    frames = (latents * pictures._std + pictures._mean).transpose(1, 2).flatten(0, 1)
+    assert [tile.frames for tile in picture_vae.plan_decode((5, 6, 4))] == [(n, n + 1) for n in range(5)]
+    frames = (latents * picture_vae._std + picture_vae._mean).transpose(1, 2).flatten(0, 1)
     with torch.no_grad():
-        together = pictures.model.decode(frames).sample.unflatten(0, (2, 5)).movedim(2, -1)
-    away = pictures.decode(latents).float() - (together + 1).mul(127.5).round().clamp(0, 255)
+        together = picture_vae.model.decode(frames).sample.unflatten(0, (2, 5)).movedim(2, -1)
+    away = picture_vae.decode(latents).float() - (together + 1).mul(127.5).round().clamp(0, 255)
     assert away.abs().max() <= 1  # rounding to 8 bits
     with pytest.raises(ValueError, match="AutoencoderKL codes each frame by itself and has no tiles"):
-        vae_of(pictures.model, VAEConfig(kind="diffusers", path="-", **TILES), "cpu")  # type: ignore[arg-type]
+        vae_of(picture_vae.model, VAEConfig(kind="diffusers", path="-", **TILES), "cpu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_bag_shares_the_frames_of_a_picture_vae(pictures: DiffusersVAE, workers: int, run_ranks: RunRanks) -> None:
+def test_a_bag_shares_the_frames_of_a_picture_vae(picture_vae: DiffusersVAE, workers: int, run_ranks: RunRanks) -> None:
     latents = torch.randn(4, 5, 6, 4, generator=torch.Generator().manual_seed(6))
-    one = pictures.decode(latents[None])[0]
-    made = run_ranks(workers, lambda group: decode_together(pictures, [latents], group, torch.device("cpu")))
+    one = picture_vae.decode(latents[None])[0]
+    made = run_ranks(workers, lambda group: decode_together(picture_vae, [latents], group, torch.device("cpu")))
     assert torch.equal(made[0][0], one) and not any(made[1:])
 
 
-def test_more_frames_of_a_picture_vae_take_no_more_memory_than_their_bytes(pictures: DiffusersVAE) -> None:
+def test_more_frames_of_a_picture_vae_take_no_more_memory_than_their_bytes(picture_vae: DiffusersVAE) -> None:
     def peak(frames: int) -> int:
         latents = torch.randn(1, 4, frames, 16, 16, generator=torch.Generator().manual_seed(7))
-        return peak_bytes(lambda: pictures.decode(latents), torch.device("cpu"))
+        return peak_bytes(lambda: picture_vae.decode(latents), torch.device("cpu"))
 
     one_frame = 32 * 32 * 3
     assert peak(12) - peak(2) <= 2 * 10 * one_frame  # beside the others, and joined with them
@@ -324,3 +326,137 @@ def test_unknown_class_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKLAllegro"}')
     with pytest.raises(ValueError, match="is a AutoencoderKLAllegro; known video autoencoders are AutoencoderKLWan"):
         build_vae(VAEConfig(kind="diffusers", path=str(tmp_path)), "cpu")
+
+
+def pictures() -> torch.nn.Module:
+    return AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * 3,
+        up_block_types=["UpDecoderBlock2D"] * 3,
+        block_out_channels=[8, 8, 8],
+        layers_per_block=1,
+        norm_num_groups=2,
+        latent_channels=4,
+    )
+
+
+EVERY = {**FAMILIES, "pictures": pictures}
+CLOSE_DB = 40.0  # of latents in 16 bits beside those in fp32
+
+
+def every(family: str, dtype: torch.dtype = torch.float32, **settings: object) -> DiffusersVAE:
+    torch.manual_seed(0)
+    model = torch.nn.Module.to(EVERY[family](), dtype)  # Diffusers' own warns of what it keeps in fp32: nothing
+    return vae_of(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
+
+
+def shapes_in_motion(frames: int, height: int, width: int) -> torch.Tensor:
+    """Smooth colours that change slowly, and a little noise, as video has."""
+    generator = torch.Generator().manual_seed(5)
+    coarse = torch.rand(1, 3, 3, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, size=(frames, height, width), mode="trilinear")
+    noise = 0.03 * torch.randn(smooth.shape, generator=generator)
+    return ((smooth + noise) * 255).clamp(0, 255).to(torch.uint8).movedim(1, -1)
+
+
+def psnr_db(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    peak = wanted.max() - wanted.min()
+    return float(20 * torch.log10(peak / (found - wanted).square().mean().sqrt()))
+
+
+@pytest.mark.parametrize("layout", ["off", "on"])
+@pytest.mark.parametrize("family", EVERY)
+def test_latents_of_bf16_are_close_to_those_of_fp32(family: str, layout: str) -> None:
+    video = shapes_in_motion(9, 32, 64)
+    half = every(family, torch.bfloat16, channels_last=layout)
+    latents = half.encode(video)
+    (tile,) = half.plan_tiles(*video.shape[1:4])
+    assert (latents.dtype, half.encode_tile(video, tile).dtype) == (torch.float32, torch.bfloat16)
+    assert psnr_db(latents, every(family).encode(video)) > CLOSE_DB
+
+
+@pytest.mark.parametrize("family", ["wan", pytest.param("cogvideox", marks=pytest.mark.long)])
+def test_latents_of_fp16_are_closer_to_those_of_fp32_than_those_of_bf16(family: str) -> None:
+    """A CPU is slow in fp16."""
+    video, exact = shapes_in_motion(1, 16, 32), every(family)
+    half, brain = (every(family, dtype) for dtype in (torch.float16, torch.bfloat16))
+    wanted = exact.encode(video)
+    assert psnr_db(half.encode(video), wanted) > psnr_db(brain.encode(video), wanted) > CLOSE_DB
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_channels_last_changes_the_layout_alone(family: str) -> None:
+    video = shapes_in_motion(5, 32, 64)
+    vae = every(family, channels_last="on")
+    weight = next(
+        w for w in vae.model.encoder.parameters() if w.dim() in (4, 5) and w.shape[1] > 1 and w[0, 0].numel() > 1
+    )
+    assert weight.stride(1) == 1
+    torch.testing.assert_close(vae.encode(video), every(family).encode(video), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.long
+def test_a_compiled_encoder_gives_the_same_latents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced without making code, which needs a compiler."""
+    plain, compiled = torch.nn.Module.compile, []
+
+    def traced(module: torch.nn.Module) -> None:
+        compiled.append(module)
+        plain(module, backend="aot_eager")
+
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
+    vae = every("wan", compile=True)
+    assert compiled == [vae.model.encoder]
+    for video in (shapes_in_motion(5, 32, 48), shapes_in_motion(1, 32, 32)):
+        torch.testing.assert_close(vae.encode(video), every("wan").encode(video), atol=1e-5, rtol=1e-5)
+
+
+def encode_peak(vae: DiffusersVAE, video: torch.Tensor) -> int:
+    parts = [slice(part.start, part.stop) for part in clip_groups(len(video), *video.shape[1:4])]
+    with StorageCount() as count:
+        latents = [row for part in parts for row in vae.encode(video[part])]
+    assert len(latents) == len(video)
+    return count.peak_bytes
+
+
+@pytest.mark.parametrize("family", ["wan", "pictures"])
+def test_the_peak_of_an_encode_does_not_grow_with_the_batch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ops.models.base.tiles.VAE_BATCH_PIXELS", 5 * 32 * 32)
+    vae = every(family)
+    one, many = shapes_in_motion(5, 32, 32), shapes_in_motion(5, 32, 32).expand(6, -1, -1, -1, -1)
+    latent = vae.encode(one).nbytes
+    assert encode_peak(vae, many) <= encode_peak(vae, one) + 5 * latent
+    assert encode_peak(vae, one) > 20 * latent
+
+
+def test_frames_of_a_class_of_pictures_are_encoded_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    vae, video = every("pictures"), shapes_in_motion(12, 32, 32)
+    whole, peak = vae.encode(video), encode_peak(vae, video)
+    monkeypatch.setattr("ops.models.base.tiles.VAE_BATCH_PIXELS", 3 * 32 * 32)
+    torch.testing.assert_close(vae.encode(video), whole, atol=FP32_ATOL, rtol=FP32_ATOL)
+    assert encode_peak(vae, video) < 0.4 * peak
+    monkeypatch.setattr("ops.models.base.tiles.VAE_BATCH_PIXELS", 1)
+    torch.testing.assert_close(vae.encode(video), whole, atol=FP32_ATOL, rtol=FP32_ATOL)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_what_an_encode_needs_is_predicted_in_its_dtype(device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    every("wan").model.save_pretrained(tmp_path / "vae")
+    config, shape = VAEConfig(kind="diffusers", path=str(tmp_path)), (1, 5, 32, 48)
+    vae, video = every("wan", dtype, channels_last="on" if device == "cuda" else "off"), shapes_in_motion(5, 32, 48)
+    with StorageCount() as count:
+        vae.encode(video.to("cpu", copy=True))
+    need = vae_need(config, *shape, device=device)
+    assert need.peak_gib * GIB == pytest.approx(count.peak_bytes, rel=0.02)
+    assert need.weights_gib * GIB == sum(dtype.itemsize * p.numel() for p in vae.model.parameters())
+    assert need.left_gib * GIB == vae.encode(video).nbytes
+
+
+def test_a_dtype_that_an_autoencoder_cannot_have_is_refused(tmp_path: Path) -> None:
+    every("pictures").model.save_pretrained(tmp_path / "vae")
+    with pytest.raises(ValueError, match=r"dtype is float16, in which the autoencoder of .* overflows \(force_upcast"):
+        build_vae(VAEConfig(kind="diffusers", path=str(tmp_path), dtype="float16"))
+    loaded = build_vae(VAEConfig(kind="diffusers", path=str(tmp_path), dtype="bfloat16"))
+    assert isinstance(loaded, DiffusersVAE) and loaded.model.dtype == torch.bfloat16
+    for wrong in ({"dtype": "bfloat16"}, {"compile": True}):
+        with pytest.raises(ValueError, match="the haar codec is one matrix product in float32"):
+            VAEConfig(**wrong)  # type: ignore[arg-type]

@@ -3,9 +3,9 @@
 A need is a line, GiB = fixed + slope x units, for cascades of one kind (`Footprint.kind`). The DiT's units are rows of
 a rank over all its samples: its need is exactly linear in them. Those of video are divided by the degree, those of text
 count as the part of a row that they take (`Needs.text_rows`), and where ranks share heads a row counts more
-(`Needs.row_weight`). Units of a VAE are clips of one shape, those of a text
-encoder tokens. A line is predicted from the model, before anything has run, and
-replaced by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
+(`Needs.row_weight`). Units of a VAE are the clips of one shape that it encodes at a time, and of the others what their
+rows take; those of a text encoder are tokens. A line is predicted from the model, before anything has run, and replaced
+by the peaks that workers measure. Where memory ran out is a limit until something larger has fitted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.plan.types import Module
 from ops.degrees import surplus
@@ -68,7 +69,20 @@ def footprint(
         longest = max(s.text_tokens for s in samples)
         captions = -(-count // degree)
         return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
-    return Footprint(module=module, kind=clip_kind(samples[0], degree), units=sum(s.count for s in samples))
+    kind, clips = clip_kind(samples[0], degree), sum(s.count for s in samples)
+    batches = (needs.batches if needs else {}).get(kind, WHOLE)
+    together = min(clips, batches.together)
+    return Footprint(module=module, kind=kind, units=together + batches.kept * (clips - together))
+
+
+class ClipBatches(NamedTuple):
+    """How a VAE takes the clips of a cascade."""
+
+    together: float  # so many at a time
+    kept: float = 0.0  # what the rows of a clip that is encoded take on, as a part of what encoding it takes
+
+
+WHOLE = ClipBatches(math.inf)  # all at once
 
 
 def clip_kind(clip: Samples, degree: int = 1) -> str:
@@ -117,6 +131,7 @@ class Needs:
     # and the number of heads; 0: nothing was predicted.
     copied: float = 0.0
     num_heads: int = 0
+    batches: dict[str, ClipBatches] = field(default_factory=dict)  # by kind of VAE cascade, where it was predicted
     _learned: dict[NeedKey, NeedLine] = field(default_factory=dict)
 
     def gib(self, found: Footprint) -> float | None:

@@ -49,6 +49,10 @@ class VAEClass:
     numbers: Callable[[Json], tuple[int, tuple[int, int, int]]]
     normalisation: Callable[[Json, int, Any], tuple[Any, Any]] = config_normalisation  # lists, or tensors of the module
     can_be_tiled: bool = True  # by the cuts of ops/models/base/vae.py
+    of_pictures: bool = False  # its class takes [B, C, H, W]
+    # the first part of its encoder, if it sees pixels in fp32 also where weights have 16 bits: its frequencies are so
+    # high that a pixel rounded to bf16 is another one to them
+    sees_fp32: str = ""
     runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
     # The class of an autoencoder that Diffusers does not have, made from config.json (`ops.models.chunked.ChunkCodec`),
     # and how many frames it codes at a time, each for themselves
@@ -67,7 +71,9 @@ def _picture_vae() -> type[DiffusersVAE]:
     return PictureVAE
 
 
-PICTURE_VAE = VAEClass(name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, runs=_picture_vae)
+PICTURE_VAE = VAEClass(
+    name="AutoencoderKL", numbers=_picture_numbers, can_be_tiled=False, of_pictures=True, runs=_picture_vae
+)
 """Stable Diffusion's, of pictures: every frame by itself."""
 
 

@@ -24,6 +24,7 @@ from ops.models.base.joint_config import JointDiTConfig
 from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, init_linear, sinusoidal_embedding
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.packing import Layout
+from ops.precision import precise_linear, precise_product
 from ops.sequence_parallel import sequence_parallel_attention
 
 _TIME_DIM = 256  # sinusoidal width of both families, not a setting there
@@ -56,7 +57,7 @@ def pooled_of(conditions: Conditions, mean: Tensor, width: int) -> Tensor:
 
 
 class ConditionEmbedding(nn.Module):
-    """Timestep, pooled text and guidance of each sequence, in the weights' precision: [S, D]."""
+    """Timestep, pooled text and guidance of each sequence, in at least fp32: [S, D]."""
 
     def __init__(self, pooled_dim: int, dim: int, guidance: bool = False) -> None:
         super().__init__()
@@ -66,24 +67,20 @@ class ConditionEmbedding(nn.Module):
 
     def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
         """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
-        with torch.autocast(timesteps.device.type, enabled=False):
-            out = self.unguided(timesteps, pooled)
-            if self.guidance_embedder is not None:
-                guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
-                out = out + self.guidance_embedder(sinusoidal_embedding(guidance, _TIME_DIM, out.dtype))
-        return out.to(torch.promote_types(out.dtype, torch.float32))
+        out = self.unguided(timesteps, pooled)
+        if self.guidance_embedder is None:
+            return out
+        guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
+        return out + self.guidance_embedder.precise(sinusoidal_embedding(guidance, _TIME_DIM, out.dtype))
 
     def unguided(self, timesteps: Tensor, pooled: Tensor) -> Tensor:
-        """Without the guidance, in the dtype of the weights: of clean frames, which are not told of it."""
-        with torch.autocast(timesteps.device.type, enabled=False):
-            dtype = self.timestep_embedder.linear_1.weight.dtype
-            return self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(
-                pooled
-            )
+        """Without the guidance: of clean frames, which are not told of it."""
+        sinusoids = sinusoidal_embedding(timesteps, _TIME_DIM, self.timestep_embedder.linear_1.weight.dtype)
+        return self.timestep_embedder.precise(sinusoids) + self.text_embedder.precise(pooled)
 
 
 class Modulation(nn.Module):
-    """`parts` modulation tables from the condition [S, D]; holds Diffusers' AdaLayerNorm*.linear."""
+    """`parts` modulation tables from the condition [S, D], in at least fp32; holds Diffusers' AdaLayerNorm*.linear."""
 
     def __init__(self, dim: int, parts: int, width: int | None = None) -> None:
         """`width` of a table, by default D."""
@@ -93,7 +90,7 @@ class Modulation(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         """condition [S, D] -> `parts` tables [S, width]."""
-        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
+        return precise_linear(self.linear, condition).chunk(self.parts, dim=-1)
 
 
 class JointAttention(nn.Module):
@@ -224,12 +221,12 @@ class JointTransformer(PackedTransformer):
         agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
         """
         text, layout, conditions = given.text, given.layout, given.conditions
-        mean = layout.text_mean(text.dtype) @ text
+        mean = precise_product(layout.text_mean(torch.promote_types(text.dtype, torch.float32)), text.T)
         pooled = pooled_of(conditions, mean, self.config.pooled_width)
         x, context = self.embedded(given, mean)
         condition = row_condition = F.silu(self.time_text_embed(given.timesteps, pooled, conditions.guidance))
         if layout.has_clean_frames:
-            clean = self.time_text_embed.unguided(torch.zeros_like(given.timesteps), pooled).to(condition.dtype)
+            clean = self.time_text_embed.unguided(torch.zeros_like(given.timesteps), pooled)
             row_condition = torch.cat([condition, F.silu(clean)])
         cos, sin = joint_rope(layout, self.config.rope_split, self.config.rope_theta, condition.dtype)
         shared = JointInputs(condition, row_condition, cos, sin, layout, given.group)

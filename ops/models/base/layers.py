@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ops.kernels.qk_rope.op import qk_norm_rope
+from ops.precision import precise_linear
 
 Activation = Callable[[Tensor], Tensor]
 _TIME_DIM = 256  # sinusoidal width of AdaLayerNormSingle, not a setting there
@@ -36,6 +37,10 @@ class TwoLayerMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[S, in_dim] -> [S, dim]"""
         return self.linear_2(self.activation(self.linear_1(x.to(self.linear_1.weight.dtype))))
+
+    def precise(self, x: Tensor) -> Tensor:
+        """The same in at least fp32, whatever weights and autocast are."""
+        return precise_linear(self.linear_2, self.activation(precise_linear(self.linear_1, x)))
 
 
 class _Projection(nn.Module):
@@ -133,14 +138,14 @@ def sinusoidal_embedding(timesteps: Tensor, dim: int, dtype: torch.dtype) -> Ten
 def time_and_modulation(timesteps: Tensor, embedder: TwoLayerMLP, projection: nn.Linear) -> tuple[Tensor, Tensor]:
     """timesteps [R] -> time [R, D] and the modulation of all blocks [R, 6, D].
 
-    In the weights' precision also under autocast, at least fp32: modulation multiplies every activation.
+    In at least fp32, also with weights in bf16 and under autocast: modulation multiplies every activation. So Wan's own
+    code computes both; Diffusers keeps the embedder and the blocks' tables in fp32 (`_keep_in_fp32_modules` of
+    WanTransformer3DModel) and, as of all other families here, runs the projection in the weights' dtype.
     """
-    with torch.autocast(timesteps.device.type, enabled=False):
-        dtype = projection.weight.dtype
-        time = embedder(sinusoidal_embedding(timesteps, embedder.linear_1.in_features, dtype))
-        modulation = projection(F.silu(time)).unflatten(1, (6, -1))
-    at_least_fp32 = torch.promote_types(dtype, torch.float32)
-    return time.to(at_least_fp32), modulation.to(at_least_fp32)
+    time = embedder.precise(
+        sinusoidal_embedding(timesteps, embedder.linear_1.in_features, embedder.linear_1.weight.dtype)
+    )
+    return time, precise_linear(projection, F.silu(time)).unflatten(1, (6, -1))
 
 
 class TimeModulation(nn.Module):

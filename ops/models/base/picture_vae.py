@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from ops.models.base.tiles import Tile, clips_at_once
 from ops.models.base.vae import DiffusersVAE, frame_bytes
 
 
 class PictureVAE(DiffusersVAE):
-    """A class of Diffusers that takes [B, C, H, W]. Every latent frame is a tile, and nothing is blended."""
+    """A class of Diffusers that takes [B, C, H, W]. Every latent frame is a tile of a decode, and
+    nothing is blended."""
+
+    @torch.no_grad()
+    def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
+        """A few frames at a time."""
+        frames = tile.cut(video).to(self.device).flatten(0, 1)
+        means = [self._means(some) for some in frames.split(clips_at_once(1, *frames.shape[1:3]))]
+        found: Tensor = torch.cat(means).unflatten(0, (len(video), -1)).transpose(1, 2)
+        return found
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -26,7 +34,7 @@ class PictureVAE(DiffusersVAE):
     def _clip_of(self, segments: list[Tensor], frames: int) -> Tensor:
         return torch.cat(segments, dim=2)
 
-    def _run(self, code: Callable[[Tensor], Tensor], clips: Tensor) -> Tensor:
-        frames = code(clips.transpose(1, 2).flatten(0, 1))
-        found: Tensor = frames.unflatten(0, (len(clips), -1)).transpose(1, 2)
+    def _decoded(self, latents: Tensor) -> Tensor:
+        frames: Tensor = self.model.decode(latents.transpose(1, 2).flatten(0, 1)).sample
+        found: Tensor = frames.unflatten(0, (len(latents), -1)).transpose(1, 2)
         return found

@@ -1,4 +1,5 @@
-"""Tiles of a video or its latents: what a VAE encodes or decodes on its own, so that a bag of workers can share it.
+"""Tiles of a video or its latents: what a VAE encodes or decodes on its own, so that a bag of workers can share it. And
+how many clips it takes together.
 
 Imports neither torch nor Ray.
 """
@@ -10,6 +11,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to so many pixels of all their frames
+
+
+def clips_at_once(frames: int, height: int, width: int) -> int:
+    """How many clips of this shape a VAE encodes together: what more of them take of memory is their results."""
+    return max(1, VAE_BATCH_PIXELS // (frames * height * width))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,7 +9,7 @@ B batch, T H W frames, height, width in pixels, C latent channels, t h w the lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -29,7 +29,7 @@ class VAE(Protocol):
 
     def encode(self, video: Tensor) -> Tensor:
         """uint8 [B, T, H, W, 3], or floats from 0 to 255 -> fp32 normalised latents [B, C, t, h, w]; the posterior's
-        mode, so deterministic."""
+        mode, so deterministic. All B at once: `clip_groups` says of how many that takes little memory."""
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
@@ -61,6 +61,27 @@ class VAE(Protocol):
         ...
 
 
+class ToldFrame(Protocol):
+    """What a transformer is told of a clip's first frame (`ops.models.first_frame.FirstFrame`)."""
+
+    @property
+    def is_told(self) -> bool: ...
+
+    def still(self, video: Tensor) -> Tensor: ...
+
+    def joined(self, latent: Tensor, still: Tensor) -> Tensor: ...
+
+
+@torch.no_grad()
+def latents_of(vae: VAE, frame: ToldFrame, clips: Tensor) -> list[Tensor]:
+    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: Q channels that tell of first frames, where there are."""
+    latents = list(vae.encode(clips))
+    if not frame.is_told:
+        return latents
+    still = vae.encode(frame.still(clips))
+    return [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentFacts:
     """Numbers of an autoencoder's latents. `mean` and `std` [C], fp32 on its device, take them to what the transformer
@@ -72,6 +93,19 @@ class LatentFacts:
     std: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelForm:
+    """How an encoder is given clips: their dtype, and how they lie in memory."""
+
+    dtype: torch.dtype
+    layout: torch.memory_format
+
+    def of(self, pixels: Tensor) -> Tensor:
+        """Colours from 0 to 255 [B, ..., 3] -> from -1 to 1 [B, 3, ...]."""
+        scaled = torch.div(pixels, 127.5).sub_(1.0).to(self.dtype).movedim(-1, 1)
+        return scaled.contiguous(memory_format=self.layout)
+
+
 class DiffusersVAE:
     """A video autoencoder of Diffusers.
 
@@ -80,14 +114,21 @@ class DiffusersVAE:
     does otherwise is a subclass in the folder of its family (`VAEClass.runs`). What these define anew is at the end.
     """
 
-    def __init__(self, model: torch.nn.Module, facts: LatentFacts, tiles: Tiles | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        facts: LatentFacts,
+        form: PixelForm,
+        tiles: Tiles | None,
+        device: torch.device,
+    ) -> None:
         """Take a module that lies on the device. With `tiles` clips are cut over height and width, too."""
         self.device = device
         # Any: classes of Diffusers, which is untyped, with different switches and tiles.
         self.model: Any = model
         self.channels, self.vae_stride = facts.channels, facts.stride
         self._mean, self._std = (part.view(1, -1, 1, 1, 1) for part in (facts.mean, facts.std))
-        self.tiles = tiles
+        self._form, self.tiles = form, tiles
         if tiles is not None:
             tiles.check(self.vae_stride[1])
             self._set_tiles(tiles)
@@ -115,11 +156,16 @@ class DiffusersVAE:
 
     @torch.no_grad()
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
-        """Posterior mean [B, C, t', h', w'] of one tile, not normalised."""
-        pixels = tile.cut(video).to(self.device).float().div(127.5).sub(1.0).movedim(-1, 1)
+        """Posterior mean [B, C, t', h', w'] of one tile, not normalised, in the model's dtype."""
+        return self._means(tile.cut(video).to(self.device))
+
+    def _means(self, pixels: Tensor) -> Tensor:
+        """Posterior means of [B, T, H, W, 3], or for a class of pictures of [B, H, W, 3]."""
+        scaled = self._form.of(pixels)
         with self._without("use_tiling", "use_framewise_encoding"):
-            moments = self._run(self.model._encode, pixels.to(self.model.dtype).contiguous())
-        return moments[:, : self.channels]
+            moments: Tensor = self.model._encode(scaled)
+        means: Tensor = moments[:, : self.channels]
+        return means
 
     def plan_decode(self, grid: tuple[int, int, int]) -> list[Tile]:
         """As Diffusers' `_decode` cuts."""
@@ -156,11 +202,11 @@ class DiffusersVAE:
         frames, height, width = shape
         ordered = _ordered(parts, self.plan_tiles(frames, height, width), f"blend of a {frames}x{height}x{width} clip")
         segments = [
-            self._latent_plane([(tile, part.clone()) for tile, part in group], height, width)
+            self._latent_plane([(tile, part.to(torch.float32, copy=True)) for tile, part in group], height, width)
             for _, group in groupby(ordered, key=lambda part: part[0].segment)
         ]
         latents = self._latents_of(segments, (frames - 1) // self.vae_stride[0] + 1)
-        return (latents.float() - self._mean) / self._std
+        return (latents - self._mean) / self._std
 
     def _latent_plane(self, parts: list[tuple[Tile, Tensor]], height: int, width: int) -> Tensor:
         """The latents of a plane's tiles, without what stands over the clip's edge."""
@@ -207,10 +253,6 @@ class DiffusersVAE:
         """Pixels of a side of which the encoder's tiles are counted: a patch of them, where it is cut after that."""
         return 1
 
-    def _run(self, code: Callable[[Tensor], Tensor], clips: Tensor) -> Tensor:
-        """`code`, the module's encoder or decoder, on clips [B, C, T, H, W] -> the same axes."""
-        return code(clips)
-
     def _encoded_spans(self, frames: int) -> list[tuple[int, int]]:
         """Frames of each segment over time that is encoded by itself."""
         return [(0, frames)]
@@ -230,7 +272,8 @@ class DiffusersVAE:
     def _decoded(self, latents: Tensor) -> Tensor:
         """Pixels of one tile's latents, which are not normalised."""
         with self._without("use_tiling", "use_framewise_decoding"):
-            return self._run(lambda x: self.model.decode(x).sample, latents)
+            pixels: Tensor = self.model.decode(latents).sample
+        return pixels
 
     def _set_tiles(self, tiles: Tiles) -> None:
         """Tell the module of its tiles."""

@@ -20,6 +20,7 @@ from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinuso
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.packing import Layout
+from ops.precision import precise_linear
 from ops.sequence_parallel import sequence_parallel_attention
 
 _QK_EPS = 1e-6
@@ -51,10 +52,8 @@ class CogVideoXDiT(PackedTransformer):
 
     def velocity(self, given: ForwardInputs) -> Tensor:
         layout, config = given.layout, self.config
-        with torch.autocast(layout.device.type, enabled=False):
-            dtype = self.time_embedding.linear_1.weight.dtype
-            time = self.time_embedding(sinusoidal_embedding(given.timesteps, config.dim, dtype))
-        condition = F.silu(time).to(torch.promote_types(dtype, torch.float32))
+        dtype = self.time_embedding.linear_1.weight.dtype
+        condition = F.silu(self.time_embedding.precise(sinusoidal_embedding(given.timesteps, config.dim, dtype)))
         video, text = self.patch_embed(given.tokens, given.text.index_select(0, layout.text_rows))
         cos = sin = None
         if config.rotary:
@@ -149,7 +148,7 @@ class PatchAndText(nn.Module):
 
 
 class ModulatedNorm(nn.Module):
-    """`parts` tables [S, D] from the condition, and the weights of the norm that they follow."""
+    """`parts` tables [S, D] from the condition, in at least fp32, and the weights of the norm that they follow."""
 
     def __init__(self, config: CogVideoXConfig, parts: int) -> None:
         super().__init__()
@@ -159,7 +158,7 @@ class ModulatedNorm(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor, ...]:
         """condition [S, time_dim] -> `parts` tables [S, D]."""
-        return self.linear(condition.to(self.linear.weight.dtype)).chunk(self.parts, dim=-1)
+        return precise_linear(self.linear, condition).chunk(self.parts, dim=-1)
 
     def both(self, condition: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """shift, scale and gate [2 S, D] of video, then of text."""

@@ -129,7 +129,12 @@ FAMILY = Family(
     model=_model,
     diffusers_class="MochiTransformer3DModel",
     pipeline_class=lambda config: "MochiPipeline",
-    vae=VAEClass(name="AutoencoderKLMochi", numbers=_vae_numbers, normalisation=_vae_normalisation),
+    vae=VAEClass(
+        name="AutoencoderKLMochi",
+        numbers=_vae_numbers,
+        normalisation=_vae_normalisation,
+        sees_fp32="encoder.fourier_features",
+    ),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",

@@ -31,6 +31,7 @@ from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinuso
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.mochi.config import POOL_HEADS, MochiConfig
 from ops.packing import Layout
+from ops.precision import precise_linear, precise_product
 from ops.sequence_parallel import sequence_parallel_attention
 
 _WHOLE = 1000.0  # what the published weights are told of a clip without noise
@@ -102,8 +103,7 @@ def rotation(layout: Layout, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     middle = ((grids - 1) / 2)[layout.seq_index]
     place = layout.positions.double()
     place = torch.cat([place[:, :1], (place[:, 1:] - middle[:, 1:]) * step], dim=1).to(dtype)
-    with torch.autocast(layout.device.type, enabled=False):
-        angles = (place @ frequencies.to(dtype).flatten(1)).unflatten(1, frequencies.shape[1:])
+    angles = precise_product(place, frequencies.flatten(1).T).unflatten(1, frequencies.shape[1:])
     return angles.cos(), angles.sin()
 
 
@@ -136,12 +136,10 @@ class TimeAndText(nn.Module):
         self.caption_proj = nn.Linear(config.text_dim, config.context_dim)
 
     def forward(self, times: Tensor, text: Tensor, layout: Layout) -> Tensor:
-        """times [S], text [T, E] -> [S, D], in the weights' precision also under autocast."""
-        with torch.autocast(layout.device.type, enabled=False):
-            weight = self.timestep_embedder.linear_1.weight
-            time = self.timestep_embedder(sinusoidal_embedding(times, weight.shape[1], weight.dtype))
-            out = time + self.pooler(text.to(weight.dtype), layout)
-        return out.to(torch.promote_types(weight.dtype, torch.float32))
+        """times [S], text [T, E] -> [S, D], in at least fp32, whatever weights and autocast are."""
+        weight = self.timestep_embedder.linear_1.weight
+        time = self.timestep_embedder.precise(sinusoidal_embedding(times, weight.shape[1], weight.dtype))
+        return time + self.pooler(text.to(time.dtype), layout)
 
     def stream(self, text: Tensor, layout: Layout) -> Tensor:
         """[m, C]: the rows of the text that this rank holds."""
@@ -158,14 +156,15 @@ class TextPool(nn.Module):
         self.to_out = nn.Linear(text_dim, dim)
 
     def forward(self, text: Tensor, layout: Layout) -> Tensor:
-        """text [T, E] -> [S, D]; a sequence without text has the mean 0."""
-        mean = layout.text_mean(text.dtype) @ text
-        rows = torch.cat([mean, text]).index_select(0, _behind_its_mean(layout))
-        k, v = (part.unflatten(-1, (POOL_HEADS, -1)) for part in self.to_kv(rows).chunk(2, dim=-1))
-        q = self.to_q(mean).unflatten(-1, (POOL_HEADS, -1))
-        alone = Lengths.of([1] * len(layout), layout.device)
-        keys = Lengths.of([length + 1 for length in layout.text_lengths], layout.device)
-        return self.to_out(attention(q, k, v, alone, keys).flatten(1))
+        """text [T, E] -> [S, D], in the dtype of the text, at least fp32; a sequence without text has the mean 0."""
+        with torch.autocast(layout.device.type, enabled=False):
+            mean = precise_product(layout.text_mean(text.dtype), text.T)
+            rows = torch.cat([mean, text]).index_select(0, _behind_its_mean(layout))
+            k, v = (part.unflatten(-1, (POOL_HEADS, -1)) for part in precise_linear(self.to_kv, rows).chunk(2, dim=-1))
+            q = precise_linear(self.to_q, mean).unflatten(-1, (POOL_HEADS, -1))
+            alone = Lengths.of([1] * len(layout), layout.device)
+            keys = Lengths.of([length + 1 for length in layout.text_lengths], layout.device)
+            return precise_linear(self.to_out, attention(q, k, v, alone, keys).flatten(1))
 
 
 def _behind_its_mean(layout: Layout) -> Tensor:
@@ -220,7 +219,7 @@ def gated_mlp(dim: int) -> FeedForward:
 
 
 class ScaledNorm(nn.Module):
-    """Of the last block's text: one scale [S, C]; the stream ends there."""
+    """One scale [S, C], in at least fp32, of the last block's text, where the stream ends."""
 
     def __init__(self, config: MochiConfig) -> None:
         super().__init__()
@@ -228,7 +227,7 @@ class ScaledNorm(nn.Module):
 
     def forward(self, condition: Tensor) -> tuple[Tensor]:
         """condition [S, D] -> (scale [S, C],)"""
-        return (self.linear_1(condition.to(self.linear_1.weight.dtype)),)
+        return (precise_linear(self.linear_1, condition),)
 
 
 class MochiBlock(nn.Module):

@@ -45,6 +45,11 @@ class VideoAutoencoder(nn.Module):
         for name in ("shift", "scale"):
             self.register_buffer(name, torch.tensor(fields[name], dtype=torch.float32).view(1, -1, 1, 1, 1))
 
+    @property
+    def encoders(self) -> tuple[nn.Module, nn.Module]:
+        """Of frames, and over time."""
+        return self.spatial_vae.module.encoder, self.temporal_vae.encoder
+
     def encode_chunk(self, pixels: Tensor) -> Tensor:
         """[B, 3, T, H, W] from -1 to 1, T at most a chunk -> normalised latents [B, z, t, h, w], the mean of what both
         posteriors allow."""
@@ -53,7 +58,8 @@ class VideoAutoencoder(nn.Module):
 
     def decode_chunk(self, latents: Tensor, frames: int) -> Tensor:
         """The inverse, of a chunk that had so many frames: [B, z, t, h, w] -> [B, 3, T, H, W]."""
-        pictures = self.temporal_vae.decode(latents * self.scale + self.shift, frames)
+        scaled = (latents * self.scale + self.shift).to(self.temporal_vae.post_quant_conv.conv.weight.dtype)
+        pictures = self.temporal_vae.decode(scaled, frames)
         return torch.stack([self.spatial_vae.decode(picture) for picture in pictures.unbind(2)], dim=2)
 
 

@@ -34,6 +34,7 @@ from ops.models.base.spatial_temporal import (
 from ops.models.base.transformer import ForwardInputs
 from ops.models.stdit3.config import STDiT3Config
 from ops.packing import Layout
+from ops.precision import precise_linear
 from ops.spatial_temporal.layers import LayerFunction
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest
 
@@ -81,14 +82,13 @@ class STDiT3(SpatialTemporalTransformer):
     def _told(self, timesteps: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """What all blocks are told of each sequence, its time and frame rate: [S, D], and as modulation [S, 6, D].
 
-        In the weights' precision also under autocast, at least fp32: modulation multiplies every activation.
+        In at least fp32, also with weights in bf16 and under autocast: modulation multiplies every activation.
         """
         rates = [self.config.frame_rate if sequence.grid[0] > 1 else _PICTURE_RATE for sequence in layout.sequences]
-        with torch.autocast(timesteps.device.type, enabled=False):
-            told = self.t_embedder(timesteps) + self.fps_embedder(torch.tensor(rates, device=timesteps.device))
-            modulation = self.t_block(told).unflatten(1, (6, -1))
-        at_least_fp32 = torch.promote_types(told.dtype, torch.float32)
-        return told.to(at_least_fp32), modulation.to(at_least_fp32)
+        told = self.t_embedder(timesteps) + self.fps_embedder(torch.tensor(rates, device=timesteps.device))
+        projection = self.t_block[1]
+        assert isinstance(projection, nn.Linear)
+        return told, precise_linear(projection, F.silu(told)).unflatten(1, (6, -1))
 
     def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
         """Spatial and temporal blocks in turn, as `run_layers` calls them."""
@@ -141,7 +141,7 @@ def frame_rotation(frames: int, config: STDiT3Config, shared: StackInputs) -> tu
 
 
 class ScalarEmbedder(nn.Module):
-    """Open-Sora's TimestepEmbedder and SizeEmbedder: a number as sinusoids, through two layers."""
+    """Open-Sora's TimestepEmbedder and SizeEmbedder: a number as sinusoids, through two layers, in at least fp32."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -150,8 +150,8 @@ class ScalarEmbedder(nn.Module):
     def forward(self, numbers: Tensor) -> Tensor:
         """[S] -> [S, D]"""
         first, second = self.linears
-        dtype = first.weight.dtype
-        return second(F.silu(first(sinusoidal_embedding(numbers, _SINUSOIDS, dtype).to(dtype))))
+        sinusoids = sinusoidal_embedding(numbers, _SINUSOIDS, first.weight.dtype)
+        return precise_linear(second, F.silu(precise_linear(first, sinusoids)))
 
     @property
     def linears(self) -> tuple[nn.Linear, nn.Linear]:

@@ -208,9 +208,9 @@ def folder(path: Path) -> Path:
     return path
 
 
-def encoders(path: Path, dtype: str = "float32") -> Encoders:
-    model = ModelConfig(vae=VAEConfig(kind="diffusers", path=str(path)), text=TextConfig(path=str(path)))
-    return Encoders.of(model, dtype)
+def encoders(path: Path, device: str = "cpu", **vae: Any) -> Encoders:
+    settings = VAEConfig(kind="diffusers", path=str(path), **vae)
+    return Encoders.of(ModelConfig(vae=settings, text=TextConfig(path=str(path))), device)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,18 @@ def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_
 
 
 def test_the_name_of_a_text_encoder_holds_what_it_computes_in(tmp_path: Path) -> None:
-    assert encoders(folder(tmp_path)).text != encoders(tmp_path, "bfloat16").text
+    assert encoders(folder(tmp_path)).text != encoders(tmp_path, "cuda").text
+
+
+def test_the_name_of_a_vae_says_what_it_computes_in_and_not_how(tmp_path: Path) -> None:
+    usual = encoders(folder(tmp_path)).vae
+    assert usual == encoders(tmp_path, dtype="float32").vae == encoders(tmp_path, "cuda", dtype="float32").vae
+    assert usual == encoders(tmp_path, channels_last="on", compile=True).vae
+    half = encoders(tmp_path, "cuda").vae
+    assert half == encoders(tmp_path, dtype="bfloat16").vae != encoders(tmp_path, dtype="float16").vae
+    assert usual not in (half, encoders(tmp_path, dtype="float16").vae)
+    known = '{"channels": 48, "dtype": "float32", "files": [], "kind": "haar", "patch": [1, 2, 2], "path": null, '
+    assert Encoders.of(ModelConfig(), "cuda").vae.startswith(known), "latents in a cache of before are found again"
 
 
 # counts

@@ -15,7 +15,7 @@ from actors.plan.types import PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.options import profile_of
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 
 MODEL = ModelConfig(dit=WanConfig(num_heads=4))
@@ -59,6 +59,10 @@ def test_nothing_learned_writes_nothing_and_takes_up_nothing(tmp_path: Path) -> 
     "other, sentence",
     [
         (setting_of(replace(MODEL, dit=WanConfig(num_heads=4, num_layers=3)), "cpu"), "is of model 'wan "),
+        (
+            setting_of(replace(MODEL, vae=VAEConfig(kind="diffusers", path="-", dtype="bfloat16")), "cpu"),
+            "VAE in bfloat16",
+        ),
         (replace(SETTING, device="H100"), "is of device 'cpu'; this run has 'H100'"),
         (replace(SETTING, attention="flash3"), "is of attention 'auto'; this run has 'flash3'"),
     ],

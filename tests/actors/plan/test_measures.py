@@ -152,6 +152,7 @@ def test_frozen_weights_have_no_gradient_of_their_own() -> None:
 def test_a_device_is_known_by_its_driver_s_name(name: str, bf16: float) -> None:
     found = device_speed(name)
     assert found is not None and found.peak_tflops("bfloat16") == bf16 > found.peak_tflops("float32")
+    assert found.peak_tflops("tf32") == (bf16 / 2 if found.has_tf32 else found.peak_tflops("float32"))
 
 
 def test_a_device_that_is_not_listed_has_no_peak() -> None:

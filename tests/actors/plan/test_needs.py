@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
-from actors.plan.costs.needs import TRIES, Footprint, NeedLine, Needs, Samples, footprint, line_through
+from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, Samples, footprint, line_through
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan
-from actors.planning.memory import predict_dit
+from actors.planning.memory import _vae_needs, predict_dit
 from ops.geometry import Geometry
+from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
-from ops.models.forecast import Precision, dit_need_gib
+from ops.models.folders import resolve
+from ops.models.forecast import Precision, dit_need_gib, vae_need
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.packing import Sequence as PackedSequence
+from tests.ops.test_vae import pictures, wan
 
 MIXED = [(1, 64, 64, 4), (17, 64, 96, 2), (33, 96, 96, 1), (17, 64, 64, 3), (33, 64, 96, 2)]
 DIT = WanConfig(num_layers=4, num_heads=12, head_dim=16)
@@ -74,6 +79,33 @@ def needs_of(planned: Plan, items: tuple[Item, ...], made: Profile) -> list[floa
             )
             counted.append(line.fixed_gib + line.gib_per_unit * total / cascade.degree)
     return counted
+
+
+def test_a_vae_needs_memory_for_the_clips_that_it_encodes_at_a_time_and_for_rows_of_the_others() -> None:
+    def units(count: int, frames: int, height: int, degree: int = 1) -> float:
+        clips = [Samples(count=count, frames=frames, height=height, width=512)]
+        together = clips_at_once(frames, height, 512)
+        needs = Needs(batches={f"{frames}f {height}x512": ClipBatches(together, 0.01)})
+        return footprint("vae", clips, degree, Geometry().tokens, needs).units
+
+    assert [units(count, 81, 480) for count in (1, 2, 9)] == [1, 1.01, 1.08]
+    assert [units(count, 1, 512) for count in (1, 4, 6)] == [1, 4, 4.02], "four such pictures are encoded together"
+    assert units(9, 81, 480, degree=4) == 9, "of a bag nothing was predicted"
+
+
+@pytest.mark.parametrize("of_pictures", [False, True])
+def test_of_every_shape_it_is_known_what_one_clip_needs(of_pictures: bool, tmp_path: Path) -> None:
+    """Frames that are taken as pictures are encoded a few at a time: more of them on a smaller area."""
+    torch.manual_seed(0)
+    (pictures() if of_pictures else wan()).save_pretrained(tmp_path / "vae")
+    vae = VAEConfig(kind="diffusers", path=str(tmp_path))
+    model, _ = resolve(ModelConfig(dit=WanConfig(num_layers=1), vae=vae))
+    shapes = [(17, 256, 512), (17, 64, 96)]
+    found = _vae_needs(model, shapes, "cuda")
+    for shape in shapes:
+        wanted = vae_need(vae, 1, *shape, device="cuda")
+        assert found[shape].peak_gib == pytest.approx(wanted.peak_gib, rel=0.02)
+        assert found[shape].left_gib == pytest.approx(wanted.left_gib, rel=0.02)
 
 
 def test_rows_add_up_over_the_parts_of_a_cascade_and_are_shared_by_its_workers() -> None:

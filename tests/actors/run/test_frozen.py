@@ -39,6 +39,10 @@ def test_who_holds_other_weights_is_named() -> None:
     assert disagreement([info("w0")]) == ""
     said = disagreement([info("w0", vae="1", text="2"), info("w1", vae="1", text="3"), info("w2", vae="1", text="2")])
     assert "the weights of text on w1 on host-of-w1 are not those on w0, w2" in said
+    later = [info("w0", vae="1", text="2"), info("w1", vae="1"), info("w2", vae="1", text="2")]
+    assert disagreement(later) == "", "w1 has not made its text encoder, and compares it when it does"
+    said = disagreement([*later, info("w3", vae="1", text="3")])
+    assert "text on w3 on host-of-w3 are not those on w0, w2" in said
 
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
@@ -110,6 +114,15 @@ def test_checksums_see_a_single_bit() -> None:
         other = tensor.clone()
         other.view(torch.int16)[2, 1] ^= 1
         assert checksums([("a", tensor)]) == checksums([("a", tensor.clone())]) != checksums([("a", other)])
+
+
+def test_sums_of_a_part_of_other_memory_are_those_of_a_copy() -> None:
+    """It may begin between two words of 8 bytes."""
+    whole = torch.randn(40)
+    for dtype in (torch.float32, torch.bfloat16):
+        for first in range(4):
+            part = whole.to(dtype)[first : first + 21]
+            assert checksums([("a", part)]) == checksums([("a", part.clone())])
 
 
 def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,49 @@ def test_a_failed_write_leaves_nothing_on_the_disk_that_was_full(
         with pytest.raises(OSError, match="No space left"):
             write(tmp_path, step)
     assert [folder.name for folder in checkpoints.root_of(tmp_path).iterdir()] == [whole.name]
+
+
+def test_shards_are_written_side_by_side_and_no_more_of_them_are_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once, real = checkpoints._AT_ONCE, checkpoint.write_shard
+    together, fetched, written = threading.Barrier(at_once), [], []
+
+    def write_shard(folder: Path, shard: ShardState) -> checkpoint.File:
+        together.wait(timeout=60)  # for as many writes as there may be
+        assert len(fetched) - len(written) <= at_once, "a whole state fits into no single node"
+        file = real(folder, shard)
+        written.append(file)
+        return file
+
+    def fetch(reference: Any, timeout: float | None = None) -> Any:
+        fetched.append(reference)
+        return reference
+
+    monkeypatch.setattr(checkpoint, "write_shard", write_shard)
+    monkeypatch.setattr(ray, "get", fetch)
+    folder = checkpoint.step_folder(checkpoints.root_of(tmp_path), 9)
+    checkpoints._write(str(folder), {"step": 9, **META}, shards(9, 2 * at_once), [])
+    assert len(written) == 2 * at_once and len(checkpoint.load(folder)[1]) == 2 * at_once
+
+
+def test_a_failed_write_is_removed_when_the_writes_beside_it_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = checkpoint.write_shard, threading.Event()
+
+    def write_shard(folder: Path, shard: ShardState) -> checkpoint.File:
+        if shard.lo == 0:
+            failed.set()
+            raise OSError(28, "No space left on device")
+        assert failed.wait(60)
+        time.sleep(0.1)  # the folder is still there
+        return real(folder, shard)
+
+    monkeypatch.setattr(checkpoint, "write_shard", write_shard)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, 9)
+    assert not list(checkpoints.root_of(tmp_path).iterdir())
 
 
 def test_the_writing_task_fetches_from_the_keepers_itself_piece_by_piece(tmp_path: Path) -> None:

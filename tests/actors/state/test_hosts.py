@@ -147,3 +147,10 @@ def test_weights_that_a_node_holds_for_its_gpus_are_named() -> None:
     refuse_short_hosts([(node, without, without.total + 1)])
     with pytest.raises(PlanError, match=r"host-a has .* \(weights 57\.00"):
         refuse_short_hosts([(node, need, without.total + 1)])
+
+
+def test_encoders_that_are_not_loaded_yet_count_once_for_all_workers_of_a_node() -> None:
+    infos = [replace(info(f"w{i}", "ab"[i // 2], 2000.0), host_encoders_gib=10.6 if i < 2 else 0.0) for i in range(4)]
+    needs = [need for _, need, _ in needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())]
+    assert [need.encoders for need in needs] == [10.6, 0.0]
+    assert needs[0].total == pytest.approx(needs[1].total + 10.6) and "encoders 10.60" in needs[0].describe()
