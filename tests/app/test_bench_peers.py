@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
+from actors.outcome import Exit
 from app.bench.peers import contest
 from app.bench.peers.contest import CONFIG, PEERS, Peer, PeerFailed, prepare, train
 from app.bench.peers.figures import (
@@ -21,7 +23,10 @@ from app.bench.peers.figures import (
 )
 from app.bench.peers.recipe import Average, MicroBatch, Recipe
 from app.bench.tree import TreeLook
+from app.cli import app
+from app.settings.terminal import answer
 from data.decode import decode_job
+from ops.typed import ConfigError
 
 TINY = """
 model:
@@ -101,12 +106,42 @@ def test_a_loop_on_ray_trains_what_one_process_trains(name: str, prepared, tmp_p
     assert all(last[pid] > 0 for pid in seen.pids), "the processes that train are not in the tree that is looked at"
 
 
+BROKEN = [sys.executable, "-c", "print('Traceback\\n  no such device'); raise SystemExit(3)"]
+
+
 def test_a_loop_that_ends_early_is_told_with_its_last_words(prepared, tmp_path: Path) -> None:
     path, *_ = prepared
-    command = [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"]
-    broken = Peer(name="broken", command=lambda *_: command, file="x")
-    with pytest.raises(PeerFailed, match=r"broken ended with 3 after 0 steps:\nno such device"):
+    broken = Peer(name="broken", command=lambda *_: BROKEN, file="x")
+    with pytest.raises(PeerFailed, match=r"broken ended with exit code 3 after 0 of 3 steps") as raised:
         train(broken, path, STEPS, 2, tmp_path / "run")
+    assert raised.value.said == "Traceback\n  no such device"
+
+
+def test_the_command_ends_with_a_sentence_after_the_log_of_a_peer_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setitem(PEERS, "ddp", Peer(name="ddp", command=lambda *_: BROKEN, file="ddp.py"))
+    monkeypatch.setattr(contest, "prepare", lambda own, *_: (own.mkdir(parents=True), [1, 1, 1, 1]))
+    with pytest.raises(PeerFailed) as raised:
+        contest.run(steps=1, warm=1, rounds=1, only=["ddp"], buckets=["uniform"], config=tmp_path / "tiny.yaml")
+    code = answer(raised.value, debug=False)
+    log, sentence = capsys.readouterr().err.rstrip("\n").rsplit("\n", 1)
+    assert code == Exit.FAILURE and log == "Traceback\n  no such device"  # the log keeps its lines
+    assert sentence.startswith("error: ddp ended with exit code 3 after 0 of 4 steps")
+
+
+@pytest.mark.parametrize("option", ["--warm", "--steps", "--rounds", "--workers"])
+def test_a_count_of_zero_is_refused_before_anything_runs(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "prepare", lambda *_: pytest.fail("clips were made"))
+    result = CliRunner().invoke(app, ["bench", "peers", option, "0"])
+    assert result.exit_code == Exit.USAGE and option in result.output
+
+
+def test_more_workers_than_items_in_a_step_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)  # four items
+    with pytest.raises(ConfigError, match=r"5 workers train steps of 4 items.*--workers 4 or fewer"):
+        prepare(tmp_path / "set", tmp_path / "tiny.yaml", contest.SETS["uniform"], STEPS, 5)
 
 
 def test_average_follows_the_weights_as_the_schedule_says(prepared) -> None:
