@@ -114,7 +114,9 @@ def _chosen(option: str, given: list[str] | None, known: Mapping[str, object]) -
     return [name for name in known if not given or name in given]
 
 
-def prepare(folder: Path, config: Path, buckets: Sequence[str], steps: int, workers: int) -> tuple[Path, list[int]]:
+def prepare(
+    folder: Path, config: Path, buckets: Sequence[str], steps: int, workers: int, clips: int = _CLIPS
+) -> tuple[Path, list[int]]:
     """Make clips and their index, and the run file that all peers read. Returns it, and the samples of each step.
 
     Raises ConfigError for more workers than items in a step: a rank of a loop without one has no backward pass, and the
@@ -123,7 +125,7 @@ def prepare(folder: Path, config: Path, buckets: Sequence[str], steps: int, work
     from app.bench.peers.recipe import Recipe
     from data.tools.synthetic import SynthConfig, synthesize
 
-    synthesize(folder / "data", SynthConfig(clips=_CLIPS, images=_CLIPS // 4, shards=2, koala=False))
+    synthesize(folder / "data", SynthConfig(clips=clips, images=clips // 4, shards=2, koala=False))
     shards = sorted(str(path) for path in (folder / "data" / "shards").glob("*.tar"))
     tree = yaml.safe_load(config.read_text(encoding="utf-8"))
     tree["run"] = {"name": "peers", "dir": str(folder / "runs")}
