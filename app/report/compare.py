@@ -1,4 +1,4 @@
-"""`heddle compare RUN_A RUN_B ...`: loss, step time, idle share and model FLOPs of several runs over each other.
+"""The page of `heddle compare`: loss, step time, idle share and model FLOPs of several runs over each other.
 
 The page is one file without scripts, like a run's report. Losses are compared where runs have the same steps: two runs
 that must agree (another plan, another number of workers) are shown by one number, their largest relative difference.
@@ -17,7 +17,7 @@ from pathlib import Path
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
-from app.drawing.svg import Series, line_chart
+from app.drawing.svg import BarRow, Series, bars, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, Smoothed, Values
@@ -58,8 +58,9 @@ class LossDifference:
     curve: Curve
 
 
-def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0) -> list[str]:
-    """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU.
+def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0, command: str = "") -> list[str]:
+    """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU; the page
+    shows the `command` that makes it.
 
     Raises ConfigError for a folder that is no run, for runs without steps, or without common steps.
     """
@@ -72,7 +73,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
         for run, folder in zip(runs[1:], opened[1:], strict=True)
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(runs, differences, peak_tflops), encoding="utf-8")
+    out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
     return [line_of(run, differences.get(run.name)) for run in runs]
 
 
@@ -210,8 +211,10 @@ def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
     )
 
 
-def page(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float) -> str:
-    """The whole document."""
+def page(
+    runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float, command: str = ""
+) -> str:
+    """The whole document: what it comes to, pictures, numbers."""
     legend = "".join(
         f"<span><i style='background:var(--{colour})'></i>{escape(run.name)}</span>"
         for run, colour in zip(runs, COLOURS, strict=False)
@@ -236,8 +239,37 @@ def page(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference],
         f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(' / '.join(run.name for run in runs))}</title><style>{CSS}</style></head><body><main>"
         f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{len(runs)} runs, {made}</p>"
-        f"<section>{_table(runs, differences, peak_tflops)}</section>{sections}</main></body></html>\n"
+        f"{f'<code class=command>{escape(command)}</code>' if command else ''}"
+        f"<section><h2>Median step</h2>{_medians(runs)}{_in_words(runs, differences)}</section>{sections}"
+        f"<section><h2>Numbers</h2>{_table(runs, differences, peak_tflops)}</section></main></body></html>\n"
     )
+
+
+def _medians(runs: Sequence[ComparedRun]) -> str:
+    """Bars of the medians, each run in its colour."""
+    return "".join(
+        f"<h3>{escape(title)}</h3>"
+        + bars(
+            [
+                BarRow(label=run.name, bars=((f"f{number}", run.medians[key], show(run.medians[key])),))
+                for number, run in enumerate(runs, start=1)
+                if math.isfinite(run.medians[key])
+            ]
+        )
+        for title, key, show in (("Seconds per step", "step_s", _number), ("Idle share", "idle_ratio", _percent))
+        if any(math.isfinite(run.medians[key]) for run in runs)
+    )
+
+
+def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference]) -> str:
+    """A sentence for each run beside the first."""
+    first, sentences = runs[0], []
+    for run in runs[1:]:
+        found, ratio = differences[run.name], first.medians["step_s"] / (run.medians["step_s"] or math.nan)
+        losses = "the same losses" if found.largest == 0 else f"losses that differ by at most {found.largest:.1e}"
+        speed = f"{ratio:.2f} times as many steps per second as" if math.isfinite(ratio) else "no step times beside"
+        sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 
 def _chart(

@@ -13,7 +13,8 @@ from app.bench.papers import adaptiveload, arachne, contents, knapformer, scalef
 from app.bench.papers.contents import choose, reproductions, show, summary
 from app.bench.papers.figure import PublishedFigure, Reproduction, ShownFigure, papers, read_paper
 from app.bench.papers.losses import losses_by_batches
-from app.bench.papers.page import html, markdown, ratio_of
+from app.bench.papers.page import html, markdown, pairs, ratio_of
+from app.drawing.svg import LONGEST
 from ops.typed import ConfigError
 
 
@@ -221,7 +222,7 @@ def test_the_page_says_how_and_with_which_command() -> None:
     assert "a &lt;b&gt;" in text and "<b>" not in text.split("</nav>")[1].split("<svg")[0].replace("</b>", "")
     assert "heddle bench papers --paper arachne --figure fig1" in text
     assert "simulation" in text and "not run here" in text and "no data" in text
-    assert text.count("class=ours") == 2 and text.count("class=theirs") == 2
+    assert text.count('class="ours"') == 2 and text.count('class="theirs"') == 2
     assert text.count("<td>0.50</td>") == 2 and "s, less is better" in text
     plain = markdown([papers()["arachne"]], sections, "2 cores")
     assert "| a | 4 | 2 | 0.50 |" in plain and "| own | - | 1 | - |" in plain and "Not run here. no data" in plain
@@ -236,10 +237,9 @@ def test_the_overview_shows_the_headline_of_a_figure() -> None:
 
 
 def test_bars_are_as_long_as_their_values() -> None:
-    from app.bench.papers.page import BAR, bars
-
-    widths = [float(width) for width in re.findall(r"width=([\d.]+) ", bars([("a", 4.0, 2.0), ("b", None, 1.0)]))]
-    assert widths == [BAR, BAR / 2, BAR / 4]
+    drawn = pairs([("a", 4.0, 2.0), ("b", None, 1.0), ("c", None, -1.0)])
+    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', drawn)]
+    assert widths == [LONGEST, LONGEST / 2, LONGEST / 4, 1.0]
 
 
 def test_a_ratio_needs_both_sides() -> None:

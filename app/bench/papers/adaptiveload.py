@@ -166,9 +166,7 @@ def _smoothed(losses: list[float]) -> list[float]:
     return means
 
 
-SMALLER = (
-    32  # a block of a 32nd of the width, on sequences of a 32nd of the tokens: attention keeps its share of the work
-)
+SMALLER = 32  # width and lengths are a 32nd of the model's and the buckets', so attention keeps its share of the work
 
 
 def correlation(quick: bool) -> Reproduction:
