@@ -15,7 +15,7 @@ MAX_POINTS = 800  # longer curves are averaged into this many bins
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve. `css` is the class of its line: c1 ... c4, faint."""
+    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad."""
 
     name: str
     xs: Sequence[float]

@@ -29,11 +29,13 @@ from ops.typed import ConfigError
 
 COLOURS = ("accent", "text", "vae", "bad")  # of the classes c1 ... c4
 MOST = len(COLOURS)
+CLOSEST = 1e-9  # relative; losses that are closer are drawn as this far apart, far below the rounding of fp32
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # of time; a chart takes the first that gives two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRun:
-    """What is shown of one run. Curves are over steps; `by_time` over hours from its first step."""
+    """What is shown of one run. Curves are over steps; `by_time` over seconds from its start."""
 
     name: str
     path: Path
@@ -107,7 +109,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         )
         value = smooth.add(line.loss)
         loss.add(line.step, value)
-        by_time.add(seconds / 3600, value)
+        by_time.add(seconds, value)
         step_s.add(line.step, line.step_s)
         idle.add(line.step, line.idle_ratio)
         tflops.add(line.step, rate)
@@ -180,7 +182,7 @@ def loss_difference(first: RunDir, other: RunDir, first_name: str, name: str) ->
     for mine, theirs in _together(first.metrics(), other.metrics()):
         common += 1
         relative = abs(theirs.loss - mine.loss) / abs(mine.loss) if mine.loss else math.nan
-        curve.add(mine.step, math.log10(max(relative, 1e-17)))
+        curve.add(mine.step, math.log10(max(relative, CLOSEST)))
         if relative > largest or at < 0:
             largest, at = relative, mine.step
     if not common:
@@ -215,22 +217,24 @@ def page(
     runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float, command: str = ""
 ) -> str:
     """The whole document: what it comes to, pictures, numbers."""
-    legend = "".join(
+    entries = [
         f"<span><i style='background:var(--{colour})'></i>{escape(run.name)}</span>"
         for run, colour in zip(runs, COLOURS, strict=False)
-    )
+    ]
+    legend, others = "".join(entries), "".join(entries[1:])
+    unit, length_s = _unit(max(run.seconds for run in runs))
     compute = "MFU" if peak_tflops else "Model TFLOP/s of a worker"
     charts = [
-        ("Loss", _chart([run.loss for run in runs], runs)),
-        ("Loss over hours", _chart([run.by_time for run in runs], runs, x_name="hours")),
-        ("Seconds per step", _chart([run.step_s for run in runs], runs, zero=True)),
-        ("Idle share", _chart([run.idle for run in runs], runs, zero=True)),
-        (compute, _chart([run.tflops for run in runs], runs, zero=True, scale=1 / peak_tflops if peak_tflops else 1.0)),
-        ("Difference of the loss from the first run's, powers of ten", _differences(runs, differences)),
+        ("Loss", legend, _chart([run.loss for run in runs], runs)),
+        (f"Loss over {unit}", legend, _chart([run.by_time for run in runs], runs, x_name=unit, x_scale=1 / length_s)),
+        ("Seconds per step", legend, _chart([run.step_s for run in runs], runs, zero=True)),
+        ("Idle share", legend, _chart([run.idle for run in runs], runs, zero=True)),
+        (compute, legend, _chart([run.tflops for run in runs], runs, zero=True, scale=1 / (peak_tflops or 1.0))),
+        ("Difference of the loss from the first run's, powers of ten", others, _differences(runs, differences)),
     ]
     sections = "".join(
-        f"<section><h2>{escape(title)}</h2><div class=legend>{legend}</div>{chart}</section>"
-        for title, chart in charts
+        f"<section><h2>{escape(title)}</h2><div class=legend>{named}</div>{chart}</section>"
+        for title, named, chart in charts
         if chart
     )
     made = time.strftime("%Y-%m-%d %H:%M")
@@ -272,12 +276,29 @@ def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiffere
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 
+def _unit(seconds: float) -> tuple[str, float]:
+    """The unit of time for a chart of this length, and its seconds."""
+    return next((unit for unit in UNITS if seconds >= 2 * unit[1]), UNITS[-1])
+
+
 def _chart(
-    curves: Sequence[Curve], runs: Sequence[ComparedRun], zero: bool = False, x_name: str = "step", scale: float = 1.0
+    curves: Sequence[Curve],
+    runs: Sequence[ComparedRun],
+    zero: bool = False,
+    x_name: str = "step",
+    scale: float = 1.0,
+    x_scale: float = 1.0,
 ) -> str:
+    """The first run's line is broad, so that one that lies on it does not hide it."""
     return line_chart(
         [
-            Series(name=run.name, xs=curve.xs, ys=[scale * y for y in curve.ys], css=f"c{number}", hover=True)
+            Series(
+                name=run.name,
+                xs=[x_scale * x for x in curve.xs],
+                ys=[scale * y for y in curve.ys],
+                css="c1 broad" if number == 1 else f"c{number}",
+                hover=True,
+            )
             for number, (run, curve) in enumerate(zip(runs, curves, strict=True), start=1)
         ],
         zero=zero,

@@ -54,7 +54,7 @@ def test_medians_and_last_losses_are_those_of_the_run(run_folder: Path) -> None:
     assert run.last_loss == pytest.approx(lines[28]["loss"])  # the median of the last three
     assert run.medians["step_s"] == pytest.approx(1.1)
     assert run.medians["idle_ratio"] == pytest.approx(0.05)
-    assert run.by_time.xs[-1] == pytest.approx(run.seconds / 3600)
+    assert run.by_time.xs[-1] == pytest.approx(run.seconds)
 
 
 def test_flops_of_a_step_are_those_of_its_clips_once(run_folder: Path) -> None:
@@ -109,9 +109,9 @@ def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
     found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "b<b>")
     text = page(runs, {"b<b>": found}, peak_tflops=1e-3)
     assert "<b>" not in text and "b&lt;b&gt;" in text
-    for title in ("Loss", "Loss over hours", "Seconds per step", "Idle share", "MFU"):
+    for title in ("Loss", "Loss over seconds", "Seconds per step", "Idle share", "MFU"):
         assert f"<h2>{title}</h2>" in text
-    assert len(re.findall(r'class="line c1"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
+    assert len(re.findall(r'class="line c1 broad"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
     assert "MFU" not in page(runs, {"b<b>": found}, peak_tflops=0.0)
 
 
@@ -211,3 +211,13 @@ def test_a_run_without_step_times_has_no_bar(run_folder: Path) -> None:
     text = page(runs, found, peak_tflops=0.0)
     assert len(re.findall(r'rect class="f1"', text)) == 2 and len(re.findall(r'rect class="f2"', text)) == 1
     assert ">25.0%<" in text and "other: no step times beside demo" in text
+
+
+def test_equal_losses_are_drawn_as_close_and_time_in_a_unit_that_fits(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "step_s": 300.0})
+    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")
+    assert found.largest == 0.0 and set(found.curve.ys) == {-9.0}
+    runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
+    text = page(runs, {"other": found}, peak_tflops=0.0)
+    assert "<h2>Loss over hours</h2>" in text and "the same losses on 30 common steps" in text
+    assert "hours 2.5: other" in text  # the end of 30 steps of 300 s
