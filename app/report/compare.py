@@ -58,6 +58,7 @@ class LossDifference:
     largest: float  # relative
     at: int  # the step of the largest
     curve: Curve
+    other_clips: int = 0  # steps of `common` with another number of tokens: their losses are of other clips
 
 
 def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0, command: str = "") -> list[str]:
@@ -178,16 +179,17 @@ class SampleFlops:
 def loss_difference(first: RunDir, other: RunDir, first_name: str, name: str) -> LossDifference:
     """Raises ConfigError when the runs have no step in common."""
     count = min(first.metrics().count(), other.metrics().count())
-    curve, common, largest, at = Curve(max(1, count)), 0, 0.0, -1
+    curve, common, largest, at, other_clips = Curve(max(1, count)), 0, 0.0, -1, 0
     for mine, theirs in _together(first.metrics(), other.metrics()):
         common += 1
+        other_clips += bool(mine.tokens and theirs.tokens and mine.tokens != theirs.tokens)
         relative = abs(theirs.loss - mine.loss) / abs(mine.loss) if mine.loss else math.nan
         curve.add(mine.step, math.log10(max(relative, CLOSEST)))
         if relative > largest or at < 0:
             largest, at = relative, mine.step
     if not common:
         raise ConfigError(f"{first_name} and {name} have no step in common; compare runs that trained the same steps.")
-    return LossDifference(common=common, largest=largest, at=at, curve=curve)
+    return LossDifference(common=common, largest=largest, at=at, curve=curve, other_clips=other_clips)
 
 
 def _together(ones: Iterable[StepMetrics], others: Iterable[StepMetrics]) -> Iterator[tuple[StepMetrics, StepMetrics]]:
@@ -208,8 +210,10 @@ def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
     text = f"{run.name}: {run.steps} steps in {clock(run.seconds)}, loss {run.last_loss:.4f}"
     if difference is None:
         return text
+    clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
     return (
         f"{text}; largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
+        f"{clips}"
     )
 
 
@@ -273,6 +277,8 @@ def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiffere
         losses = "the same losses" if found.largest == 0 else f"losses that differ by at most {found.largest:.1e}"
         speed = f"{ratio:.2f} times as many steps per second as" if math.isfinite(ratio) else "no step times beside"
         sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
+        if found.other_clips:
+            sentences.append(f"{found.other_clips:,} of them were trained on other clips, as their tokens differ.")
     return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
 
 

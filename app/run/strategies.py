@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from app.inputs.batches import batch_limits
 from app.run.launch import train
 from app.settings.config import RunConfig
 from app.settings.run_folder import check_run_dir, run_dir
@@ -61,12 +62,14 @@ def settings_of(config_path: Path, strategy: str, overrides: Sequence[str]) -> l
 def check_alike(config: RunConfig) -> None:
     """Raises ConfigError for settings by which an earlier run or its measured costs change what a later one trains or
     computes."""
-    batch, cache = config.data.batch, config.data.cache
-    if batch.recalibrate == "on":
-        raise ConfigError(
-            "data.batch.recalibrate on sizes batches by the costs that each run measures, so the runs would train on "
-            "other batches. Compare with --set data.batch.recalibrate=off."
-        )
+    for name, limits in batch_limits(config).items():
+        if limits.recalibrate == "on":
+            key = name.replace("[", ".").replace("]", "")  # as --set has it
+            raise ConfigError(
+                f"{name}.recalibrate on sizes batches by the costs that each run measures, so the runs would train on "
+                f"other batches. Compare with --set {key}.recalibrate=off."
+            )
+    cache = config.data.cache
     if cache.path:
         raise ConfigError(
             f"data.cache.path {cache.path!r}: the first run would encode for the others. Compare with --set "

@@ -221,3 +221,17 @@ def test_equal_losses_are_drawn_as_close_and_time_in_a_unit_that_fits(run_folder
     text = page(runs, {"other": found}, peak_tflops=0.0)
     assert "<h2>Loss over hours</h2>" in text and "the same losses on 30 common steps" in text
     assert "hours 2.5: other" in text  # the end of 30 steps of 300 s
+
+
+def test_steps_of_other_clips_are_counted(run_folder: Path) -> None:
+    def more_tokens_early(line):
+        return {**line, "tokens": 101 if line["step"] < 4 else 100}
+
+    one = copy_of(run_folder, "one", lambda line: {**line, "tokens": 100})
+    other = copy_of(run_folder, "other", more_tokens_early)
+    found = loss_difference(RunDir.open(one), RunDir.open(other), "one", "other")
+    assert (found.common, found.other_clips) == (30, 4)
+    assert loss_difference(RunDir.open(one), RunDir.open(one), "one", "one").other_clips == 0
+    lines = write_comparison([one, other], run_folder / "page.html")
+    assert lines[1].endswith("of 30, 4 of them of other clips")
+    assert "<p>4 of them were trained on other clips" in (run_folder / "page.html").read_text()
