@@ -19,10 +19,11 @@ from app.bench.peers.figures import (
     difference,
     figures_of,
     lines_of_code,
+    roles_table,
     table,
 )
 from app.bench.peers.recipe import Average, MicroBatch, Recipe
-from app.bench.tree import TreeLook
+from app.bench.tree import Tree, TreeLook, role_of
 from app.cli import app
 from app.settings.terminal import answer
 from data.decode import decode_job
@@ -164,7 +165,12 @@ def run_of(seconds: list[float], cpu: list[tuple[float, float, float]]) -> LoopR
         pids=(1, 2),
         steps=tuple(FinishedLine(step=n, time=end, loss=1.0 / (n + 1)) for n, end in enumerate(ends)),
         looks=tuple(
-            TreeLook(99.0 + n, {1: one, 2: two, 3: other}, 100.0 * n, 0.1 * n)
+            TreeLook(
+                99.0 + n,
+                {1: one, 2: two, 3: other},
+                100.0 * n,
+                {(1, "other"): one, (2, "decode"): two, (3, "gcs"): 0.4 * other, (3, "decode"): 0.6 * other},
+            )
             for n, (one, two, other) in enumerate(cpu)
         ),
     )
@@ -178,7 +184,7 @@ def test_figures_are_those_of_the_counted_steps() -> None:
     assert found.cpu_s == pytest.approx(2 * 1.75)
     assert found.samples_per_cpu_s == pytest.approx(10 / 7)
     assert found.trained_s == pytest.approx(2 * 1.5)
-    assert found.services_s == pytest.approx(0.2)
+    assert found.roles_s == pytest.approx({"training": 3.0, "gcs": 0.2, "decode": 0.3})  # by process, then by role
     assert found.idle == pytest.approx(1 - 1.5 / 2)
     assert found.start_s == pytest.approx(101 - 90 - 2)
     assert found.memory_mib == 600.0  # of looks up to the last counted step
@@ -197,7 +203,7 @@ def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
         cpu_s=cpu,
         samples_per_cpu_s=16 / cpu,
         trained_s=0.5 * cpu,
-        services_s=0.1,
+        roles_s={"training": 0.5 * cpu, "gcs": 0.1, "raylet": 0.001},
         idle=0.1,
         memory_mib=1024.0,
         losses=losses,
@@ -209,6 +215,49 @@ def test_ratios_are_taken_within_a_round() -> None:
     text = table("two workers", rounds, "ddp", {"ddp": 46, "heddle": None})
     assert "1.000 (0.80, 1.00, 1.00)" in text
     assert "| 46 lines | - |" in text
+
+
+def test_roles_are_listed_by_what_they_take() -> None:
+    rows = roles_table("two", {"ddp": [figures(4.0)], "heddle": [figures(6.0), figures(8.0)]}).splitlines()
+    assert rows == [
+        "| two, CPU-s / step | ddp | heddle |",
+        "|---|---|---|",
+        "| training | 2.000 | 3.500 |",
+        "| gcs | 0.100 | 0.100 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "role"),
+    [
+        ("/x/ray/core/src/ray/raylet/raylet --raylet_socket_name=a", "raylet"),
+        ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=b", "gcs"),
+        ("ray-dashboard-NodeHead-0 (python -B)", "dashboard"),
+        ("ray::Feeder.batches", "feeder"),
+        ("ray::MapBatches(decode_block)", "decode"),
+        ("ray::RayTrainWorker", "controller"),
+        ("ray::dit 17f 48x32 b4 sp1", "other Ray"),
+        ("ray::IDLE", None),
+        ("python -m torch.distributed.run --standalone -m app.bench.peers.ddp c.yaml", "driver"),
+        ("python -u -m app.bench.peers.ddp c.yaml 3 lines", "decode"),
+        ("bash", "other"),
+    ],
+)
+def test_a_process_has_the_role_that_its_command_line_says(line: str, role: str | None) -> None:
+    assert role_of(line.split(" ")) == role
+
+
+def test_what_a_process_computes_goes_to_what_it_does_and_waiting_is_no_role() -> None:
+    tree = Tree()
+    for seconds, line in (
+        (1.0, "ray::IDLE"),
+        (3.0, "ray::MapBatches(f)"),
+        (3.5, "ray::IDLE"),
+        (4.0, "ray::Keeper.put"),
+    ):
+        tree._grow(7, seconds, [line])
+    assert tree._roles_s == {(7, "other Ray"): 1.0, (7, "decode"): 2.5, (7, "keeper"): 0.5}
+    assert sum(tree._roles_s.values()) == tree._cpu[7]
 
 
 def test_other_losses_are_marked() -> None:

@@ -28,7 +28,16 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from app.bench.peers.figures import FinishedLine, LoopRun, PeerFigures, agree, figures_of, lines_of_code, table
+from app.bench.peers.figures import (
+    FinishedLine,
+    LoopRun,
+    PeerFigures,
+    agree,
+    figures_of,
+    lines_of_code,
+    roles_table,
+    table,
+)
 from app.bench.tree import Tree
 from ops.typed import ConfigError
 
@@ -101,6 +110,7 @@ def run(
                         raise
                     found[name][peer].append(figures_of(seen, samples, warm, LEFT))
             print(table(f"{name}, {workers} workers", found[name], REFERENCE, glue), end="\n\n", flush=True)
+            print(roles_table(name, found[name]), end="\n\n", flush=True)
     if out is not None:
         plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
         out.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
