@@ -9,12 +9,32 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-RAY_SERVICES = ("gcs_server", "ray::DashboardAgent", "ray::RuntimeEnvAgent", "log_monitor.py", "dashboard.py")
+# What a process does, by what its command line has in it: Ray writes there what its processes run at the moment. The
+# first role that fits; the rest of Ray's is "other Ray", and of all, "other".
+ROLES = {
+    "raylet": ("/raylet/raylet ",),
+    "gcs": ("/gcs_server ",),
+    "dashboard": ("/dashboard.py ", "ray-dashboard-", "ray.dashboard.subprocess"),
+    "agents": ("ray::DashboardAgent", "ray::RuntimeEnvAgent"),
+    "log monitor": ("/log_monitor.py ", "/autoscaler/_private/monitor.py "),
+    "feeder": ("ray::Feeder", "ray::Gate"),
+    "planner": ("ray::Planner",),
+    "monitor": ("ray::Monitor",),
+    "keeper": ("ray::Keeper",),
+    "controller": ("ray::RayTrainWorker",),  # Heddle's, which Ray Train runs as its one worker
+    "Ray Train": (
+        *("ray::TrainController", "ray::DatasetManager", "ray::PreemptionWatcher", "ray::PlacementGroupCleaner"),
+        *("ray::SynchronizationActor", "ray::_AutoscalingCoordinator", "ray::_StatsActor"),
+    ),
+    "decode": ("ray::Map", "ray::map", "-m app.bench.peers.ddp"),  # a DataLoader's processes are called as their loop
+}
+LAUNCHERS = ("torch.distributed.run", "app.train ", "app.cli ", "app.bench.peers.ray_deepspeed")  # named before others
+SERVICES = frozenset({"gcs", "dashboard", "agents", "log monitor"})  # run whatever a Ray cluster does
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +44,20 @@ class TreeLook:
     time: float  # unix seconds
     cpu_s: Mapping[int, float]  # by process id
     private_mib: float  # of all processes together
-    services_s: float  # of the CPU seconds, those of a Ray cluster's services
+    roles_s: Mapping[tuple[int, str], float]  # the CPU seconds by process id and what it did meanwhile
+
+
+def role_of(words: Sequence[str]) -> str | None:
+    """What the process of this command line does; None for one of Ray's that waits for work."""
+    line = " ".join(words) + " "
+    if any(mark in line for mark in LAUNCHERS):
+        return "driver"
+    for role, marks in ROLES.items():
+        if any(mark in line for mark in marks):
+            return role
+    if line.startswith("ray::IDLE"):
+        return None
+    return "other Ray" if line.startswith("ray::") else "other"
 
 
 class Tree:
@@ -40,14 +73,16 @@ class Tree:
         self._cpu: dict[int, float] = {}
         self._before: dict[int, float] = {}
         self._largest: dict[int, int] = {}
-        self._services: set[int] = set()
+        self._role: dict[int, str] = {}
+        self._roles_s: dict[tuple[int, str], float] = {}
+        self._roles_before: dict[tuple[int, str], float] = {}
         self._looking_s = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> Tree:
         self._look()
-        self._before, self._largest = dict(self._cpu), {}
+        self._before, self._roles_before, self._largest = dict(self._cpu), dict(self._roles_s), {}
         self._thread.start()
         return self
 
@@ -63,7 +98,9 @@ class Tree:
     @property
     def services_s(self) -> float:
         """Of `cpu_s`, what the services of a Ray cluster took, which run whatever it does (raylets not counted)."""
-        return sum(self._cpu[pid] - self._before.get(pid, 0.0) for pid in self._services)
+        return sum(
+            seconds - self._roles_before.get(key, 0.0) for key, seconds in self._roles_s.items() if key[1] in SERVICES
+        )
 
     @property
     def memory_mib(self) -> float:
@@ -80,15 +117,18 @@ class Tree:
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 times = process.cpu_times()
                 memory = process.memory_info()
-                if process.pid not in self._cpu and _is_service(process):
-                    self._services.add(process.pid)
-                self._cpu[process.pid] = times.user + times.system
+                self._grow(process.pid, times.user + times.system, process.cmdline())
                 private = memory.rss - memory.shared
                 self._largest[process.pid] = max(private, self._largest.get(process.pid, 0))
                 together += private
         if self._course:
-            services = sum(self._cpu[pid] for pid in self._services)
-            self.looks.append(TreeLook(time.time(), dict(self._cpu), together / 2**20, services))
+            self.looks.append(TreeLook(time.time(), dict(self._cpu), together / 2**20, dict(self._roles_s)))
+
+    def _grow(self, pid: int, seconds: float, words: Sequence[str]) -> None:
+        """What a process has computed since the last look goes to what it does now, or did last if it waits."""
+        role = self._role[pid] = role_of(words) or self._role.get(pid, "other Ray")
+        self._roles_s[pid, role] = self._roles_s.get((pid, role), 0.0) + seconds - self._cpu.get(pid, 0.0)
+        self._cpu[pid] = seconds
 
     def _processes(self) -> list[psutil.Process]:
         """None when the root has ended."""
@@ -96,7 +136,3 @@ class Tree:
             return [self._me, *self._me.children(recursive=True)]
         except psutil.NoSuchProcess:
             return []
-
-
-def _is_service(process: psutil.Process) -> bool:
-    return any(word.endswith(RAY_SERVICES) for word in process.cmdline()[:3])

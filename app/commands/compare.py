@@ -7,17 +7,69 @@ from typing import Annotated
 
 import typer
 
+from app.commands.options import Overrides
+from ops.typed import ConfigError
+
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two to four run directories; the first is the reference.")],
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Two to four run directories; the first is the reference.")
+    ] = None,
     out: Annotated[Path, typer.Option("--out", help="HTML file.")] = Path("runs/compare.html"),
     peak_tflops: Annotated[
         float, typer.Option("--peak-tflops", min=0.0, help="Peak of a worker's device, to show MFU; 989 for an H100.")
     ] = 0.0,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="Instead of runs: train this one by each --strategy first.")
+    ] = None,
+    strategies: Annotated[
+        list[str] | None, typer.Option("--strategy", help="A planner strategy to train with. Repeatable, two to four.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps of each run; the config's own else.")
+    ] = None,
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with runs that were begun.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in existing folders.")] = False,
 ) -> None:
-    """Loss, step time, idle share and FLOPs of several runs over each other, as one HTML page."""
+    """Loss, step time, idle share and FLOPs of several runs over each other, as one HTML page.
+
+    With --config and --strategy the runs are made first, one after the other, on the same data.
+    """
     from app.report.compare import write_comparison
 
-    for line in write_comparison(runs, out, peak_tflops):
+    folders = list(runs or [])
+    command = " ".join(["heddle compare", *map(str, folders)])
+    if config is not None:
+        if folders:
+            raise ConfigError(f"give either run directories, such as {folders[0]}, or --config with --strategy.")
+        folders = _trained(config, strategies or [], steps, overrides or [], resume, overwrite)
+        command = _command(config, strategies or [], steps, overrides or [])
+    elif strategies or steps is not None or overrides or resume or overwrite:
+        raise ConfigError(
+            "--strategy, --steps, --set, --resume and --overwrite are for runs that are still to be made: give "
+            "--config as well."
+        )
+    for line in write_comparison(folders, out, peak_tflops, command):
         print(line)
     print(f"page      {out}")
+
+
+def _trained(
+    config: Path, strategies: list[str], steps: int | None, overrides: list[str], resume: bool, overwrite: bool
+) -> list[Path]:
+    """The folders of the runs; ends the command with the code of one that ended early."""
+    from app.run.strategies import train_each
+
+    settings = [*overrides, *([f"train.steps={steps}"] if steps is not None else [])]
+    folders, code = train_each(config, strategies, settings, resume=resume, overwrite=overwrite)
+    if code:
+        print("not compared: a run has ended early. The same command with --resume goes on with it.")
+        raise typer.Exit(code)
+    return folders
+
+
+def _command(config: Path, strategies: list[str], steps: int | None, overrides: list[str]) -> str:
+    words = ["heddle compare --config", str(config), *(f"--strategy {name}" for name in strategies)]
+    words += [f"--steps {steps}"] if steps is not None else []
+    return " ".join([*words, *(f"--set {setting}" for setting in overrides)])

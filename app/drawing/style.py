@@ -47,6 +47,9 @@ svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .c1 { stroke: var(--accent); } svg .c2 { stroke: var(--text); } svg .c3 { stroke: var(--vae); }
 svg .c4 { stroke: var(--bad); }
+svg .broad { stroke-width: 5; stroke-opacity: .45; }
+svg .f1 { fill: var(--accent); } svg .f2 { fill: var(--text); } svg .f3 { fill: var(--vae); }
+svg .f4 { fill: var(--bad); } svg text.value { fill: var(--ink); font-variant-numeric: tabular-nums; }
 svg .faint { stroke: var(--soft); stroke-opacity: .35; stroke-width: 1.2; }
 svg circle.hover { fill: transparent; stroke: none; } svg circle.hover:hover { fill: var(--accent);
   fill-opacity: .5; }
@@ -55,5 +58,7 @@ svg rect.text { fill: var(--text); } svg rect.vae { fill: var(--vae); } svg rect
 svg rect.finish { fill: var(--finish); } svg rect.plan { fill-opacity: var(--plan); }
 svg rect.other { fill: var(--soft); }
 svg .bar:hover rect { stroke: var(--ink); stroke-width: 1.5; }
+code.command { display: block; background: var(--bg); border: 1px solid var(--rule); border-radius: 6px;
+  padding: 5px 10px; font-size: 12.5px; margin: 10px 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 pre { overflow-x: auto; font-size: 12.5px; margin: 0; } summary { cursor: pointer; color: var(--soft); }
 """

@@ -15,7 +15,7 @@ MAX_POINTS = 800  # longer curves are averaged into this many bins
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve. `css` is the class of its line: c1 ... c4, faint."""
+    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad."""
 
     name: str
     xs: Sequence[float]
@@ -50,6 +50,36 @@ class Lane:
     name: str
     bars: Sequence[Bar]
     thin: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BarRow:
+    """One row of a bar chart: a label and one or two bars, each (class of its fill, value from 0 on, its text)."""
+
+    label: str
+    bars: Sequence[tuple[str, float, str]]
+
+
+ROW, LABEL, LONGEST = 34, 300, 520  # of bar charts: height of a row, width of its label and of the longest bar
+
+
+def bars(rows: Sequence[BarRow]) -> str:
+    """Lying bars from zero, those of a row under each other; a negative value has no length."""
+    top = max((value for row in rows for _, value, _ in row.bars), default=1.0)
+    top = top if top > 0 else 1.0
+    parts = [_open(ROW * len(rows) + 6)]
+    for number, row in enumerate(rows):
+        y = number * ROW
+        parts.append(f'<text class="lane" x="{LABEL - 10}" y="{y + 20}" text-anchor="end">{escape(row.label)}</text>')
+        for line, (css, value, text) in enumerate(row.bars):
+            thick = 12 if len(row.bars) == 2 else 16
+            at = y + 4 + line * 13 if len(row.bars) == 2 else y + 8
+            length = max(1.0, LONGEST * value / top)
+            parts.append(
+                f'<rect class="{css}" x="{LABEL}" y="{at}" width="{length:.1f}" height="{thick}" rx="2"/>'
+                f'<text class="value" x="{LABEL + length + 6:.1f}" y="{at + thick - 2}">{escape(text)}</text>'
+            )
+    return "".join([*parts, "</svg>"])
 
 
 def line_chart(

@@ -1,4 +1,4 @@
-"""`heddle compare RUN_A RUN_B ...`: loss, step time, idle share and model FLOPs of several runs over each other.
+"""The page of `heddle compare`: loss, step time, idle share and model FLOPs of several runs over each other.
 
 The page is one file without scripts, like a run's report. Losses are compared where runs have the same steps: two runs
 that must agree (another plan, another number of workers) are shown by one number, their largest relative difference.
@@ -17,7 +17,7 @@ from pathlib import Path
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
-from app.drawing.svg import Series, line_chart
+from app.drawing.svg import BarRow, Series, bars, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, Smoothed, Values
@@ -29,11 +29,13 @@ from ops.typed import ConfigError
 
 COLOURS = ("accent", "text", "vae", "bad")  # of the classes c1 ... c4
 MOST = len(COLOURS)
+CLOSEST = 1e-9  # relative; losses that are closer are drawn as this far apart, far below the rounding of fp32
+UNITS = (("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))  # of time; a chart takes the first that gives two
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedRun:
-    """What is shown of one run. Curves are over steps; `by_time` over hours from its first step."""
+    """What is shown of one run. Curves are over steps; `by_time` over seconds from its start."""
 
     name: str
     path: Path
@@ -56,10 +58,12 @@ class LossDifference:
     largest: float  # relative
     at: int  # the step of the largest
     curve: Curve
+    other_clips: int = 0  # steps of `common` with another number of tokens: their losses are of other clips
 
 
-def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0) -> list[str]:
-    """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU.
+def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.0, command: str = "") -> list[str]:
+    """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU; the page
+    shows the `command` that makes it.
 
     Raises ConfigError for a folder that is no run, for runs without steps, or without common steps.
     """
@@ -72,7 +76,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
         for run, folder in zip(runs[1:], opened[1:], strict=True)
     }
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page(runs, differences, peak_tflops), encoding="utf-8")
+    out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
     return [line_of(run, differences.get(run.name)) for run in runs]
 
 
@@ -106,7 +110,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         )
         value = smooth.add(line.loss)
         loss.add(line.step, value)
-        by_time.add(seconds / 3600, value)
+        by_time.add(seconds, value)
         step_s.add(line.step, line.step_s)
         idle.add(line.step, line.idle_ratio)
         tflops.add(line.step, rate)
@@ -175,16 +179,17 @@ class SampleFlops:
 def loss_difference(first: RunDir, other: RunDir, first_name: str, name: str) -> LossDifference:
     """Raises ConfigError when the runs have no step in common."""
     count = min(first.metrics().count(), other.metrics().count())
-    curve, common, largest, at = Curve(max(1, count)), 0, 0.0, -1
+    curve, common, largest, at, other_clips = Curve(max(1, count)), 0, 0.0, -1, 0
     for mine, theirs in _together(first.metrics(), other.metrics()):
         common += 1
+        other_clips += bool(mine.tokens and theirs.tokens and mine.tokens != theirs.tokens)
         relative = abs(theirs.loss - mine.loss) / abs(mine.loss) if mine.loss else math.nan
-        curve.add(mine.step, math.log10(max(relative, 1e-17)))
+        curve.add(mine.step, math.log10(max(relative, CLOSEST)))
         if relative > largest or at < 0:
             largest, at = relative, mine.step
     if not common:
         raise ConfigError(f"{first_name} and {name} have no step in common; compare runs that trained the same steps.")
-    return LossDifference(common=common, largest=largest, at=at, curve=curve)
+    return LossDifference(common=common, largest=largest, at=at, curve=curve, other_clips=other_clips)
 
 
 def _together(ones: Iterable[StepMetrics], others: Iterable[StepMetrics]) -> Iterator[tuple[StepMetrics, StepMetrics]]:
@@ -205,29 +210,35 @@ def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
     text = f"{run.name}: {run.steps} steps in {clock(run.seconds)}, loss {run.last_loss:.4f}"
     if difference is None:
         return text
+    clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
     return (
         f"{text}; largest difference of a loss {difference.largest:.1e} at step {difference.at} of {difference.common}"
+        f"{clips}"
     )
 
 
-def page(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float) -> str:
-    """The whole document."""
-    legend = "".join(
+def page(
+    runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float, command: str = ""
+) -> str:
+    """The whole document: what it comes to, pictures, numbers."""
+    entries = [
         f"<span><i style='background:var(--{colour})'></i>{escape(run.name)}</span>"
         for run, colour in zip(runs, COLOURS, strict=False)
-    )
+    ]
+    legend, others = "".join(entries), "".join(entries[1:])
+    unit, length_s = _unit(max(run.seconds for run in runs))
     compute = "MFU" if peak_tflops else "Model TFLOP/s of a worker"
     charts = [
-        ("Loss", _chart([run.loss for run in runs], runs)),
-        ("Loss over hours", _chart([run.by_time for run in runs], runs, x_name="hours")),
-        ("Seconds per step", _chart([run.step_s for run in runs], runs, zero=True)),
-        ("Idle share", _chart([run.idle for run in runs], runs, zero=True)),
-        (compute, _chart([run.tflops for run in runs], runs, zero=True, scale=1 / peak_tflops if peak_tflops else 1.0)),
-        ("Difference of the loss from the first run's, powers of ten", _differences(runs, differences)),
+        ("Loss", legend, _chart([run.loss for run in runs], runs)),
+        (f"Loss over {unit}", legend, _chart([run.by_time for run in runs], runs, x_name=unit, x_scale=1 / length_s)),
+        ("Seconds per step", legend, _chart([run.step_s for run in runs], runs, zero=True)),
+        ("Idle share", legend, _chart([run.idle for run in runs], runs, zero=True)),
+        (compute, legend, _chart([run.tflops for run in runs], runs, zero=True, scale=1 / (peak_tflops or 1.0))),
+        ("Difference of the loss from the first run's, powers of ten", others, _differences(runs, differences)),
     ]
     sections = "".join(
-        f"<section><h2>{escape(title)}</h2><div class=legend>{legend}</div>{chart}</section>"
-        for title, chart in charts
+        f"<section><h2>{escape(title)}</h2><div class=legend>{named}</div>{chart}</section>"
+        for title, named, chart in charts
         if chart
     )
     made = time.strftime("%Y-%m-%d %H:%M")
@@ -236,16 +247,64 @@ def page(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference],
         f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(' / '.join(run.name for run in runs))}</title><style>{CSS}</style></head><body><main>"
         f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{len(runs)} runs, {made}</p>"
-        f"<section>{_table(runs, differences, peak_tflops)}</section>{sections}</main></body></html>\n"
+        f"{f'<code class=command>{escape(command)}</code>' if command else ''}"
+        f"<section><h2>Median step</h2>{_medians(runs)}{_in_words(runs, differences)}</section>{sections}"
+        f"<section><h2>Numbers</h2>{_table(runs, differences, peak_tflops)}</section></main></body></html>\n"
     )
 
 
+def _medians(runs: Sequence[ComparedRun]) -> str:
+    """Bars of the medians, each run in its colour."""
+    return "".join(
+        f"<h3>{escape(title)}</h3>"
+        + bars(
+            [
+                BarRow(label=run.name, bars=((f"f{number}", run.medians[key], show(run.medians[key])),))
+                for number, run in enumerate(runs, start=1)
+                if math.isfinite(run.medians[key])
+            ]
+        )
+        for title, key, show in (("Seconds per step", "step_s", _number), ("Idle share", "idle_ratio", _percent))
+        if any(math.isfinite(run.medians[key]) for run in runs)
+    )
+
+
+def _in_words(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference]) -> str:
+    """A sentence for each run beside the first."""
+    first, sentences = runs[0], []
+    for run in runs[1:]:
+        found, ratio = differences[run.name], first.medians["step_s"] / (run.medians["step_s"] or math.nan)
+        losses = "the same losses" if found.largest == 0 else f"losses that differ by at most {found.largest:.1e}"
+        speed = f"{ratio:.2f} times as many steps per second as" if math.isfinite(ratio) else "no step times beside"
+        sentences.append(f"{run.name}: {speed} {first.name}, {losses} on {found.common:,} common steps.")
+        if found.other_clips:
+            sentences.append(f"{found.other_clips:,} of them were trained on other clips, as their tokens differ.")
+    return "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """The unit of time for a chart of this length, and its seconds."""
+    return next((unit for unit in UNITS if seconds >= 2 * unit[1]), UNITS[-1])
+
+
 def _chart(
-    curves: Sequence[Curve], runs: Sequence[ComparedRun], zero: bool = False, x_name: str = "step", scale: float = 1.0
+    curves: Sequence[Curve],
+    runs: Sequence[ComparedRun],
+    zero: bool = False,
+    x_name: str = "step",
+    scale: float = 1.0,
+    x_scale: float = 1.0,
 ) -> str:
+    """The first run's line is broad, so that one that lies on it does not hide it."""
     return line_chart(
         [
-            Series(name=run.name, xs=curve.xs, ys=[scale * y for y in curve.ys], css=f"c{number}", hover=True)
+            Series(
+                name=run.name,
+                xs=[x_scale * x for x in curve.xs],
+                ys=[scale * y for y in curve.ys],
+                css="c1 broad" if number == 1 else f"c{number}",
+                hover=True,
+            )
             for number, (run, curve) in enumerate(zip(runs, curves, strict=True), start=1)
         ],
         zero=zero,

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
+from actors.outcome import Exit
 from app.bench.peers import contest
 from app.bench.peers.contest import CONFIG, PEERS, Peer, PeerFailed, prepare, train
 from app.bench.peers.figures import (
@@ -17,11 +19,15 @@ from app.bench.peers.figures import (
     difference,
     figures_of,
     lines_of_code,
+    roles_table,
     table,
 )
 from app.bench.peers.recipe import Average, MicroBatch, Recipe
-from app.bench.tree import TreeLook
+from app.bench.tree import Tree, TreeLook, role_of
+from app.cli import app
+from app.settings.terminal import answer
 from data.decode import decode_job
+from ops.typed import ConfigError
 
 TINY = """
 model:
@@ -101,12 +107,42 @@ def test_a_loop_on_ray_trains_what_one_process_trains(name: str, prepared, tmp_p
     assert all(last[pid] > 0 for pid in seen.pids), "the processes that train are not in the tree that is looked at"
 
 
+BROKEN = [sys.executable, "-c", "print('Traceback\\n  no such device'); raise SystemExit(3)"]
+
+
 def test_a_loop_that_ends_early_is_told_with_its_last_words(prepared, tmp_path: Path) -> None:
     path, *_ = prepared
-    command = [sys.executable, "-c", "print('no such device'); raise SystemExit(3)"]
-    broken = Peer(name="broken", command=lambda *_: command, file="x")
-    with pytest.raises(PeerFailed, match=r"broken ended with 3 after 0 steps:\nno such device"):
+    broken = Peer(name="broken", command=lambda *_: BROKEN, file="x")
+    with pytest.raises(PeerFailed, match=r"broken ended with exit code 3 after 0 of 3 steps") as raised:
         train(broken, path, STEPS, 2, tmp_path / "run")
+    assert raised.value.said == "Traceback\n  no such device"
+
+
+def test_the_command_ends_with_a_sentence_after_the_log_of_a_peer_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    monkeypatch.setitem(PEERS, "ddp", Peer(name="ddp", command=lambda *_: BROKEN, file="ddp.py"))
+    monkeypatch.setattr(contest, "prepare", lambda own, *_: (own.mkdir(parents=True), [1, 1, 1, 1]))
+    with pytest.raises(PeerFailed) as raised:
+        contest.run(steps=1, warm=1, rounds=1, only=["ddp"], buckets=["uniform"], config=tmp_path / "tiny.yaml")
+    code = answer(raised.value, debug=False)
+    log, sentence = capsys.readouterr().err.rstrip("\n").rsplit("\n", 1)
+    assert code == Exit.FAILURE and log == "Traceback\n  no such device"  # the log keeps its lines
+    assert sentence.startswith("error: ddp ended with exit code 3 after 0 of 4 steps")
+
+
+@pytest.mark.parametrize("option", ["--warm", "--steps", "--rounds", "--workers"])
+def test_a_count_of_zero_is_refused_before_anything_runs(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "prepare", lambda *_: pytest.fail("clips were made"))
+    result = CliRunner().invoke(app, ["bench", "peers", option, "0"])
+    assert result.exit_code == Exit.USAGE and option in result.output
+
+
+def test_more_workers_than_items_in_a_step_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY)  # four items
+    with pytest.raises(ConfigError, match=r"5 workers train steps of 4 items.*--workers 4 or fewer"):
+        prepare(tmp_path / "set", tmp_path / "tiny.yaml", contest.SETS["uniform"], STEPS, 5)
 
 
 def test_average_follows_the_weights_as_the_schedule_says(prepared) -> None:
@@ -129,7 +165,12 @@ def run_of(seconds: list[float], cpu: list[tuple[float, float, float]]) -> LoopR
         pids=(1, 2),
         steps=tuple(FinishedLine(step=n, time=end, loss=1.0 / (n + 1)) for n, end in enumerate(ends)),
         looks=tuple(
-            TreeLook(99.0 + n, {1: one, 2: two, 3: other}, 100.0 * n, 0.1 * n)
+            TreeLook(
+                99.0 + n,
+                {1: one, 2: two, 3: other},
+                100.0 * n,
+                {(1, "other"): one, (2, "decode"): two, (3, "gcs"): 0.4 * other, (3, "decode"): 0.6 * other},
+            )
             for n, (one, two, other) in enumerate(cpu)
         ),
     )
@@ -143,7 +184,7 @@ def test_figures_are_those_of_the_counted_steps() -> None:
     assert found.cpu_s == pytest.approx(2 * 1.75)
     assert found.samples_per_cpu_s == pytest.approx(10 / 7)
     assert found.trained_s == pytest.approx(2 * 1.5)
-    assert found.services_s == pytest.approx(0.2)
+    assert found.roles_s == pytest.approx({"training": 3.0, "gcs": 0.2, "decode": 0.3})  # by process, then by role
     assert found.idle == pytest.approx(1 - 1.5 / 2)
     assert found.start_s == pytest.approx(101 - 90 - 2)
     assert found.memory_mib == 600.0  # of looks up to the last counted step
@@ -162,7 +203,7 @@ def figures(cpu: float, losses: tuple[float, ...] = (1.0, 0.5)) -> PeerFigures:
         cpu_s=cpu,
         samples_per_cpu_s=16 / cpu,
         trained_s=0.5 * cpu,
-        services_s=0.1,
+        roles_s={"training": 0.5 * cpu, "gcs": 0.1, "raylet": 0.001},
         idle=0.1,
         memory_mib=1024.0,
         losses=losses,
@@ -174,6 +215,49 @@ def test_ratios_are_taken_within_a_round() -> None:
     text = table("two workers", rounds, "ddp", {"ddp": 46, "heddle": None})
     assert "1.000 (0.80, 1.00, 1.00)" in text
     assert "| 46 lines | - |" in text
+
+
+def test_roles_are_listed_by_what_they_take() -> None:
+    rows = roles_table("two", {"ddp": [figures(4.0)], "heddle": [figures(6.0), figures(8.0)]}).splitlines()
+    assert rows == [
+        "| two, CPU-s / step | ddp | heddle |",
+        "|---|---|---|",
+        "| training | 2.000 | 3.500 |",
+        "| gcs | 0.100 | 0.100 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "role"),
+    [
+        ("/x/ray/core/src/ray/raylet/raylet --raylet_socket_name=a", "raylet"),
+        ("/x/ray/core/src/ray/gcs/gcs_server --log_dir=b", "gcs"),
+        ("ray-dashboard-NodeHead-0 (python -B)", "dashboard"),
+        ("ray::Feeder.batches", "feeder"),
+        ("ray::MapBatches(decode_block)", "decode"),
+        ("ray::RayTrainWorker", "controller"),
+        ("ray::dit 17f 48x32 b4 sp1", "other Ray"),
+        ("ray::IDLE", None),
+        ("python -m torch.distributed.run --standalone -m app.bench.peers.ddp c.yaml", "driver"),
+        ("python -u -m app.bench.peers.ddp c.yaml 3 lines", "decode"),
+        ("bash", "other"),
+    ],
+)
+def test_a_process_has_the_role_that_its_command_line_says(line: str, role: str | None) -> None:
+    assert role_of(line.split(" ")) == role
+
+
+def test_what_a_process_computes_goes_to_what_it_does_and_waiting_is_no_role() -> None:
+    tree = Tree()
+    for seconds, line in (
+        (1.0, "ray::IDLE"),
+        (3.0, "ray::MapBatches(f)"),
+        (3.5, "ray::IDLE"),
+        (4.0, "ray::Keeper.put"),
+    ):
+        tree._grow(7, seconds, [line])
+    assert tree._roles_s == {(7, "other Ray"): 1.0, (7, "decode"): 2.5, (7, "keeper"): 0.5}
+    assert sum(tree._roles_s.values()) == tree._cpu[7]
 
 
 def test_other_losses_are_marked() -> None:

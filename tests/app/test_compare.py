@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from click.testing import Result
 from typer.testing import CliRunner
 
+from actors.outcome import Exit
 from app.cli import app
 from app.records.rundir import RunDir
 from app.report.compare import flops_by_step, labels, loss_difference, page, read_run, write_comparison
+from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
 from ops.typed import ConfigError
 
 
@@ -50,7 +54,7 @@ def test_medians_and_last_losses_are_those_of_the_run(run_folder: Path) -> None:
     assert run.last_loss == pytest.approx(lines[28]["loss"])  # the median of the last three
     assert run.medians["step_s"] == pytest.approx(1.1)
     assert run.medians["idle_ratio"] == pytest.approx(0.05)
-    assert run.by_time.xs[-1] == pytest.approx(run.seconds / 3600)
+    assert run.by_time.xs[-1] == pytest.approx(run.seconds)
 
 
 def test_flops_of_a_step_are_those_of_its_clips_once(run_folder: Path) -> None:
@@ -105,9 +109,9 @@ def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
     found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "b<b>")
     text = page(runs, {"b<b>": found}, peak_tflops=1e-3)
     assert "<b>" not in text and "b&lt;b&gt;" in text
-    for title in ("Loss", "Loss over hours", "Seconds per step", "Idle share", "MFU"):
+    for title in ("Loss", "Loss over seconds", "Seconds per step", "Idle share", "MFU"):
         assert f"<h2>{title}</h2>" in text
-    assert len(re.findall(r'class="line c1"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
+    assert len(re.findall(r'class="line c1 broad"', text)) == 5 and len(re.findall(r'class="line c2"', text)) == 6
     assert "MFU" not in page(runs, {"b<b>": found}, peak_tflops=0.0)
 
 
@@ -118,3 +122,116 @@ def test_the_command_writes_a_page_and_says_a_line_for_each_run(run_folder: Path
     assert result.exit_code == 0, result.output
     assert "other: 30 steps" in result.output and "largest difference of a loss 5.0e-01 at step" in result.output
     assert (other / "report.html").resolve().as_uri() in (run_folder / "c.html").read_text()
+
+
+# runs that are made first
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> list[tuple[list[str], bool, bool]]:
+    """What each training was asked for; it leaves the finished run where the config says, the first losses of which are
+    those of the others."""
+    asked = []
+
+    def train(config: Path, overrides: list[str], *, resume: bool, overwrite: bool) -> int:
+        asked.append((overrides, resume, overwrite))
+        folder = run_dir(RunConfig.load(config, overrides))
+        shutil.copytree(run_folder, folder, dirs_exist_ok=overwrite)
+        return Exit.INTERRUPTED if "train.seed=13" in overrides else Exit.OK
+
+    monkeypatch.setattr("app.run.strategies.train", train)
+    return asked
+
+
+def made(tmp_path: Path, *options: str) -> Result:
+    config = tmp_path / "run.yaml"
+    config.write_text(f"run: {{name: demo, dir: {tmp_path / 'made'}}}\ndata: {{sources: [{{path: nowhere}}]}}\n")
+    out = ["--out", str(tmp_path / "c.html")]
+    return CliRunner().invoke(app, ["compare", "--config", str(config), *options, *out])
+
+
+BOTH = ("--strategy", "static", "--strategy", "cascade")
+
+
+def test_each_strategy_trains_a_run_of_its_own_and_the_page_shows_them(tmp_path: Path, trained) -> None:
+    result = made(tmp_path, *BOTH, "--steps", "30", "--set", "train.seed=3")
+    assert result.exit_code == 0, result.output
+    assert [overrides for overrides, *_ in trained] == [
+        ["train.seed=3", "train.steps=30", f"planner.strategy={name}", f"run.name=demo-{name}"]
+        for name in ("static", "cascade")
+    ]
+    page = (tmp_path / "c.html").read_text()
+    assert "<h1>demo-static / demo-cascade</h1>" in page
+    assert "run.yaml --strategy static --strategy cascade --steps 30 --set train.seed=3</code>" in page
+    assert "demo-cascade: 1.00 times as many steps per second as demo-static, the same losses on 30 common" in page
+    assert page.index("<h2>Median step</h2>") < page.index("<h2>Loss</h2>") < page.index("<h2>Numbers</h2>")
+
+
+def test_nothing_is_trained_when_one_of_the_runs_could_not_be(tmp_path: Path, trained) -> None:
+    (tmp_path / "made" / "demo-cascade").mkdir(parents=True)
+    (tmp_path / "made" / "demo-cascade" / "config.yaml").write_text("x")
+    refused = {
+        (*BOTH,): "demo-cascade already exists; continue it with --resume",
+        BOTH[:2]: "--strategy is given 1 times; heddle compare --config takes 2 to 4",
+        (): "--strategy is given 0 times",
+        BOTH[:2] * 2: "--strategy static is given twice",
+        ("--strategy", "static", "--strategy", "cascad"): "cascade",
+        (*BOTH, "--set", "data.cache.path=c"): "the first run would encode for the others",
+        (*BOTH, "--set", "data.batch={recalibrate: on, target_s: 1}"): "would train on other batches",
+    }
+    for options, said in refused.items():
+        result = made(tmp_path, *options)
+        assert isinstance(result.exception, ConfigError) and said in str(result.exception), options
+    assert not trained
+
+
+def test_a_run_that_ends_early_ends_the_command_with_its_code(tmp_path: Path, trained) -> None:
+    result = made(tmp_path, *BOTH, "--set", "train.seed=13")
+    assert result.exit_code == Exit.INTERRUPTED and "The same command with --resume goes on" in result.output
+    assert len(trained) == 1 and not (tmp_path / "c.html").exists()
+    made(tmp_path, *BOTH, "--overwrite")
+    assert [(resume, overwrite) for _, resume, overwrite in trained[1:]] == [(False, True)] * 2
+
+
+def test_runs_are_given_or_made_but_not_both(run_folder: Path, tmp_path: Path, trained) -> None:
+    for arguments, said in (
+        ([str(run_folder), "--config", "x.yaml", *BOTH], "give either run directories"),
+        ([str(run_folder), str(run_folder), "--steps", "3"], "give --config as well"),
+        ([], "0 runs are given; heddle compare takes 2 to 4 run folders"),
+    ):
+        result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path / "c.html")])
+        assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+    assert not trained
+
+
+def test_a_run_without_step_times_has_no_bar(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "step_s": math.nan, "idle_ratio": 0.25})
+    runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
+    found = {"other": loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")}
+    text = page(runs, found, peak_tflops=0.0)
+    assert len(re.findall(r'rect class="f1"', text)) == 2 and len(re.findall(r'rect class="f2"', text)) == 1
+    assert ">25.0%<" in text and "other: no step times beside demo" in text
+
+
+def test_equal_losses_are_drawn_as_close_and_time_in_a_unit_that_fits(run_folder: Path) -> None:
+    other = copy_of(run_folder, "other", lambda line: {**line, "step_s": 300.0})
+    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")
+    assert found.largest == 0.0 and set(found.curve.ys) == {-9.0}
+    runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
+    text = page(runs, {"other": found}, peak_tflops=0.0)
+    assert "<h2>Loss over hours</h2>" in text and "the same losses on 30 common steps" in text
+    assert "hours 2.5: other" in text  # the end of 30 steps of 300 s
+
+
+def test_steps_of_other_clips_are_counted(run_folder: Path) -> None:
+    def more_tokens_early(line):
+        return {**line, "tokens": 101 if line["step"] < 4 else 100}
+
+    one = copy_of(run_folder, "one", lambda line: {**line, "tokens": 100})
+    other = copy_of(run_folder, "other", more_tokens_early)
+    found = loss_difference(RunDir.open(one), RunDir.open(other), "one", "other")
+    assert (found.common, found.other_clips) == (30, 4)
+    assert loss_difference(RunDir.open(one), RunDir.open(one), "one", "one").other_clips == 0
+    lines = write_comparison([one, other], run_folder / "page.html")
+    assert lines[1].endswith("of 30, 4 of them of other clips")
+    assert "<p>4 of them were trained on other clips" in (run_folder / "page.html").read_text()

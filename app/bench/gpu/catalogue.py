@@ -10,6 +10,7 @@ from app.bench.gpu import (
     counting,
     dit_right,
     kernels_right,
+    longest,
     ops_speed,
     slices,
     train_step,
@@ -49,6 +50,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *vae_speed.measurements(),
         *counting.measurements(),
         *slices.measurements(),
+        *longest.measurements(),
     ]
     assert len({one.name for one in found}) == len(found)
     return found

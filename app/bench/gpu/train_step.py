@@ -83,7 +83,7 @@ class TrainStep:
         expected = first_norm(config, place) if settings.fetched else None
         if place.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(place.device)
-        with _fused(settings.fused):
+        with fused_ops(settings.fused):
             step, parameters = make_step(config, settings, place)
             off = None if expected is None else abs(step().grad_norm / expected - 1)
             timing = place.seconds(step, place.pick(3, 1), warm_up=place.pick(2, 1))
@@ -134,6 +134,17 @@ def first_norm(config: DiTConfig, place: Place) -> float:
 
 def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[Callable[[], StepResult], int]:
     """A whole step as one call, and the number of its weights."""
+    dit, sync = make_trained(config, settings, place)
+    call = PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device, torch.bfloat16)
+    if settings.compiled:
+        with torch.no_grad():  # makes the layout's index tensors, which are no part of a block's code
+            dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+        compile_blocks(dit, place)
+    return step_over(dit, sync, call), sync.total
+
+
+def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[nn.Module, FlatSync]:
+    """A model on the device, and what sums its gradients and updates it."""
     torch.manual_seed(0)  # steps of one model are compared
     dit = build(config, place.device, torch.bfloat16).train()
     parameters: ParameterMemory = "node" if settings.fetched else "replicated"
@@ -142,12 +153,11 @@ def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[
     if place.device.type == "cuda":
         torch.cuda.empty_cache()
     sync.form(Group.solo(), None)
-    clip = place.pick(CLIP_480P81, SMALL_CLIP)
-    call = PackedCall.of(config, [clip], place.device, torch.bfloat16)
-    if settings.compiled:
-        with torch.no_grad():  # makes the layout's index tensors, which are no part of a block's code
-            dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-        compile_blocks(dit, place)
+    return dit, sync
+
+
+def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], StepResult]:
+    """A whole step over these samples: forward, loss, backward, clipping, AdamW, EMA."""
 
     def step() -> StepResult:
         sync.begin_step()
@@ -156,7 +166,7 @@ def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[
         loss.backward()
         return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
 
-    return step, sync.total
+    return step
 
 
 def compile_blocks(dit: nn.Module, place: Place) -> None:
@@ -168,21 +178,24 @@ def compile_blocks(dit: nn.Module, place: Place) -> None:
 
 
 @contextmanager
-def _fused(on: bool) -> Iterator[None]:
+def fused_ops(on: bool) -> Iterator[None]:
     """Without the fused ops their library calls run."""
     with backend.forced("auto" if on else "library"):
         yield
 
 
-def step_config(model: DiTConfig, settings: StepSettings, place: Place) -> DiTConfig:
-    """The model with the setting; of one that is too large as many blocks as fit. Raises RuntimeError if none does."""
+def step_config(
+    model: DiTConfig, settings: StepSettings, place: Place, tokens: int = CLIP_480P81.tokens, room: float = ROOM
+) -> DiTConfig:
+    """The model with the setting; of one that is too large for a step of `tokens` as many blocks as fit into the share
+    `room` of the free memory. Raises RuntimeError if none does."""
     config = place.pick(model, small(model, 2))
     config = replace(config, gradient_checkpointing=settings.checkpointing, attention=settings.attention)
     if place.device.type != "cuda":
         return config
     one, two = (_parameters(replace(config, num_layers=layers)) for layers in (1, 2))
-    free = ROOM * torch.cuda.mem_get_info(place.device)[0]
-    fitting = blocks_that_fit(config, two - one, 2 * one - two, CLIP_480P81.tokens, free)
+    free = room * torch.cuda.mem_get_info(place.device)[0]
+    fitting = blocks_that_fit(config, two - one, 2 * one - two, tokens, free)
     if not fitting:
         raise RuntimeError(f"not one block fits: {free / 2**30:.0f} GiB are free for a step. Use a larger device.")
     # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory

@@ -12,7 +12,12 @@ from collections.abc import Callable, Mapping
 from functools import cache, partial
 
 from actors.plan.schedule.balance import balance
+from actors.run.step_metrics import LoadHistory
+from app.bench.gpu.longest import LongestSequence
+from app.bench.gpu.measurement import Figure, Place
+from app.bench.papers.block import block_s
 from app.bench.papers.figure import Reproduce, Reproduction
+from app.bench.papers.losses import losses_by_batches
 from app.bench.planner import STAGE_2, WIDTH
 from ops.geometry import Geometry
 
@@ -127,6 +132,99 @@ def _spread(values: list[float]) -> float:
     return statistics.pstdev(values) / statistics.fmean(values)
 
 
+LOSS_STEPS, QUICK_LOSS_STEPS = 200, 6
+SMOOTH = 0.1  # share of the last step in the mean that is drawn
+
+
+def fig8(quick: bool) -> Reproduction:
+    """A small model trained twice."""
+    found = losses_by_batches(QUICK_LOSS_STEPS if quick else LOSS_STEPS)
+    last = {name: statistics.fmean(losses[-max(1, len(losses) // 10) :]) for name, losses in found.items()}
+    smooth = {name: _smoothed(losses) for name, losses in found.items()}
+    apart = [abs(one / other - 1) for one, other in zip(smooth["dual constraint"], smooth["equal tokens"], strict=True)]
+    return Reproduction(
+        way="this machine's CPU",
+        ours={
+            **{f"last tenth, {name}": value for name, value in last.items()},
+            "last tenth, dual / equal": last["dual constraint"] / last["equal tokens"],
+            "largest distance of the smoothed curves": max(apart),
+        },
+        series={name: (tuple(map(float, range(len(losses)))), tuple(losses)) for name, losses in smooth.items()},
+        x_name="step",
+        note=(
+            "A transformer of 2 layers, drawn as a mean over about 10 steps; the same items in every step, of which "
+            "long ones have fewer clips under the dual constraint. The CPU runs library calls, so the kernels are no "
+            "part of it: python -m app.bench.gpu compares theirs with plain PyTorch."
+        ),
+    )
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    means = losses[:1]
+    for loss in losses[1:]:
+        means.append((1 - SMOOTH) * means[-1] + SMOOTH * loss)
+    return means
+
+
+SMALLER = 32  # width and lengths are a 32nd of the model's and the buckets', so attention keeps its share of the work
+
+
+def correlation(quick: bool) -> Reproduction:
+    """Batches of equal tokens, one of each bucket, through a block of this machine: what do their seconds follow?"""
+    history, lengths = LoadHistory(), sorted(set(buckets()))[:: 10 if quick else 1]
+    for tokens in lengths:
+        many, length = batch(tokens, False), tokens // SMALLER
+        taken = block_s([length] * many, WIDTH // SMALLER, 3, backward=True, repeats=1 if quick else 3)
+        history.add(taken, [(many, length)])
+    with_tokens, with_load = history.with_tokens, history.with_load
+    assert with_tokens is not None and with_load is not None  # lengths differ
+    return Reproduction(
+        way="this machine's CPU",
+        ours={"with tokens": with_tokens, "with B S^p": with_load[0]},
+        note=(
+            f"Forward and backward of one block of width {WIDTH // SMALLER}, a batch of each of {len(lengths)} buckets "
+            f"with as many samples as its tokens allow; lengths are a {SMALLER}nd of the buckets' own, CPU seconds. "
+            f"The best p from 1 to 2.4 is {with_load[1]:g}. A run shows both figures of its own steps in its report."
+        ),
+    )
+
+
+def table1(quick: bool) -> Reproduction | None:
+    """A step with and without the fused ops, and the longest sequence that it holds; on a GPU only."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    found = with_and_without_fusion(Place(device=torch.device("cuda", 0), rehearse=False))
+    name = torch.cuda.get_device_name()
+    return Reproduction(
+        way="GPU",
+        ours=found,
+        note=f"{name}: {found['blocks']:.0f} of 40 blocks of Wan2.1-14B, {found['clips']:.0f} clips, all checkpointed; "
+        "the paper trains all 40 over several GPUs, so compare the ratios. python -m app.bench.gpu --only longest.",
+    )
+
+
+def with_and_without_fusion(place: Place) -> dict[str, float]:
+    """Seconds and tokens of the paper's Table 1, from the two measurements of app/bench/gpu."""
+    found: dict[str, float] = {}
+    for fused, name in ((False, "unfused"), (True, "fused")):
+        figures = LongestSequence(fused=fused).run(place, {})
+        found |= {"blocks": _number(figures["blocks"]), "clips": _number(figures["clips"])}
+        found[f"longest sequence, {name}"] = _number(figures["longest tokens"])
+        if figures["seconds"] is not None:  # a device may not hold the published length
+            found[f"step, {name}"] = _number(figures["seconds"])
+    if {"step, unfused", "step, fused"} <= set(found):
+        found["step, unfused / fused"] = found["step, unfused"] / found["step, fused"]
+    found["longest, fused / unfused"] = found["longest sequence, fused"] / found["longest sequence, unfused"]
+    return found
+
+
+def _number(figure: Figure) -> float:
+    assert isinstance(figure, float | int)
+    return float(figure)
+
+
 def table2(quick: bool) -> Reproduction | None:
     """LayerNorm and modulation, eager against ours, bf16; on a GPU only."""
     import torch
@@ -185,4 +283,12 @@ def _call(fused: bool, side: str, tokens: int, width: int, device: str, _: int =
     return lambda: torch.autograd.grad(made, [x, scale, shift], gradient, retain_graph=True)
 
 
-FIGURES: dict[str, Reproduce] = {"fig5": fig5, "fig6": fig6, "fig7": fig7, "table2": table2}
+FIGURES: dict[str, Reproduce] = {
+    "fig5": fig5,
+    "fig6": fig6,
+    "fig7": fig7,
+    "fig8": fig8,
+    "correlation": correlation,
+    "table1": table1,
+    "table2": table2,
+}

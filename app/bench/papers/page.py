@@ -7,17 +7,13 @@ from html import escape
 
 from app.bench.papers.figure import PublishedPaper, ShownFigure
 from app.drawing.style import CSS
-from app.drawing.svg import Series, line_chart
+from app.drawing.svg import BarRow, Series, bars, line_chart
 
-WIDTH, ROW, LABEL, BAR = 960, 34, 300, 520
 LOOK = """
 .way { display: inline-block; border: 1px solid var(--rule); border-radius: 999px; padding: 0 10px; font-size: 12.5px;
   color: var(--soft); margin-left: 8px; }
 .way.none { color: var(--bad); }
-code.command { display: block; background: var(--bg); border: 1px solid var(--rule); border-radius: 6px;
-  padding: 5px 10px; font-size: 12.5px; margin: 10px 0; overflow-x: auto; white-space: pre; }
 svg rect.theirs { fill: var(--soft); fill-opacity: .45; } svg rect.ours { fill: var(--accent); }
-svg text.value { fill: var(--ink); font-variant-numeric: tabular-nums; }
 nav { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; margin: 10px 0; }
 """
 
@@ -83,7 +79,7 @@ def _section(shown: ShownFigure) -> str:
             f"<div class=legend><span><i style='background:var(--soft);opacity:.45'></i>{escape(shown.paper)}</span>"
             f"<span><i style='background:var(--accent)'></i>Heddle</span><span>{escape(unit)}</span></div>"
         )
-        parts.append(bars(rows))
+        parts.append(pairs(rows))
     if found and found.series:
         parts.append(_curves(shown))
     parts.append(f"<code class=command>{escape(shown.command)}</code>")
@@ -94,24 +90,21 @@ def _section(shown: ShownFigure) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def bars(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
-    """Published above ours, one pair for each row, from zero."""
-    top = max((value for _, *values in rows for value in values if value is not None), default=1.0) or 1.0
-    parts = [f"<svg viewBox='0 0 {WIDTH} {ROW * len(rows) + 6}' role=img>"]
-    for number, (label, published, ours) in enumerate(rows):
-        y = number * ROW
-        parts.append(f"<text class=lane x={LABEL - 10} y={y + 20} text-anchor=end>{escape(label)}</text>")
-        pairs = [("theirs", published), ("ours", ours)]
-        drawn = [(css, value) for css, value in pairs if value is not None]
-        for line, (css, value) in enumerate(drawn):
-            thick = 12 if len(drawn) == 2 else 16
-            at = y + 4 + line * 13 if len(drawn) == 2 else y + 8
-            length = max(1.0, BAR * value / top)
-            parts.append(f"<rect class={css} x={LABEL} y={at} width={length:.1f} height={thick} rx=2 />")
-            parts.append(
-                f"<text class=value x={LABEL + length + 6:.1f} y={at + thick - 2}>{escape(number_of(value))}</text>"
+def pairs(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
+    """Published above ours, one pair for each row."""
+    return bars(
+        [
+            BarRow(
+                label=label,
+                bars=[
+                    (css, value, number_of(value))
+                    for css, value in (("theirs", published), ("ours", ours))
+                    if value is not None
+                ],
             )
-    return "".join([*parts, "</svg>"])
+            for label, published, ours in rows
+        ]
+    )
 
 
 def _curves(shown: ShownFigure) -> str:

@@ -28,8 +28,18 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from app.bench.peers.figures import FinishedLine, LoopRun, PeerFigures, agree, figures_of, lines_of_code, table
+from app.bench.peers.figures import (
+    FinishedLine,
+    LoopRun,
+    PeerFigures,
+    agree,
+    figures_of,
+    lines_of_code,
+    roles_table,
+    table,
+)
 from app.bench.tree import Tree
+from ops.typed import ConfigError
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -44,6 +54,7 @@ LEFT = 2  # last steps that are not counted: nothing is decoded or encoded ahead
 _CLIPS = 120
 _PATIENCE_S = 900.0  # without another finished step
 _END_S = 120.0
+_TAIL = 40  # lines of the log of a peer that failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +68,18 @@ class Peer:
 
 
 class PeerFailed(RuntimeError):
-    """A loop ended early, or did not get on."""
+    """A loop ended early, or did not get on. `said` is the end of its log, whole lines."""
+
+    def __init__(self, message: str, said: str) -> None:
+        super().__init__(message)
+        self.said = said
 
 
 def run(
-    steps: Annotated[int, typer.Option(help="Steps that are counted, of every peer in every round.")] = 12,
-    warm: Annotated[int, typer.Option(help="Steps before them.")] = 3,
-    rounds: Annotated[int, typer.Option(help="How often every peer runs.")] = 3,
-    workers: Annotated[int, typer.Option(help="Processes that train.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that are counted, of every peer in every round.")] = 12,
+    warm: Annotated[int, typer.Option(min=1, help="Steps before them; the first one begins when all is started.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every peer runs.")] = 3,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that train; not more than items in a step.")] = 2,
     only: Annotated[
         list[str] | None, typer.Option("--peer", help=f"A peer to run besides {REFERENCE}; default: all. Repeatable.")
     ] = None,
@@ -88,9 +103,14 @@ def run(
             found[name] = {peer: [] for peer in peers}
             for turn in range(rounds):
                 for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
-                    seen = train(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
+                    try:
+                        seen = train(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
+                    except PeerFailed as failed:
+                        print(failed.said, file=sys.stderr)  # the log itself goes with its folder
+                        raise
                     found[name][peer].append(figures_of(seen, samples, warm, LEFT))
             print(table(f"{name}, {workers} workers", found[name], REFERENCE, glue), end="\n\n", flush=True)
+            print(roles_table(name, found[name]), end="\n\n", flush=True)
     if out is not None:
         plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
         out.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
@@ -104,12 +124,18 @@ def _chosen(option: str, given: list[str] | None, known: Mapping[str, object]) -
     return [name for name in known if not given or name in given]
 
 
-def prepare(folder: Path, config: Path, buckets: Sequence[str], steps: int, workers: int) -> tuple[Path, list[int]]:
-    """Make clips and their index, and the run file that all peers read. Returns it, and the samples of each step."""
+def prepare(
+    folder: Path, config: Path, buckets: Sequence[str], steps: int, workers: int, clips: int = _CLIPS
+) -> tuple[Path, list[int]]:
+    """Make clips and their index, and the run file that all peers read. Returns it, and the samples of each step.
+
+    Raises ConfigError for more workers than items in a step: a rank of a loop without one has no backward pass, and the
+    others would wait in theirs for its gradients.
+    """
     from app.bench.peers.recipe import Recipe
     from data.tools.synthetic import SynthConfig, synthesize
 
-    synthesize(folder / "data", SynthConfig(clips=_CLIPS, images=_CLIPS // 4, shards=2, koala=False))
+    synthesize(folder / "data", SynthConfig(clips=clips, images=clips // 4, shards=2, koala=False))
     shards = sorted(str(path) for path in (folder / "data" / "shards").glob("*.tar"))
     tree = yaml.safe_load(config.read_text(encoding="utf-8"))
     tree["run"] = {"name": "peers", "dir": str(folder / "runs")}
@@ -118,11 +144,17 @@ def prepare(folder: Path, config: Path, buckets: Sequence[str], steps: int, work
     tree["workers"] = {**tree.get("workers", {}), "min": workers, "max": workers}
     path = folder / "peers.yaml"
     path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return path, [sum(len(micro.keys) for micro in step) for step in Recipe(path).steps(steps)]
+    taken = Recipe(path).steps(steps)
+    if (fewest := min(map(len, taken))) < workers:
+        raise ConfigError(
+            f"{workers} workers train steps of {fewest} items; every worker needs one of its own in each step. Give "
+            f"--workers {fewest} or fewer, or raise data.items_per_step in {config}."
+        )
+    return path, [sum(len(micro.keys) for micro in step) for step in taken]
 
 
 def train(peer: Peer, config: Path, steps: int, workers: int, folder: Path) -> LoopRun:
-    """Run one peer to its end and look at its processes. Raises PeerFailed with the end of what it has said."""
+    """Run one peer to its end and look at its processes. Raises PeerFailed where it does not get there."""
     folder.mkdir(parents=True)
     lines, log = folder / "lines.jsonl", folder / "log.txt"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
@@ -135,23 +167,30 @@ def train(peer: Peer, config: Path, steps: int, workers: int, folder: Path) -> L
         )  # fmt: skip
         try:
             with Tree(1.0, process.pid, course=True) as tree:
-                _await_end(process, lambda: len(_finished(peer, folder)), log)
+                _await_end(process, peer.name, lambda: len(_finished(peer, folder)), log)
         finally:
             _end(process)
     finished = _finished(peer, folder)
     if process.returncode or len(finished) != steps:
-        raise PeerFailed(f"{peer.name} ended with {process.returncode} after {len(finished)} steps:\n{_tail(log)}")
+        raise PeerFailed(
+            f"{peer.name} ended with exit code {process.returncode} after {len(finished)} of {steps} steps; the end of "
+            f"its log stands above.",
+            _tail(log),
+        )
     return LoopRun(started=started, pids=_pids(peer, folder), steps=tuple(finished), looks=tuple(tree.looks))
 
 
-def _await_end(process: subprocess.Popen[bytes], done: Callable[[], int], log: Path) -> None:
+def _await_end(process: subprocess.Popen[bytes], name: str, done: Callable[[], int], log: Path) -> None:
     count, since = 0, time.monotonic()
     while process.poll() is None:
         time.sleep(0.5)
         if (now := done()) > count:
             count, since = now, time.monotonic()
         elif time.monotonic() - since > _PATIENCE_S:
-            raise PeerFailed(f"no step was finished for {_PATIENCE_S:g} s after {count}:\n{_tail(log)}")
+            raise PeerFailed(
+                f"{name} finished no step for {_PATIENCE_S:g} s after {count}; the end of its log stands above.",
+                _tail(log),
+            )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -165,7 +204,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-2000:]
+    return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL:])
 
 
 def _finished(peer: Peer, folder: Path) -> list[FinishedLine]:

@@ -9,10 +9,12 @@ import statistics
 import tokenize
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from app.bench.tree import TreeLook
+from app.bench.tree import SERVICES, TreeLook
 
+TRAINING = "training"  # the role of the processes that train
 SAME = 1e-5  # relative; losses of the same arithmetic in another order, fp32
 
 
@@ -45,7 +47,7 @@ class PeerFigures:
     cpu_s: float  # for one step
     samples_per_cpu_s: float
     trained_s: float  # of `cpu_s`, what the processes that train took; the rest decodes, plans, keeps snapshots, serves
-    services_s: float  # of `cpu_s`, what the services of a Ray cluster took
+    roles_s: Mapping[str, float]  # `cpu_s` by what processes do, those that train first
     idle: float  # share of a step in which the processes that train do not run; other programs on the machine add to it
     memory_mib: float  # the most private memory of all processes together
     losses: tuple[float, ...]
@@ -61,7 +63,9 @@ def figures_of(run: LoopRun, samples: Sequence[int], warm: int, left: int) -> Pe
     wall, clips = end - begin, sum(samples[line.step] for line in counted)
     cpu = _between(run.looks, lambda look: sum(look.cpu_s.values()), begin, end)
     trained = _between(run.looks, lambda look: sum(look.cpu_s.get(pid, 0.0) for pid in run.pids), begin, end)
-    services = _between(run.looks, lambda look: look.services_s, begin, end)
+    roles = {TRAINING: trained} | {
+        role: _between(run.looks, partial(_of_role, role=role, pids=run.pids), begin, end) for role in _roles(run)
+    }
     step_s = wall / len(counted)
     return PeerFigures(
         start_s=run.steps[0].time - run.started - step_s,
@@ -70,11 +74,20 @@ def figures_of(run: LoopRun, samples: Sequence[int], warm: int, left: int) -> Pe
         cpu_s=cpu / len(counted),
         samples_per_cpu_s=clips / cpu,
         trained_s=trained / len(counted),
-        services_s=services / len(counted),
+        roles_s={role: seconds / len(counted) for role, seconds in roles.items()},
         idle=1.0 - trained / (wall * len(run.pids)),
         memory_mib=max((look.private_mib for look in run.looks if look.time <= end), default=math.nan),
         losses=tuple(line.loss for line in run.steps),
     )
+
+
+def _roles(run: LoopRun) -> list[str]:
+    """What the processes do that do not train, as known at the last look."""
+    return sorted({role for pid, role in run.looks[-1].roles_s if pid not in run.pids})
+
+
+def _of_role(look: TreeLook, role: str, pids: Sequence[int]) -> float:
+    return sum(seconds for (pid, own), seconds in look.roles_s.items() if own == role and pid not in pids)
 
 
 def _between(looks: Sequence[TreeLook], of: Callable[[TreeLook], float], begin: float, end: float) -> float:
@@ -144,7 +157,7 @@ def table(
             f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
             f"{_median(r.cpu_s for r in runs):.2f}",
             f"{_median(r.trained_s for r in runs):.2f}",
-            f"{_median(r.services_s for r in runs):.2f}",
+            f"{_median(sum(r.roles_s.get(role, 0.0) for role in SERVICES) for r in runs):.2f}",
             f"{_median(r.idle for r in runs):.0%}",
             f"{_median(r.memory_mib for r in runs) / 1024:.2f} GiB",
             f"{_median(r.start_s for r in runs):.0f} s",
@@ -152,6 +165,20 @@ def table(
             "-" if name == reference else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]], least_s: float = 0.005) -> str:
+    """Markdown: CPU seconds of a step by what processes do, medians over the rounds; roles that take `least_s` of some
+    peer, those that take most of any first."""
+    taken = {
+        role: [_median(r.roles_s.get(role, 0.0) for r in runs) for runs in rounds.values()]
+        for role in dict.fromkeys(role for runs in rounds.values() for run in runs for role in run.roles_s)
+    }
+    lines = [f"| {title}, CPU-s / step | {' | '.join(rounds)} |", "|---" * (len(rounds) + 1) + "|"]
+    for role, seconds in sorted(taken.items(), key=lambda pair: -max(pair[1])):
+        if max(seconds) >= least_s:
+            lines.append(f"| {role} | {' | '.join(f'{value:.3f}' for value in seconds)} |")
     return "\n".join(lines)
 
 
