@@ -250,7 +250,7 @@ class Group:
 
     def even_ranges(self, flat: Tensor, total: int) -> list[tuple[int, int]] | None:
         """The members' ranges of one length, by which NCCL sums and gathers all of a vector of `total` elements at
-        once, in place; None where that is not better, or `flat` has too little room behind the vector."""
+        once, in place; None where that is not better, or `flat` has too little room after the vector."""
         bounds = even_bounds(total, self.size)
         return bounds if self.size > 1 and self.on_device and bounds[-1][1] <= flat.numel() else None
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """Of S sequences, whole on every rank of a bag."""
+    """Conditions of S sequences, whole on every rank of a bag."""
 
     image: Tensor | None = None  # [sum of `Sequence.image_tokens`, image_dim]: an image encoder's rows, by sequence
     pooled: Tensor | None = None  # [S, pooled_dim]: one vector for each text

@@ -9,7 +9,7 @@ from typing import Literal
 from ops.ranges import above, between, check_numbers
 
 Spacing = Literal["even", "linear_quadratic"]
-"""Of noise levels in sampling, before the shift."""
+"""Spacing of the noise levels in sampling, before the shift."""
 
 
 @dataclass(frozen=True, slots=True)

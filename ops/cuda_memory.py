@@ -88,7 +88,7 @@ class CudaPeers:
         _call("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
 
     def lend(self, memory: Tensor) -> bytes:
-        """As `PeerMemory.lend`: the driver's handle, and behind it which GPU this is."""
+        """As `PeerMemory.lend`: the driver's handle, and after it which GPU this is."""
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr()))
         return bytes(handle) + _bus_id()
@@ -101,7 +101,7 @@ class CudaPeers:
         return address.value
 
     def give_back(self, address: int) -> None:
-        """Of a process that has died, too: what the driver says then changes nothing."""
+        """Give memory back, also that of a process that has died: what the driver says then changes nothing."""
         try:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         except RuntimeError as error:

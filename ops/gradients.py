@@ -32,7 +32,7 @@ class Gradients(Protocol):
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:
-        """[hi - lo], a view of a part of the own range of the bounds: behind `finish` the sum over all workers."""
+        """[hi - lo], a view of a part of the own range of the bounds: after `finish` the sum over all workers."""
         ...
 
     def form(self, group: Group, bounds: Bounds) -> None:

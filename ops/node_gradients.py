@@ -46,7 +46,7 @@ class NodeGradients:
 
     @property
     def sum(self) -> NodeSum:
-        """Of this generation."""
+        """The sum of this generation."""
         return self._sum
 
     @property

@@ -6,8 +6,8 @@ host memory itself (CPUs) a parameter is a view of the vector. A GPU has the par
 a block's while it runs: forward and, where its activations are computed again, backward fetch them (`BlockPlace`).
 The gradients of a block's parameters go to the gradient as backward makes them, and stay nowhere.
 
-Who reads half-written values? Nobody. Owners write when all workers have voted, behind their last backward pass, and no
-worker computes before all have met behind the writing. The vector is new in each generation: what a worker that died or
+Who reads half-written values? Nobody. Owners write when all workers have voted, after their last backward pass, and no
+worker computes before all have met after the writing. The vector is new in each generation: what a worker that died or
 was stopped in the middle left half-written, or writes later, is in no vector that anybody reads again. State comes from
 shards, whose copies are their keepers'.
 """
@@ -178,7 +178,8 @@ class NodeParameters:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Of the last vector, or of the parameters that came with the module. They keep their shapes, and no values."""
+        """Let go of the last vector, or of the parameters that came with the module. They keep their shapes, and no
+        values."""
         self._place.settle()
         self._place.let_go()
         for index, parameter in enumerate(self._parameters):

@@ -79,7 +79,7 @@ class SharedSum:
     name = "memory that the workers of a node share"
 
     def __init__(self, total: int, dtype: torch.dtype) -> None:
-        """Of a flat vector [total] of gradients."""
+        """The sum of a flat vector [total] of gradients."""
         self._total, self._dtype = total, dtype
         self.memory = torch.empty(0, dtype=dtype)
         self._group = Group.solo()

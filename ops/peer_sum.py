@@ -1,6 +1,6 @@
 """A node's gradient in the memory of its GPUs: each holds the ranges that it is home to, the others write into them.
 
-A gradient is copied to one of two staging buffers, behind which backward may reuse its memory, and pushed from there
+A gradient is copied to one of two staging buffers, after which backward may reuse its memory, and pushed from there
 into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
 memory cannot be lent and taken back at will: it may go only when nobody maps it. So every worker serves the handle of
 its part by a `Lender`, who knows which processes have it, also when they die; a worker that leaves gives back what it
@@ -63,11 +63,11 @@ class PeerMemory(Protocol):
         ...
 
     def push(self, staged: Tensor, address: int, turn: int) -> None:
-        """Add staged [n] to memory at the address, behind what was launched, beside what will be."""
+        """Add staged [n] to memory at the address, after what was launched, beside what will be."""
         ...
 
     def pushed(self) -> None:
-        """What is launched next comes behind all pushes."""
+        """What is launched next comes after all pushes."""
         ...
 
     def wait(self) -> None:
@@ -83,7 +83,8 @@ class PeerSum:
     def __init__(
         self, total: int, dtype: torch.dtype, staged_dtype: torch.dtype, peers: PeerMemory, stage: int = STAGE
     ) -> None:
-        """Of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at most."""
+        """The sum of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at
+        most."""
         self._total, self._dtype, self._peers = total, dtype, peers
         self._stage, self._staged_dtype = stage, staged_dtype
         self.buffers: list[Tensor] = []
@@ -199,7 +200,7 @@ class PeerSum:
         return address
 
     def _try_all(self, group: Group, ends: Sequence[int]) -> None:
-        """Write a one behind every worker's part, and look whether all of the node have come."""
+        """Write a one after every worker's part, and look whether all of the node have come."""
         failure = ""
         try:
             one = torch.zeros(ALIGN, dtype=self._staged_dtype)
@@ -221,7 +222,7 @@ class PeerSum:
     # -- additions -----------------------------------------------------------------------------------------------------
 
     def _push(self, part: Tensor, address: int) -> None:
-        """Blocks are aligned and whole: zeros before and behind are added to what lies there."""
+        """Blocks are aligned and whole: zeros before and after are added to what lies there."""
         lead = address % ALIGN_BYTES // self._dtype.itemsize
         end = lead + part.numel()
         self._turn = 1 - self._turn

@@ -66,7 +66,7 @@ class StateMemory:
     """Banks of one node. A bank's pages may be taken and given back by range; every process sees the same ones."""
 
     def __init__(self, memory: NodeMemory) -> None:
-        """Of memory that `reserve` has made, here or in another process."""
+        """Opens memory that `reserve` has made, here or in another process."""
         self.memory = memory
         self._order = np.frombuffer(memory.buffer, np.uint64, 1)
         self.present = np.frombuffer(

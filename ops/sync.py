@@ -467,7 +467,7 @@ class FlatSync:
     # The step ---------------------------------------------------------------------------------------------------
 
     def _own_squares(self) -> list[float]:
-        """Of each part's elements in the own range."""
+        """The sum of squares of each part's elements in the own range."""
         found = []
         for lo, hi in self._parts:
             lo, hi = max(lo, self.lo), min(hi, self.hi)
@@ -516,7 +516,7 @@ class FlatSync:
         self.state.close()
 
     def _update_range(self, state: Mapping[str, Tensor], lo: int, lr: float, factor: float, updates: int) -> None:
-        """Of the state from element `lo` of the flat vector on; gives the parameters there their new values."""
+        """Update the state from element `lo` of the flat vector on; gives the parameters there their new values."""
         master = state["master"]
         adamw_(
             self.config,

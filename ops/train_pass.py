@@ -23,7 +23,7 @@ from ops.packing import Layout
 class PassClip:
     """One sequence of the pass: what this rank holds of it, and whose random numbers it gets."""
 
-    rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
+    rows: Tensor  # [n, P], this rank's rows of the clean latent; the model gets the columns after it as they are
     text: Tensor  # [text tokens, E], whole
     key: str  # of its sample
     weight: float  # share of the step's loss; 0 for a clip that did not decode

@@ -149,7 +149,7 @@ class TextConfig:
 
     @property
     def tail(self) -> int:
-        """Rows of a caption's result behind those that the transformer sees: they hold the pooled vector."""
+        """Rows of a caption's result after those that the transformer sees: they hold the pooled vector."""
         return -(-self.pooled // self.d_model)
 
     @property

@@ -330,15 +330,15 @@ def states_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderNeed:
-    """Of a frozen encoder: its weights, and the peak of one call beside them."""
+    """Memory of a frozen encoder: its weights, and the peak of one call beside them."""
 
     weights_gib: float
     peak_gib: float
 
 
 def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int) -> EncoderNeed:
-    """Of encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a folder
-    without a known autoencoder, FileNotFoundError without a folder."""
+    """Memory for encoding `batch` clips at once; the latents that it leaves are in the peak. Raises ValueError for a
+    folder without a known autoencoder, FileNotFoundError without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         vae = bare_vae(config, "cpu")
         video = torch.empty(batch, frames, height, width, 3, dtype=torch.uint8)
@@ -357,8 +357,8 @@ def vae_need(config: VAEConfig, batch: int, frames: int, height: int, width: int
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:
-    """Of encoding captions of so many tokens each, at most `TEXT_BATCH_TOKENS` of them at a time. Rows of first frames
-    are among them where the encoder sees these."""
+    """Memory for encoding captions of `tokens` tokens each, at most `TEXT_BATCH_TOKENS` of them at a time. Rows of
+    first frames are among them where the encoder sees these."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -395,7 +395,8 @@ def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
 
 
 def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:
-    """Of encoding so many pictures at once. Raises FileNotFoundError without the folder of `config.path`."""
+    """Memory for encoding this number of pictures at once. Raises FileNotFoundError without the folder of
+    `config.path`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         encoder = clip_skeleton(config)
         encoder.train(False)

@@ -63,7 +63,7 @@ class SliceRates:
         return SliceRates(**{name: float(f"{getattr(self, name):.1e}") for name in self.__dataclass_fields__})
 
     def layer_costs(self, frames: int, positions: int, samples: int, text_rows: int, degree: int) -> LayerCosts:
-        """Of a stack of so many samples of one grid, each with so many rows of text, on a bag."""
+        """Costs of the layers on a bag, for a stack of samples of one grid, each with `text_rows` rows of text."""
         rows = samples * frames * positions
         return LayerCosts(
             spatial_s=rows * (self.row_s + self.key_s * (positions + text_rows)),
@@ -136,8 +136,8 @@ def _layer_s(
     row_s: np.ndarray,
     part: np.ndarray,
 ) -> np.ndarray:
-    """Seconds of a layer of so many slices behind one of `before` slices: the latest of its slices that may decide,
-    the first ones with and without lead, and the last. No slice with rows takes less than one of its rows."""
+    """Seconds of a layer of each number of slices after one of `before` slices: the latest of its slices that may
+    decide, the first ones with and without lead, and the last. No slice with rows takes less than one of its rows."""
     left = (before - 1) * np.maximum(0.0, lead * part - before_s)  # of the lead, when the layer before has ended
     led = left + lead * part
     ends = [

@@ -32,7 +32,7 @@ class DiTConfig:
     ffn_dim: int = 512
     freq_dim: int = 64  # width of the sinusoidal timestep embedding, where the family has a choice
     text_dim: int = 64  # width of the text encoder's output
-    in_channels: int = 16  # latent channels of the VAE, and behind them those of conditions
+    in_channels: int = 16  # latent channels of the VAE, and after them those of conditions
     out_channels: int = 16
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
@@ -118,7 +118,7 @@ class DiTConfig:
 
     @property
     def encodes_frame_alone(self) -> bool:
-        """Whether the VAE sees the first frame that a clip is made from without grey behind it."""
+        """Whether the VAE sees the first frame that a clip is made from without grey frames after it."""
         return False
 
     @property
@@ -128,7 +128,7 @@ class DiTConfig:
 
     @property
     def picture_every(self) -> int:
-        """Of the rows that a text encoder makes of the first frame, every so many-th is text; 0: it sees no frame."""
+        """n: every n-th row that a text encoder makes of the first frame counts as text; 0: it sees no frame."""
         return 0
 
     @property

@@ -70,7 +70,7 @@ class StackInputs:
         return self._segments[rows]
 
     def lengths(self, length: int, count: int) -> Lengths:
-        """Of `count` sequences of attention."""
+        """Lengths of `count` sequences of attention."""
         if (length, count) not in self._lengths:
             self._lengths[length, count] = Lengths.of([length] * count, self.device)
         return self._lengths[length, count]
@@ -138,7 +138,7 @@ def frame_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 
 def first_channels(rows: Tensor, patch: int, channels: int) -> Tensor:
-    """Of [n, patch (C, more)], channel last as in published heads, the first `channels`: [n, channels patch], channel
+    """The first `channels` of [n, patch (C, more)], channel last as in published heads: [n, channels patch], channel
     first. The rest are learned variances, which are not trained."""
     first: Tensor = rows.unflatten(-1, (patch, -1))[..., :channels].transpose(-1, -2).flatten(-2)
     return first

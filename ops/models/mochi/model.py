@@ -220,7 +220,7 @@ def gated_mlp(dim: int) -> FeedForward:
 
 
 class ScaledNorm(nn.Module):
-    """Of the last block's text: one scale [S, C]; the stream ends there."""
+    """The norm of the last block's text: one scale [S, C]; the stream ends there."""
 
     def __init__(self, config: MochiConfig) -> None:
         super().__init__()
