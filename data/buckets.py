@@ -189,7 +189,7 @@ class BucketTable:
         )
 
     def nearest_by_class(self, shape: ClipShape) -> dict[str, Bucket]:
-        """Of every resolution class, smallest first, the bucket that a shape misses by least."""
+        """For every resolution class, smallest first, the bucket that a shape misses by least."""
         classes: dict[str, list[ResolutionBuckets]] = {}
         for entry in reversed(self.entries):
             classes.setdefault(entry.resolution, []).append(entry)

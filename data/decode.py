@@ -273,7 +273,7 @@ def _frames_since(source: MediaStream, clip: Clip, job: DecodeJob, begin: float)
 
 
 def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
-    """Of every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
+    """For every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
     for seconds, frame in _frames_from(source, clip, job, begin):
