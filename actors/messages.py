@@ -285,7 +285,7 @@ class Progress:
 
     @classmethod
     def of_start(cls, worker: str) -> Progress:
-        """Of a worker that loads its models and is in no generation yet."""
+        """The progress of a worker that loads its models and is in no generation yet."""
         return cls(
             worker=worker,
             generation=-1,
@@ -425,7 +425,7 @@ class AsideWork(Protocol):
 
     @property
     def name(self) -> str:
-        """Of this aside among all of the run."""
+        """A name that only this aside has among all of the run."""
         ...
 
     def weights(self, modules: Any) -> Mapping[str, Any]:
@@ -440,7 +440,7 @@ class AsideWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnTask:
-    """A turn of an aside on one worker, behind its cascades of a step and before the step's end."""
+    """A turn of an aside on one worker, after its cascades of a step and before the step's end."""
 
     generation: int
     step: int

@@ -53,7 +53,7 @@ def put(value: T) -> Ref[T]:
 
 
 def own_handle() -> Any:  # Ray gives it no type
-    """Of the actor that this process is, for calls that run in other threads of it."""
+    """The handle of the actor that this process is, for calls that run in other threads of it."""
     return _ray.get_runtime_context().current_actor
 
 
@@ -68,7 +68,7 @@ def cancel(reference: Ref[object]) -> None:
 
 
 def node_address() -> str:
-    """Of this node, as the others of the cluster reach it."""
+    """The address of this node, as the others of the cluster reach it."""
     address: str = _ray.util.get_node_ip_address()
     return address
 

@@ -26,7 +26,7 @@ class Encoders:
     max_length: int  # tokens
     chars_per_token: float
     latent_width: int = 0  # numbers per row of a result
-    latent_tail: int = 0  # rows behind those of the tokens
+    latent_tail: int = 0  # rows after those of the tokens
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
     least_text: int = 0  # rows of the shortest caption: what it is padded to, or those of the first frame

@@ -278,7 +278,7 @@ def feeder_of(
 def item_facts(
     data: DataConfig, train: TrainConfig, workers: WorkersConfig, model: ModelConfig, geometry: Geometry
 ) -> ItemFacts:
-    """Of a run with these settings and this resolved model."""
+    """Facts about the items of a run with these settings and this resolved model."""
     dtype = text_dtype(model.text, "cuda" if uses_gpu(workers) else "cpu")
     return ItemFacts(
         geometry=geometry,

@@ -223,7 +223,7 @@ class StepPlan:
     lower_bound_s: float
     planning_s: float  # finding the plan took so long, on average over the steps planned together
     idle_ratio: float
-    update_s: float = 0.0  # of its end, behind the makespan; 0: nobody has measured it
+    update_s: float = 0.0  # of its end, after the makespan; 0: nobody has measured it
     remainder_s: float = 0.0  # beside both: dispatch, calls, snapshots, asides; 0: no run has measured it
 
     @property

@@ -120,7 +120,7 @@ class MemoryForecast:
         return self.cuda and self.places.parameters == "node"
 
     def _weight_bytes(self) -> int:
-        """Of the transformer, on the device."""
+        """Bytes of the transformer's weights, on the device."""
         if self.fetches:
             return (self.parameters - self.in_blocks + 2 * self.largest_block) * self.parameter_bytes
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
@@ -359,7 +359,7 @@ def predict_dit(
     Captions are of any length, and a row of text takes less than one of video (where text is only attended to, a
     thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds
     the whole text or a part of it, by the model; the whole is what counts. Of many rows the peak is in the exchange, of
-    few it comes behind it, beside the gradients of a block's weights: of two lines the larger one (Wan2.1-14B in bags:
+    few it comes after it, beside the gradients of a block's weights: of two lines the larger one (Wan2.1-14B in bags:
     0.670 MiB of a row; below 10,500 rows 136 MiB and 0.657 MiB of a row). The line of a bag lies above both. Degrees
     at which ranks share heads are on the same line with rows that weigh more: with the copies of keys and values the
     peak grows linearly or not at all, so what the largest of them needs is enough for the others.

@@ -40,7 +40,7 @@ class AsideSource(Protocol):
 
     @property
     def share(self) -> float:
-        """Of the run's time that they may take."""
+        """The share of the run's time that they may take."""
         ...
 
     @property
@@ -136,7 +136,7 @@ class AsideQueue:
 
 
 def gaps_of(cascades: Sequence[Cascade], step: int, ranks: int) -> list[float]:
-    """Seconds that the plan leaves idle on each rank behind its last cascade of the step, until the step's last one."""
+    """Seconds that the plan leaves idle on each rank after its last cascade of the step, until the step's last one."""
     end_s = end_of(cascades, step)
     own = [max((c.end_s for c in cascades if rank in c.workers), default=0.0) for rank in range(ranks)]
     return [max(0.0, end_s - last) for last in own]

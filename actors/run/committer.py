@@ -185,7 +185,7 @@ class Committer:
         self.state.committed(done, self.source.release(step))
 
     def _shards(self) -> list[Snapshot]:
-        """Of steps whose state is all there: a keeper takes one that a device still copies for whole."""
+        """Snapshots of steps whose state is all there: a keeper takes one that a device still copies for whole."""
         return [snapshot for one in self._open if not one.copying for snapshot in one.collected.snapshots]
 
     def _await_instead(self, held: Sequence[Ref[bool]]) -> None:

@@ -38,7 +38,7 @@ class Communicators:
         self.most_seen = 0  # peers of any worker at any time
 
     def peers(self, worker: int) -> int:
-        """Of all open bags of this worker."""
+        """Number of peers in all open bags of this worker."""
         return self._peers.get(worker, 0)
 
     def bags(self, worker: int) -> int:

@@ -183,7 +183,7 @@ def _delivered(
     consumer: Mapping[SampleId, tuple[int, ...]],
     holdings: Holdings,
 ) -> _Places:
-    """Of an encode cascade, whose results `consumer` wants on these ranks."""
+    """Places for an encode cascade, whose results `consumer` wants on these ranks."""
     module, publish = cascade.module, []
     keeps: dict[int, list[int]] = {rank: [] for rank in bag}
     for i, sample in enumerate(samples):
@@ -204,7 +204,7 @@ def _delivered(
 
 
 def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Holdings) -> _Places:
-    """Of a DiT cascade, which takes what its own ranks hold before what others have published."""
+    """Places for a DiT cascade, which takes what its own ranks hold before what others have published."""
     sources: dict[str, tuple[int, ...]] = {}
     needs: dict[str, None] = {}
     for module in ENCODERS:

@@ -68,7 +68,8 @@ class Recalibration:
         source: StepSource,
         events: Events,
     ) -> Recalibration:
-        """Of a run; its source follows what was decided before. Raises DataError for decisions that cannot be read."""
+        """The recalibration of a run; its source follows what was decided before. Raises DataError for decisions that
+        cannot be read."""
         decisions = BatchDecisions(run_dir)
         for record in decisions.records:
             source.resize(record)

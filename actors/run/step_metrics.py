@@ -286,7 +286,7 @@ def wait_of(cascades: Sequence[Sequence[Span]], finish: Sequence[Span]) -> list[
 
 
 def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[float]:
-    """Communication of every worker that nothing was computed behind: collectives of its bags, fetches for which it was
+    """Communication of every worker that no computation hid: collectives of its bags, fetches for which it was
     idle, and the gradient sum less what was waited for the last worker there."""
     found = []
     for of, waited in zip(spans, waits, strict=True):

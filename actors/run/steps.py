@@ -307,8 +307,8 @@ class StepRunner:
                 raise GenerationLost([], {report.worker: why})
 
     def _raise_failures(self, references: Sequence[Ref[object]], ended: bool) -> None:
-        """Of the oldest step's finishes that are ready, and of the DiT calls of all steps. After `ended`, when all its
-        workers have finished the oldest step, its DiT calls have ended, too."""
+        """Raise the failures of the oldest step's finishes that are ready, and of the DiT calls of all steps. After
+        `ended`, when all its workers have finished the oldest step, its DiT calls have ended, too."""
         dead: list[str] = []
         failed: dict[str, str] = {}
         exceeded: list[MemoryExceeded] = []

@@ -71,7 +71,8 @@ class FirstWeights:
 
 
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:
-    """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
+    """The peak of a worker's device in the precision in which the DiT multiplies: from the table of devices, else
+    measured."""
     precision = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
     if device.type == "cuda" and (known := device_speed(torch.cuda.get_device_name(device))) is not None:
         return known.peak_tflops(precision)

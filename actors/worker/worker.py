@@ -355,11 +355,12 @@ class Worker:
         return Patience(limit_s=round(least + moved_s, 3), why=why)
 
     def _gpu_gib(self) -> float:
-        """Of this worker's GPU; 0 on a CPU."""
+        """Memory of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
 
     def _host_weights_gib(self) -> float:
-        """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""
+        """GiB of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share
+        them."""
         if self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
             return 0.0
         return sum(p.nbytes for _, p in trainable(self.executor.modules.dit)) / GIB

@@ -60,7 +60,7 @@ class CallLatency:
         return cls(of_two=mean - slope * middle, per_doubling=slope)
 
     def seconds(self, degree: int) -> float:
-        """Of a bag of at least two; 0 of one."""
+        """Seconds of a call in a bag of at least two; 0 for one."""
         return self.of_two + self.per_doubling * (math.log2(degree) - 1) if degree > 1 else 0.0
 
 

@@ -57,8 +57,8 @@ def footprint(
     tokens: Callable[[int, int, int], int],
     needs: Needs | None = None,
 ) -> Footprint:
-    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs` says
-    what a row counts."""
+    """Memory of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs`
+    says what a row counts."""
     if module == "dit":
         kind = SOLO if degree == 1 else BAG
         share = degree * needs.text_rows[kind] if needs and kind in needs.text_rows else 1.0

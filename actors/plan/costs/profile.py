@@ -128,7 +128,7 @@ class LivePoint:
 
     @property
     def text_tokens(self) -> int:
-        """Of a sample, where known: the median."""
+        """Text tokens of a sample, where known: the median."""
         return round(statistics.median([text for text in self.texts if text] or [0]))
 
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
@@ -472,11 +472,11 @@ class Profile:
         return self.handoff.latency_s + gib / self.handoff.gib_per_s
 
     def update_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Of the end of a step, behind its last backward; 0 where nobody has measured it."""
+        """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""
         return self.update.seconds(workers, nodes) or 0.0
 
     def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Of a step beside its cascades and its end; 0 where no run has measured it."""
+        """Seconds of a step beside its cascades and its end; 0 where no run has measured it."""
         return remainder_of(self.remainders, workers, nodes)
 
     def model_of(self, module: Module) -> Fit | None:
@@ -797,7 +797,7 @@ class Profile:
         return {key: point for key in keys if (point := self._on_one_node(key)) is not None}
 
     def _file_drift(self, module: Module) -> Drift:
-        """Of the file's points, by those of them that ran."""
+        """The drift of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
             loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
@@ -811,7 +811,7 @@ class Profile:
         return self._drifts[module, "file"]
 
     def _model_drift(self, module: Module, model: Fit) -> Drift:
-        """Of the cost model, by all points that ran."""
+        """The drift of the cost model, by all points that ran."""
         if (module, "model") not in self._drifts:
             seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
             loads = [self._load(key, point.text_tokens) for key, point in seen.items()]

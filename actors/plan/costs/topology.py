@@ -48,7 +48,8 @@ class CrossNode:
 
 
 def cross_of(found: Sequence[tuple[float, float, int]], known: CrossNode) -> CrossNode:
-    """The law behind measured bags over nodes: (overlap of their rails, seconds over those on one node, how many).
+    """The law that follows from measured bags over nodes: (overlap of their rails, seconds over those on one node, how
+    many).
 
     Overlaps that are not far apart tell no decay; the known one stays then.
     """

@@ -51,8 +51,8 @@ class UpdateCosts:
         return replace(self, points=tuple(sorted([*others, point], key=lambda one: (one.nodes, one.workers))))
 
     def seconds(self, workers: int, nodes: int = 1) -> float | None:
-        """Of the end of a step: as measured, else by the law a / N + b (N - 1) / N + c through the points of as many
-        nodes, or of any where there are none (b and c would be those of another network). None where nothing is
+        """Seconds of the end of a step: as measured, else by the law a / N + b (N - 1) / N + c through the points of as
+        many nodes, or of any where there are none (b and c would be those of another network). None where nothing is
         known."""
         for point in self.points:
             if (point.workers, point.nodes) == (workers, nodes):
