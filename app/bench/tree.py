@@ -62,7 +62,8 @@ class Tree:
 
     @property
     def services_s(self) -> float:
-        """Of `cpu_s`, what the services of a Ray cluster took, which run whatever it does (raylets not counted)."""
+        """The part of `cpu_s` that the services of a Ray cluster took, which run whatever it does (raylets not
+        counted)."""
         return sum(self._cpu[pid] - self._before.get(pid, 0.0) for pid in self._services)
 
     @property

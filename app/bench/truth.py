@@ -90,13 +90,13 @@ class TrueProfile(Profile):
     def price(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Of the machine."""
+        """Seconds on the machine."""
         return _true(module, (batch, frames, height, width, text_tokens), degree)
 
     def penalty(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Of its slow link."""
+        """Seconds that its slow link adds."""
         part = (batch, frames, height, width, text_tokens)
         return _true(module, part, degree, spanning=degree > 1) - _true(module, part, degree)
 
@@ -199,7 +199,8 @@ class Predicted:
 
 
 def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Predicted:
-    """Of cascades whose shape was not measured, some at degrees that were not, in bags on one node or over two."""
+    """Predictions for cascades whose shape was not measured, some at degrees that were not, in bags on one node or over
+    two."""
     machine = _machine_of(seed)
     profile = profiled(machine)
     errors = []

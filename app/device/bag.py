@@ -93,8 +93,8 @@ class MeasuredBag:
         return self._answers(ANSWER_S * (_WARM_UP + order[-1]))
 
     def _answers(self, patience_s: float) -> list[object]:
-        """Of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it, or fail
-        as it leaves them."""
+        """Answers of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it,
+        or fail as it leaves them."""
         found: dict[int, object] = {}
         waiting = set(range(self.degree))
         until, failed = time.monotonic() + patience_s, ""

@@ -236,7 +236,7 @@ def largest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Lar
 def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure] = ()) -> list[Measurable]:
     """The order in which a plan learns most: of every module and degree the smallest and the largest first, then the
     figures of each degree, then what lies in the middle of known points; one of each at a time. What has a bag over
-    nodes comes behind the same inside a node, one degree after the other: such a bag takes its workers for itself."""
+    nodes comes after the same inside a node, one degree after the other: such a bag takes its workers for itself."""
     ends, middles = _by_halves([point for point in points if point.nodes == 1])
     found: list[Measurable] = [*ends, *(one for one in figures if one.nodes == 1)]
     both: list[ProfilePoint | SideFigure] = [*points, *figures]

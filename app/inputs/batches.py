@@ -85,8 +85,8 @@ def batch_room_gib(
 def with_limits(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> tuple[RunConfig, Fit | None]:
-    """The config with numbers in place of every `auto` that has none yet, and the fit behind those of the run itself.
-    Raises ConfigError where the profile or the target allow none."""
+    """The config with numbers in place of every `auto` that has none yet, and the fit that gave those of the run
+    itself. Raises ConfigError where the profile or the target allow none."""
     data = config.data
     if not any(is_open(limits) for limits in batch_limits(config).values()):
         return config, None

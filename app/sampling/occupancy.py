@@ -44,7 +44,7 @@ class Occupancy:
             self._tail_at = now
 
     def shares(self) -> list[float]:
-        """Of every worker that was there before the tail, in the order in which they came."""
+        """The busy share of every worker that was there before the tail, in the order in which they came."""
         end = self._ended_at if self._tail_at is None else self._tail_at
         found = []
         for one in self._workers.values():

@@ -140,7 +140,8 @@ class ClipRecord:
         self._header = json.dumps({**asdict(job), "prompts": list(prompts), "first": pictures}, sort_keys=True)
 
     def finished(self) -> set[int]:
-        """Of the same job; none where the record is of another one, which is begun anew."""
+        """Numbers of the clips that the same job has finished; none where the record is of another one, which is begun
+        anew."""
         try:
             header, *lines = self.path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError):
@@ -518,7 +519,8 @@ def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
 
 
 def _answers(crew: _Crew, calls: Sequence[Any], patience_s: float, what: str) -> list[Any]:
-    """Of calls to workers. Raises what any of them has raised, at once, and CrewError, naming who has not answered."""
+    """Results of calls to workers. Raises what any of them has raised, at once, and CrewError, naming who has not
+    answered."""
     import ray
 
     waiting, until = list(calls), time.monotonic() + patience_s

@@ -51,7 +51,7 @@ def has_two_branches(dit: DiTConfig, sampler: SamplerConfig) -> bool:
 
 
 def most_members(dit: DiTConfig, grid: tuple[int, int, int]) -> int | None:
-    """Of a bag for clips of this token grid; None: as many as there are."""
+    """The most members of a bag for clips of this token grid; None: as many as there are."""
     return None if dit.deals_heads else max(grid[0], grid[1] * grid[2])
 
 

@@ -448,6 +448,6 @@ def recoveries(watching: Watching, speed: float) -> list[Recovered]:
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20

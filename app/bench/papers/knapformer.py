@@ -112,7 +112,7 @@ def hfu(quick: bool) -> Reproduction:
 
 
 def flops_of(lengths: list[int]) -> list[float]:
-    """Of one block, forward: Eq. 1 for each sequence."""
+    """FLOPs of one block, forward: Eq. 1 for each sequence."""
     return [1e12 * workload(length, WIDTH, 1.0) for length in lengths]
 
 

@@ -37,7 +37,7 @@ class LoopRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerFigures:
-    """Of the counted steps of one run. CPU seconds are those of all its processes."""
+    """Figures of the counted steps of one run. CPU seconds are those of all its processes."""
 
     start_s: float  # from the command to the end of the first step, less one step
     step_s: float
