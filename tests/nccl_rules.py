@@ -78,7 +78,7 @@ class Rules:
             now, before = (name, number), self._last.get(worker)
             if before is not None and self._reaches(now, before):
                 raise AgainstNccl(
-                    f"worker {worker} launches {facts[0]} {now} behind {before}; others launch them the other way round"
+                    f"worker {worker} launches {facts[0]} {now} after {before}; others launch them the other way round"
                 )
             if before is not None:
                 self._after[before].add(now)

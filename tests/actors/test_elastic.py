@@ -90,7 +90,7 @@ def assert_same_training(run: LabRun, expected: Sequence[float]) -> None:
 
 
 def assert_same_losses(run: LabRun, expected: Sequence[float]) -> None:
-    """Of every step among those that the undisturbed run took, however often it came."""
+    """The losses are the same for every step among those that the undisturbed run took, however often it came."""
     taken = [(m.step, m.loss) for m in run.metrics if m.step < len(expected)]
     assert taken and [loss for _, loss in taken] == pytest.approx([expected[step] for step, _ in taken], rel=FP32)
 

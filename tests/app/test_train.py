@@ -66,7 +66,7 @@ def train(folder: Path, *more: str, address: str = "") -> subprocess.CompletedPr
 
 
 def metrics(folder: Path, name: str) -> list[dict]:
-    """Of every committed step; all clips here decode, so each step is whole."""
+    """Metrics of every committed step; all clips here decode, so each step is whole."""
     lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["good_weight"] for line in lines] == [1] * len(lines)
     return lines

@@ -22,7 +22,7 @@ def truncate(path: Path, rng: random.Random) -> str:
 
 
 def flip(path: Path, rng: random.Random) -> str:
-    """64 bytes somewhere behind the header are others; the size is the same."""
+    """64 bytes somewhere after the header are others; the size is the same."""
     data = bytearray(path.read_bytes())
     at = rng.randrange(min(600, len(data) // 2), max(len(data) - 64, len(data) // 2 + 1))
     for index in range(at, min(at + 64, len(data))):

@@ -143,7 +143,7 @@ class Run:
         os.kill(self.pid, number)
 
     def address(self) -> str:
-        """Of the run's own Ray cluster, from the command line of its raylet."""
+        """The address of the run's own Ray cluster, from the command line of its raylet."""
         assert self.processes is not None
         for pid in self.processes.of("raylet"):
             for word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"):

@@ -827,7 +827,7 @@ def test_a_sum_that_was_left_half_done_gives_its_tensors_back_when_all_members_h
 
 
 def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
-    """Of waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
+    """Among waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
 
     def work(rank: int, groups: Groups) -> list[int]:
         counts = []

@@ -93,7 +93,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert context.event.wait(LIMIT_S), "the buckets behind this layer were not summed while it waited"
+        assert context.event.wait(LIMIT_S), "the buckets after this layer were not summed while it waited"
         return gradient, None
 
 

@@ -47,7 +47,7 @@ class Looks:
 
 
 def seconds(device: WorkersDevice) -> float:
-    """Of a clip by the profile that a run on it begins with."""
+    """Seconds of a clip by the profile that a run on it begins with."""
     profile = profile_of(PlannerConfig(), MODEL, Geometry(), device.name, measured=device.measured)
     return profile.seconds("dit", 1, 81, 480, 832, 1, 100)
 

@@ -20,7 +20,7 @@ IMAGE, CLIP = Bucket(1, 64, 96), Bucket(17, 64, 96)
 
 
 class Answer:
-    """Of a planner that takes its time."""
+    """The answer of a planner that takes its time."""
 
     def __init__(self, best: dict[Bucket, int] | None, late: int) -> None:
         self._best, self._late = best, late
