@@ -120,7 +120,7 @@ class Group:
     @property
     def failure(self) -> str:
         """What went wrong on NCCL in a collective that has returned already; "" if nothing is known. There a wait only
-        orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
+        orders streams: an error, of a network above all, is reported by the communicator, some time later, when asked.
         (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
         process_group = self._process_group
         if process_group is None or not _is_nccl(process_group):

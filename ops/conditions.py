@@ -1,4 +1,4 @@
-"""What a transformer may be told beside noisy tokens, times and text. Every field is optional; a family reads its own.
+"""What a transformer may get beside noisy tokens, times and text. Every field is optional; a family reads its own.
 
 What has a row per token, as the latent of a first frame, is not here: it is joined to the noisy tokens as channels.
 """

@@ -58,7 +58,7 @@ class TokenShift:
             )
 
     def at(self, tokens: int) -> float:
-        """The flow shift of a clip of so many tokens; far outside the line's ends it goes no further than e^10."""
+        """The flow shift of a clip of `tokens` tokens; far outside the line's ends it goes no further than e^10."""
         if self.law == "root":
             return math.sqrt(tokens / self.base_tokens)
         slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
@@ -94,7 +94,7 @@ class FlowConfig:
         )
 
     def shift_at(self, tokens: int) -> float:
-        """The flow shift of a clip of so many video tokens."""
+        """The flow shift of a clip of `tokens` video tokens."""
         return self.token_shift.at(tokens) if self.token_shift else self.flow_shift
 
 

@@ -80,7 +80,7 @@ class CudaPeers:
         torch.cuda.empty_cache()  # what the allocator keeps for later is no room for the driver
         num_bytes = elements * dtype.itemsize
         memory = torch.as_tensor(_Raw(_taken(num_bytes), num_bytes), device=self.device).view(dtype).zero_()
-        self.wait()  # before another process is told of it
+        self.wait()  # before another process learns of it
         return memory
 
     def free(self, memory: Tensor) -> None:

@@ -73,7 +73,7 @@ class Gradients(Protocol):
 
     def used(self, lo: int, hi: int) -> None:
         """Nobody needs [lo, hi), a part of the own range, in this step any more. Comes before this worker shares the
-        parameters of that range: who has all parameters knows that all of the gradient was used."""
+        parameters of that range: a worker that has all parameters knows that all of the gradient was used."""
         ...
 
     def drop(self) -> None:

@@ -195,7 +195,7 @@ class Groups:
         for thread in self._threads:  # one that drops the last reference during interpreter exit ends in SIGABRT
             stuck = any(one.connecting and not one.done.is_set() for one in creations)
             thread.join(0.2 if stuck else max(0.2, deadline - time.monotonic()))
-        for creation in creations:  # who was about to take it has raised, and his error may still hold the creation
+        for creation in creations:  # the one that was to take it has raised, and its error may still hold the creation
             creation.process_group = None
         self._creations.clear()
 

@@ -71,8 +71,8 @@ class Lender:
 
     def fence(self, keep: set[int], timeout_s: float = 10.0, grace_s: float = 0.0) -> tuple[int, ...]:
         """SIGKILL every borrower whose pid is not in `keep`; returns their pids once they are gone, and with them their
-        locks and their mappings. Who gives back within `grace_s` is left alone. Raises TimeoutError when one is still
-        there after `timeout_s`."""
+        locks and their mappings. A borrower that gives back within `grace_s` is left alone. Raises TimeoutError when
+        one is still there after `timeout_s`."""
         patience = time.monotonic() + grace_s
         while time.monotonic() < patience and set(self.borrowers) - keep:
             time.sleep(_LOOK_S)

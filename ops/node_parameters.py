@@ -1,7 +1,7 @@
 """Trained parameters once per node: one flat vector in host memory that its workers map, fetched block by block.
 
 Each worker writes the new values of its own range straight into its node's vector; inside a node nothing is sent. Of
-other nodes' ranges each goes once to one worker of this node, who writes it there for all. Where workers compute with
+other nodes' ranges each goes once to one worker of this node, which writes it there for all. Where workers compute with
 host memory itself (CPUs) a parameter is a view of the vector. A GPU has the parameters outside of blocks as copies, and
 a block's while it runs: forward and, where its activations are computed again, backward fetch them (`BlockPlace`).
 The gradients of a block's parameters go to the gradient as backward makes them, and stay nowhere.
@@ -87,8 +87,8 @@ class NodeParameters:
         place: BlockPlace,
         received: Received,
     ) -> None:
-        """`named` are the trained parameters; `received` is told the gradients of those in blocks. Raises ValueError
-        for a module that does not run in blocks, or of whose blocks some parameters are not trained."""
+        """`named` are the trained parameters; `received` is called with the gradients of those in blocks. Raises
+        ValueError for a module that does not run in blocks, or of whose blocks some parameters are not trained."""
         self._parameters, self._layout = [parameter for _, parameter in named], layout
         self._device = self._parameters[0].device
         self._place, self._received = place, received

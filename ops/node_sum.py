@@ -56,7 +56,7 @@ class NodeSum(Protocol):
         ...
 
     def flush(self) -> None:
-        """All that was added here is in the sum for who has met this worker since (on a GPU: in the stream)."""
+        """All that was added here is in the sum for a worker that has met this one since (on a GPU: in the stream)."""
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:

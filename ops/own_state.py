@@ -44,7 +44,7 @@ class OwnState:
         self._banks: ShardBanks | None = None
         self._lo = self._hi = 0
         self._export: ShardExport | None = None  # whose copy may still be reading the state
-        self.held_up_s = 0.0  # that updates and exports took longer as others count on the state; set to 0 by who reads
+        self.held_up_s = 0.0  # longer updates and exports, as others count on the state; its reader sets it to 0
 
     @property
     def in_banks(self) -> bool:

@@ -64,7 +64,7 @@ class Exchange:
         return len(self.rows)
 
     def shared(self, heads: int) -> HeadShares:
-        """How so many heads are dealt where the degree does not divide them; made for the first layer that asks."""
+        """How `heads` heads are dealt where the degree does not divide them; made for the first layer that asks."""
         if heads not in self._shared:
             device = self.gather.device
             self._shared[heads] = shares_of(self.rows, self.rank, self.places, self.lengths, heads, device)

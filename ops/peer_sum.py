@@ -3,7 +3,7 @@
 A gradient is copied to one of two staging buffers, after which backward may reuse its memory, and pushed from there
 into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
 memory cannot be lent and taken back at will: it may go only when nobody maps it. So every worker serves the handle of
-its part by a `Lender`, who knows which processes have it, also when they die; a worker that leaves gives back what it
+its part by a `Lender`, which knows which processes have it, also when they die; a worker that leaves gives back what it
 borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
 
 What a device does is `PeerMemory`, a thin shell (ops.cuda_memory); all decisions are here, and tested without a GPU.
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PAGE = struct.Struct("q1024s")  # length of a handle, and the handle
 _NO_ROOM = -1  # in place of the number by which a part is borrowed
-_GRACE_S = 10.0  # for a worker that is in no generation any more to give back; who goes on has given back already
+_GRACE_S = 10.0  # for a worker that is in no generation any more to give back; one that goes on has given back already
 
 
 class PeerMemory(Protocol):

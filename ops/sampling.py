@@ -108,7 +108,7 @@ def sample_latents(
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
     `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt, and
-    `negative_pooled` its vector where requests have one. Weights that take guidance as an input are told its scale and
+    `negative_pooled` its vector where requests have one. Weights that take guidance as an input get its scale and
     need no negative. `half` are the ranks of `group` before or after its middle, to which this one belongs: the first
     half computes with the prompt while the other does with the negative; without guidance it is not used. With `low`,
     `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
@@ -243,7 +243,7 @@ def _linear_then_quadratic(steps: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prompts:
-    """What the transformer is told in every step."""
+    """What the transformer gets in every step."""
 
     layout: Layout
     text: Tensor

@@ -66,14 +66,14 @@ class CopyAtOnce:
 
 
 class Pins(Protocol):
-    """A device that can be told to read and write host memory itself."""
+    """A device that can be made to read and write host memory itself."""
 
     def pin(self, memory: Tensor) -> None: ...
     def unpin(self, memory: Tensor) -> None: ...
 
 
 class PinnedTargets:
-    """Host memory that a device has been told of, once for the copies that take turns in it: what the last two went
+    """Host memory that is known to a device, once for the copies that take turns in it: what the last two went
     into. Pages of a bank that was used before these may go back to the node (`StateMemory.give`); a device that still
     knew of it would go on to write into the old pages, which nobody reads."""
 

@@ -245,7 +245,7 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
-        # by what was given, so that there is nothing to agree on with workers who name places
+        # by what was given, so that there is nothing to agree on with workers that name places
         self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
@@ -303,8 +303,8 @@ class FlatSync:
         part_weights: Sequence[float] | None = None,
         export: bool = False,
     ) -> StepResult:
-        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is told "reduce", "update",
-        "gather" and "snapshot" as they begin.
+        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is called with "reduce",
+        "update", "gather" and "snapshot" as they begin.
 
         `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
         `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the

@@ -59,8 +59,8 @@ def train_pass(
     """Adds this rank's part of the gradient to the parameters. Collective over the group.
 
     Noise and noise level of each clip are drawn by its key, for one of two experts within its `sigmas`. The first
-    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is told "forward" and
-    "backward" as they begin.
+    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is called with "forward"
+    and "backward" as they begin.
     """
     device = layout.device
     levels, noisy, target = [], [], []

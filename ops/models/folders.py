@@ -265,7 +265,7 @@ def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
     if text.sees_picture and not dit.picture_every:
         raise ValueError(
             f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and this transformer of "
-            f"architecture {dit.architecture} is told of none by its text. Use the text encoders of its own pipeline."
+            f"architecture {dit.architecture} takes none by its text. Use the text encoders of its own pipeline."
         )
     if dit.picture_every and not text.sees_picture:
         kinds = [name for name, recipe in TEXT_RECIPES.items() if recipe.picture]

@@ -310,7 +310,7 @@ def states_bytes(
     per_node: int = 0,
     fetched: bool = False,
 ) -> tuple[int, int]:
-    """What the first of so many workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
+    """What the first of `workers` workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
     parameters, gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is
     its own or, with `per_node` workers on each node, the part that it holds in its GPU's memory for its node. With
     `fetched` parameters of lower precision than the state lie in memory of the host, but for those outside of blocks.

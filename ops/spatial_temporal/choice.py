@@ -89,7 +89,7 @@ class ScheduleOf:
     training: bool = False
 
     def stack(self, frames: int, positions: int, samples: int, text_rows: int, degree: int) -> Schedule:
-        """For so many samples of one grid with a mean of so many rows of text."""
+        """The schedule for `samples` samples of one grid with a mean of `text_rows` rows of text."""
         if self.rates is None or self.slicing.fixed:
             return self.slicing.usual()
         costs = self.rates.layer_costs(frames, positions, samples, text_rows, degree)
@@ -151,8 +151,8 @@ def _layer_s(
 
 
 def _most(rows: int, own: int) -> int:
-    """Slices of so many rows: no more than a rank has of them, as some would wait for others in every one. With a row
-    each, ranks may begin one after the other."""
+    """The most slices of `rows` rows: no more than a rank has of them, as some would wait for others in every one. With
+    a row each, ranks may begin one after the other."""
     return own if own > 1 else rows
 
 

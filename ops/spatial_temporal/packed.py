@@ -153,7 +153,7 @@ def _move(
 
 
 class _Way(Context, Protocol):
-    """Between whom rows were moved."""
+    """What backward needs: between which ranks rows were moved."""
 
     rest: Rest
     group: Group

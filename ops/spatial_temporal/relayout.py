@@ -27,7 +27,7 @@ from ops.waiting import Pending
 
 @dataclass(slots=True)
 class PartInFlight:
-    """A part between two ranks' slices: who sent it may not touch `sent` before it has arrived."""
+    """A part between two ranks' slices: the sender may not touch `sent` before it has arrived."""
 
     pending: Pending
     received: Tensor

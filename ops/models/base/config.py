@@ -100,7 +100,8 @@ class DiTConfig:
         return 0
 
     def with_pooled(self, dim: int) -> Self:
-        """The same for a text encoder that makes such a vector. Raises ValueError where the transformer takes none."""
+        """The same for a text encoder that makes a pooled vector. Raises ValueError where the transformer takes
+        none."""
         raise ValueError(
             f"model.text.kind makes a pooled vector of {dim} numbers, and a transformer of architecture "
             f"{self.architecture} takes none. Use kind: t5."
@@ -138,7 +139,7 @@ class DiTConfig:
 
     @property
     def told_signal(self) -> bool:
-        """Whether its weights are told the share of signal, of 1000, where those of others are told that of noise. It
+        """Whether its weights take the share of signal, of 1000, where those of others take that of noise. It
         is turned inside the transformer."""
         return False
 
@@ -149,7 +150,8 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is an
+        input."""
         return None
 
     def at_rate(self, frame_rate: float) -> Self:

@@ -49,7 +49,8 @@ def joint_rope(layout: Layout, axes: tuple[int, int, int], theta: float, dtype: 
 
 
 def pooled_of(conditions: Conditions, mean: Tensor, width: int) -> Tensor:
-    """[S, width]: the pooled vectors that are told, or the mean of each text [S, E] where that is as wide, or zeros."""
+    """[S, width]: the pooled vectors that are given, or the mean of each text [S, E] where that is as wide, or
+    zeros."""
     if conditions.pooled is not None:
         return conditions.pooled
     return mean if mean.shape[1] == width else mean.new_zeros(len(mean), width)

@@ -77,7 +77,7 @@ class StackInputs:
 
 
 class SpatialTemporalTransformer(PackedTransformer):
-    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for who calls what."""
+    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for what calls what."""
 
     def inputs_of(
         self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group

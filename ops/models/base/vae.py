@@ -220,11 +220,11 @@ class DiffusersVAE:
         return [(0, frames)]
 
     def _latents_of(self, segments: list[Tensor], frames: int) -> Tensor:
-        """So many latent frames of all segments."""
+        """The first `frames` latent frames of all segments."""
         return segments[0]
 
     def _clip_of(self, segments: list[Tensor], frames: int) -> Tensor:
-        """So many frames of all decoded segments, the last of what was decoded of them."""
+        """The last `frames` frames of what was decoded of all segments."""
         return segments[0][:, :, -frames:]
 
     def _decoded(self, latents: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class VideoAutoencoder(nn.Module):
         return (self.temporal_vae.encode(frames) - self.shift) / self.scale
 
     def decode_chunk(self, latents: Tensor, frames: int) -> Tensor:
-        """The inverse, of a chunk that had so many frames: [B, z, t, h, w] -> [B, 3, T, H, W]."""
+        """The inverse, of a chunk that had `frames` frames: [B, z, t, h, w] -> [B, 3, T, H, W]."""
         pictures = self.temporal_vae.decode(latents * self.scale + self.shift, frames)
         return torch.stack([self.spatial_vae.decode(picture) for picture in pictures.unbind(2)], dim=2)
 
