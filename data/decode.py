@@ -34,7 +34,7 @@ from data.types import Batch, Clip, DecodeJob
 if TYPE_CHECKING:
     from PIL import Image
 
-DECODE_VERSION = 2  # raised when the same bytes give other pixels: latents cached before are of no use then
+DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
