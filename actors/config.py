@@ -88,14 +88,14 @@ class WorkersConfig:
         )
 
     def start_patience_s(self, weights_bytes: int) -> float:
-        """How long a worker may load that reads so many bytes."""
+        """How long a worker may load that reads `weights_bytes`."""
         read_s = weights_bytes / _OWN_BYTES_PER_S + self.max * weights_bytes / _SHARED_BYTES_PER_S
         return self.start_s or _LEAST_START_S + read_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerConfig:
-    """Who decides degrees, workers and order of the cascades."""
+    """What decides degrees, workers and order of the cascades."""
 
     strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
@@ -231,8 +231,9 @@ class TrainConfig:
             )
 
     def places(self, weights: int, device: str, fetchable: bool = False) -> tuple[Places, ...]:
-        """Where gradients, state and parameters of so many trained weights may lie, with workers on `device` (cpu or
-        cuda): what is taken if it fits, the fastest first. `fetchable`: the model's blocks can be fetched."""
+        """Where gradients, state and parameters of a model with `weights` trained weights may lie, with workers on
+        `device` (cpu or cuda): what is taken if it fits, the fastest first. `fetchable`: the model's blocks can be
+        fetched."""
         if self.sync == "deepspeed":
             return (Places("own", "device"),)
         if device != "cpu":

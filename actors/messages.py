@@ -121,7 +121,7 @@ class OutOfMemory(RuntimeError):
 class CascadeTask:
     """One cascade as one worker of its bag sees it.
 
-    `sources[module][i]` says who holds the encode result of sample i: ranks inside the bag, or -1 for the object
+    `sources[module][i]` says which rank holds the encode result of sample i: ranks inside the bag, or -1 for the object
     store, in which case the results arrive as further arguments of the call. `publish` lists the samples (positions)
     whose result the worker returns for consumers outside, `keep` those that stay here for a later cascade.
     """

@@ -30,7 +30,7 @@ class Encoders:
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
     least_text: int = 0  # rows of the shortest caption: what it is padded to, or those of the first frame
-    picture_rows: int = 0  # of a text that are of the first frame: such a text is made of pixels, too
+    picture_rows: int = 0  # of a text that are of the first frame: that text is made of pixels, too
 
     @staticmethod
     def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
@@ -42,7 +42,7 @@ class Encoders:
         text_folders = list(text_parts(model.text).values()) if named and model.text.path else []
         vae = {**asdict(model.vae), "patch": model.dit.patch, "dtype": "float32", "files": _stamp(vae_folders)}
         frame = FirstFrame.of(model)
-        if frame.is_told:  # the result holds what is told of the first frame, too
+        if frame.is_told:  # the result holds the condition of the first frame, too
             image_path = model.image.path if model.image else None
             image_folders = [component(image_path, "image_encoder")] if named and image_path else []
             vae["first_frame"] = {

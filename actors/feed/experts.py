@@ -29,7 +29,7 @@ class ExpertDraw:
         return ExpertDraw(flow=train.flow, seed=train.seed, geometry=geometry, sigmas=sigmas)
 
     def of_item(self, step: int, item: str, tokens: int) -> int:
-        """The expert of the item with this id, whose clips have so many tokens."""
+        """The expert of the item with this id, whose clips have `tokens` tokens."""
         return draw_expert(self.flow, self.seed, step, item, tokens, self.sigmas)
 
     def routed(self, step: int, items: Sequence[Item]) -> tuple[Item, ...]:

@@ -89,7 +89,7 @@ class StepSource:
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
-        self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
+        self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder gets all of them
         self._furthest = -1  # the last step that any feeder was asked for
 
     def open(self, first_step: int, token: Position | None = None) -> DataCounts:

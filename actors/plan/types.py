@@ -235,8 +235,8 @@ class StepPlan:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyEncode:
     """An encode that an earlier step runs: it needs no cascade, only a handoff from these workers. `end_s`: it outlasts
-    that step by so many seconds, and keeps its workers busy until then. An item that was cut has one for every piece:
-    `count` samples from `first` on; 0: all."""
+    that step by this number of seconds, and keeps its workers busy until then. An item that was cut has one for every
+    piece: `count` samples from `first` on; 0: all."""
 
     item: str
     module: Module

@@ -82,9 +82,9 @@ class MemoryForecast:
         return [replace(self, places=one, per_node=per_node) for one in places]
 
     def states(self, workers: int, here: int = 0) -> StateSizes:
-        """What the fullest of so many workers has on its device. The flat engine: parameters, an fp32 gradient, a shard
-        of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that node; 0:
-        as many as on the smallest one, where a device holds the most of its node's gradient."""
+        """What the fullest of `workers` workers has on its device. The flat engine: parameters, an fp32 gradient, a
+        shard of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that
+        node; 0: as many as on the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
         is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
@@ -192,7 +192,7 @@ class Demand:
         return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
 
     def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
-        """Whether it does on so many workers with `memory_gib` each."""
+        """Whether it does on that number of workers with `memory_gib` each."""
         room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
         return self.need_gib(found.needs, degrees, workers) <= room
 
@@ -204,7 +204,8 @@ class Demand:
         return next((workers for workers in counts if self.fits(found, degrees, workers, memory_gib)), None)
 
     def least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: int) -> float:
-        """GiB of a GPU on which it fits with so many of them; of the least degree where all take more workers."""
+        """GiB of a GPU on which it fits with that number of workers; of the least degree where all take more
+        workers."""
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         need = self.need_gib(found.needs, legal, max(legal))
         taken = max(found.states(workers).total + need, found.loaded_gib)

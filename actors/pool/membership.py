@@ -1,4 +1,4 @@
-"""Who belongs to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
+"""Which workers belong to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
 
 The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
@@ -335,7 +335,7 @@ class Membership:
             first = first or why
             counts = Counter(member.node for member in chosen)
             chosen.remove(min(chosen, key=lambda member: (counts[member.node], -member.worker)))
-        return (chosen if self._formed else members), first  # who plans the first step says what is missing
+        return (chosen if self._formed else members), first  # the first step's planner says what is missing
 
     def _leave_out(self, why: str) -> None:
         """Those that are ready and not in the generation wait until others come or go."""

@@ -1,5 +1,5 @@
 """Starts, watches and ends the actors of a run. Worker actors that find no room stay pending, which is what Ray's
-autoscaler acts on; the controller is told when one is ready or gone."""
+autoscaler acts on; the controller learns when one is ready or gone."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class PoolNews:
 
 
 class Pool(ABC):
-    """The workers of a run: who is there, who is coming, and where. A subclass starts and ends them. Not thread-safe;
-    used by the controller alone."""
+    """The workers of a run: which are there, which are coming, and where. A subclass starts and ends them. Not
+    thread-safe; used by the controller alone."""
 
     def __init__(self) -> None:
         self._members: dict[str, PoolMember] = {}

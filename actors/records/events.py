@@ -322,7 +322,7 @@ class PoolResized(RunEvent, event="resize"):
 
 
 class MonitorRestarted(RunEvent, event="monitor_restarted"):
-    """The monitor was lost; a new one has been told what the old one knew."""
+    """The monitor was lost; a new one has got what the old one knew."""
 
     def describe(self) -> str:
         return "the monitor was lost and is started again"
@@ -332,7 +332,7 @@ class MonitorRestarted(RunEvent, event="monitor_restarted"):
 
 
 class StepsRecovered(RunEvent, event="recovered"):
-    """The first step has finished since a loss, which was so many seconds ago."""
+    """The first step has finished after a loss, which was `seconds` ago."""
 
     step: int
     seconds: float

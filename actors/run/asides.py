@@ -1,10 +1,11 @@
-"""Who makes the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks workers.
+"""Which workers make the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks
+workers.
 
 The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it, while its
 node has host memory for one more. A worker that has one gives it a turn in every step, after its own cascades and
 before the end of the step, which waits for the slowest worker anyway; none in a step that an encode outlasts there. How
 long a turn is says `actors.worker.aside`. An aside whose worker has died or left begins again on another one. When all
-steps are done the rest is made at once. What goes wrong with an aside is told and never ends the run.
+steps are done the rest is made at once. What goes wrong with an aside is reported and never ends the run.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _LOOK_S = 1.0
 
 
 class AsideSource(Protocol):
-    """Who wants asides, and what for (`app.sampling.live`)."""
+    """The source of a run's asides (`app.sampling.live`)."""
 
     @property
     def share(self) -> float:
@@ -53,7 +54,7 @@ class AsideSource(Protocol):
         ...
 
     def ended(self, report: TurnReport) -> RunEvent | None:
-        """One is made, or has failed. What is to be told of it."""
+        """One is made, or has failed. The event to report, if any."""
         ...
 
     def dropped(self) -> Container[str]:
@@ -97,8 +98,8 @@ class AsideQueue:
         self.waiting.extend(works)
 
     def deal(self, node_of: Mapping[str, str], most: int | None = None) -> None:
-        """These are the workers now, in order of ranks, with their nodes: others give back what they had, who is free
-        takes the next, at `most` so many at a time on a node."""
+        """These are the workers now, in order of ranks, with their nodes: others give back what they had, a free one
+        takes the next, at most `most` at a time on a node."""
         for gone in [name for name in self.held if name not in node_of]:
             self.give_back(gone)
         busy = Counter(node_of[name] for name in self.held)
@@ -147,7 +148,7 @@ def _nodes(world: Sequence[Seat]) -> dict[str, str]:
 
 
 class AsideTurns:
-    """The asides of one run: asks workers, hears what they say, tells who wanted them."""
+    """The asides of one run: asks workers, hears what they say, tells the source that wanted them."""
 
     def __init__(self, source: AsideSource, tell: Tell) -> None:
         self._source, self._tell = source, tell
@@ -158,11 +159,11 @@ class AsideTurns:
         self._most: int | None = None
 
     def limit(self, most: int | None) -> None:
-        """A node has host memory for so many at a time; None: for any number."""
+        """A node has host memory for `most` at a time; None: for any number."""
         self._most = most
 
     def deal(self, world: Sequence[Seat]) -> float | None:
-        """Before a step is dispatched to these workers: who of them has an aside. Returns the seconds of the longest
+        """Before a step is dispatched to these workers: which of them have an aside. Returns the seconds of the longest
         turn that they have had; 0 where none has an aside, None where one that has has never made any."""
         self._queue.add(self._source.wanted())
         self._hear(0.0)

@@ -63,7 +63,7 @@ class Committer:
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
-    _slow: int = -1  # the newest step of which it was told that its keepers are slow
+    _slow: int = -1  # the newest step of which an event said that its keepers are slow
 
     @property
     def log(self) -> CommitLog:

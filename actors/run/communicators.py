@@ -1,4 +1,4 @@
-"""Which bags stay connected: a worker's bags together have at most so many peers. Pure.
+"""Which bags stay connected: a worker's bags together have a limited number of peers. Pure.
 
 On a GPU each peer of a bag's communicator takes hundreds of MiB outside PyTorch's allocator (`PEER_GIB` in
 actors/planning/memory.py), and a run uses a new bag every few steps. So the controller, which knows every bag in the

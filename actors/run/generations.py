@@ -1,4 +1,4 @@
-"""Who runs the steps: feeds the membership with what is seen of the workers and carries out what it decides.
+"""Which workers run the steps: feeds the membership with what is seen of the workers and carries out what it decides.
 
 The decisions are made in `actors.pool.membership`; the start of a generation is in `actors.run.forming`. Here a
 generation ends, and single workers go.
@@ -145,8 +145,8 @@ class GenerationManager:
         return self.forming.planner.exceeded(found, tokens)
 
     def dispatched(self, running: Sequence[RunningStep]) -> None:
-        """These steps are on the workers: who would survive the end of the generation may be busy in any of them, as
-        long as it allows."""
+        """These steps are on the workers: a worker that would survive the end of the generation may be busy in any of
+        them, as long as it allows."""
         self.observe(Planned(limit_s=max(step.patience.limit_s for step in running)))
 
     def finished(self, done: CollectedStep) -> None:

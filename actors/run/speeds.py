@@ -58,7 +58,7 @@ class Speeds:
                 self._known[worker, work] = mean + (math.log(seconds) - mean) / count, count
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
-        """Speed of each worker beside the median one, 1 for normal; of who is not known yet the `expected` one, by
+        """Speed of each worker beside the median one, 1 for normal; of a worker not known yet the `expected` one, by
         default 1. Empty when all are 1."""
         told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)

@@ -162,7 +162,7 @@ def step_metrics(
     work: DiTWork | None = None,
     history: LoadHistory | None = None,
 ) -> StepMetrics:
-    """One line of metrics.jsonl. FLOPs are told where `work` counts them, correlations with a `history`, which learns
+    """One line of metrics.jsonl. It has FLOPs where `work` counts them, correlations with a `history`, which learns
     of this step."""
     first = reports[0]
     spans = {r.worker: r.spans for r in reports}

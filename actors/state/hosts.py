@@ -64,9 +64,9 @@ def host_need(
     text_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
-    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at so many bytes a weight.
-    `weights_gib` of parameters lie there for its GPUs, and of each worker `text_gib` of text encoders that are not
-    loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
+    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at this number of bytes a
+    weight. `weights_gib` of parameters lie there for its GPUs, and of each worker `text_gib` of text encoders that are
+    not loaded yet. `samples_gib` is what one aside takes (`aside_gib`)."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,

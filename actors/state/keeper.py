@@ -1,10 +1,10 @@
 """Keepers: the process of each node that keeps versions of the training state alive in the node's memory.
 
 The memory (`ops.state_memory`) is the keeper's and is mapped by the workers of its node, who write their shards into
-it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what it
-is told to, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is held by
-the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is whole from
-the keepers' own inventories, so a restarted controller needs nothing else.
+it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what the
+controller names, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is
+held by the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is
+whole from the keepers' own inventories, so a restarted controller needs nothing else.
 
     controller:  keeper.begin.remote(generation, step, made_in, total, members)
     worker:      joined = keeper.join.remote(generation, pid, lo, hi); memory = borrow(joined.number)
@@ -63,11 +63,11 @@ class Outdated(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How far a keeper has been told that the run is."""
+    """How far the run is, as its keeper last heard."""
 
     committed: int = -1  # newest committed step
     generation: int = 0  # older ones are refused
-    position: tuple[int, Position] | None = None  # newest step whose data position it was told, and that
+    position: tuple[int, Position] | None = None  # newest step whose data position it knows, and that
 
 
 class KeeperHandle(NodeKeeper, Protocol):
@@ -111,7 +111,7 @@ class Keeper:
     def begin(self, generation: int, step: int, made_in: int, total: int, members: Sequence[Process] = ()) -> None:
         """Training goes on after `step` in `generation`, from the version that generation `made_in` has computed, of
         `total` elements; `members` are its workers on this node. Versions of other steps go, what older generations
-        send is refused, and who of them may still be writing here is ended."""
+        send is refused, and workers of them that may still be writing here are ended."""
         with self._lock:
             if generation < self._book.generation:
                 return
@@ -189,7 +189,7 @@ class Keeper:
             return all(taken)
 
     def hold(self, shards: Sequence[tuple[Snapshot, NodeKeeper]]) -> bool:
-        """Copy shards, each from the keeper of another node that has it or is about to be told of it. Returns when all
+        """Copy shards, each from the keeper of another node that has it or will know of it soon. Returns when all
         are here; False when one comes from what is over. Raises MemoryError when this node has no room: better a clear
         answer than a node that ends its processes. Runs in the thread group COPIES."""
         try:

@@ -51,7 +51,7 @@ HasRoom = Callable[[Version], bool]
 
 @dataclass(kw_only=True)
 class VersionBook:
-    """`generation`: older ones are refused. `committed`: the newest committed step that it was told of. `expected`:
+    """`generation`: older ones are refused. `committed`: the newest committed step that it knows of. `expected`:
     ranges that workers of this node write, or that are copied here, in this generation."""
 
     generation: int = 0

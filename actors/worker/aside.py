@@ -202,7 +202,7 @@ class Asides:
             torch.cuda.synchronize(self._device)
 
     def _is_short_of(self, size: int) -> bool:
-        """Whether the device has no room for so many bytes more."""
+        """Whether the device has no room for `size` bytes more."""
         room_gib = self._meter.room_gib()
         return room_gib is not None and size > room_gib * GIB
 

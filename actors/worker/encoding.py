@@ -37,7 +37,7 @@ class Encoding:
     """The encode cascades of one worker, and where their results go."""
 
     def __init__(self, executor: Executor, on_encoded: Encoded = nobody) -> None:
-        """`on_encoded` is told the results of each encode cascade that this worker leads."""
+        """`on_encoded` is called with the results of each encode cascade that this worker leads."""
         self.executor, self._on_encoded = executor, on_encoded
 
     def text(
@@ -123,7 +123,7 @@ def encode_clips(
 ) -> list[Tensor]:
     """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3].
 
-    Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
+    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows.
     """
     latents = list(_latents(modules, pixels, group, measure, device))
     if frame.is_told:

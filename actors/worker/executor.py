@@ -71,8 +71,8 @@ class Executor:
         meter: Meter | None = None,
         name: str = "",
     ) -> None:
-        """`on_phase` is told what the worker does now. With `copies`, on CUDA, published results are copied while the
-        next cascades run, and taken from there. `name` is the worker's."""
+        """`on_phase` is called with what the worker does now. With `copies`, on CUDA, published results are copied
+        while the next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
         self.meter, self.name = meter or Unmetered(), name

@@ -80,7 +80,7 @@ class Worker:
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
         self._home = HomeMemory()
         self._rank = 0
-        self._last: Snapshot | None = None  # of the state in this worker, once others were told of it
+        self._last: Snapshot | None = None  # of the state in this worker, once others know of it
         self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until somebody waits for it
         self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
@@ -131,7 +131,7 @@ class Worker:
     def form(self, task: FormTask) -> None:
         """Leave the old process groups, build the new ones in this process, take my range of the training state.
 
-        The node's keeper is told what of it came from elsewhere: another keeper, a checkpoint, the first weights.
+        The node's keeper learns which part of it came from elsewhere: another keeper, a checkpoint, the first weights.
         """
         if self.device.type == "cpu" and self.settings.workers.memory_gib:
             self._asides.drop()  # its weights would count with the worker's states
@@ -370,7 +370,8 @@ class Worker:
         return HostCopies(PinnedCopy(self.device)) if self.device.type == "cuda" else None
 
     def _handed_out(self, step: int, export: ShardExport) -> Snapshot:
-        """What the controller is told of my state after this step. On CUDA it may say so before the copy has ended."""
+        """What the controller learns of this worker's state after this step. On CUDA it may say so before the copy has
+        ended."""
         self._phase("snapshot")
         generation, copied = self.executor.generation, None
         self._exporting = export

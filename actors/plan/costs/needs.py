@@ -105,7 +105,7 @@ def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedPeak:
-    """The highest peak of cascades of so many units."""
+    """The highest peak of cascades of one number of units."""
 
     units: float
     gib: float
@@ -117,7 +117,7 @@ class NeedPeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedTry:
-    """How often a cascade of so many units has run out of memory, and what it lacked at least."""
+    """How often a cascade of this number of units has run out of memory, and what it lacked at least."""
 
     units: float
     times: int

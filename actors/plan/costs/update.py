@@ -32,7 +32,7 @@ class UpdatePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateCosts:
-    """What is known of the end of a step, for one way to do it and so many trained weights."""
+    """What is known of the end of a step, for one way to do it and one number of trained weights."""
 
     kind: str = ""  # engine, precision, EMA, places of gradients and state (`update_kind`)
     weights: int = 0
@@ -45,7 +45,7 @@ class UpdateCosts:
         return UpdateCosts(kind=kind, weights=weights)
 
     def with_point(self, point: UpdatePoint) -> UpdateCosts:
-        """With this one in place of what was known of so many workers on so many nodes."""
+        """With this one in place of what was known of as many workers on as many nodes."""
         place = (point.workers, point.nodes)
         others = [one for one in self.points if (one.workers, one.nodes) != place]
         return replace(self, points=tuple(sorted([*others, point], key=lambda one: (one.nodes, one.workers))))

@@ -81,7 +81,7 @@ class PlannedJob:
     worth_s: float = 0.0
     """Step time that a later step saves when this encode of it runs now. Above 0 the job may be left out."""
     slack_s: float = 0.0
-    """Such a job may end this long after the step without delaying its own."""
+    """How much an optional job may end after the step without delaying its own."""
 
     @property
     def optional(self) -> bool:
