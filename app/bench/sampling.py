@@ -29,7 +29,7 @@ _STEP = re.compile(r"([\d.e+-]+) s a step expected")
 
 @dataclass(kw_only=True)
 class WayTimes:
-    """When things were told of a way of making clips; seconds of any clock."""
+    """When a way of making clips reported its progress; seconds of any clock."""
 
     way: ClipWay
     ready_s: float | None = None  # all workers have loaded the model

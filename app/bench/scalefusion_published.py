@@ -73,7 +73,7 @@ def machine_bandwidth() -> float:
 
 
 def costs_of(clip: ClipSize, machines: int) -> LayerCosts:
-    """On so many machines of eight A100s."""
+    """Costs of a layer on `machines` machines of eight A100s."""
     return _costs(clip, machines, machine_bandwidth())
 
 

@@ -73,7 +73,7 @@ def run(
 
 
 def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
-    """Run under faults for at least so many steps, then as many undisturbed, and compare. Adds its own nodes."""
+    """Run under faults for at least `steps` steps, then as many undisturbed, and compare. Adds its own nodes."""
     started = time.time()
     for _ in range(2):
         lab.add_node(workers=WORKERS // 2)

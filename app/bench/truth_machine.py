@@ -126,7 +126,7 @@ class Machine:
         return 0.05 + 0.6 / workers + (0.5 if spanning else 0.2) * (workers - 1) / workers
 
     def rest_of_step(self, calls: int) -> float:
-        """Beside cascades and the end, where a worker has so many calls."""
+        """Seconds beside cascades and the end, where a worker has `calls` calls."""
         return 0.02 + 0.004 * calls
 
     def measured(self, seconds: float) -> float:
@@ -262,7 +262,7 @@ class Everything(set[tuple[int, CascadeShape]]):
 
 
 def in_waves(rows: float, outputs: int) -> float:
-    """Rows that a product with so many outputs costs, in full waves of tiles: at least those that it has."""
+    """Rows that a product with `outputs` outputs costs, in full waves of tiles: at least those that it has."""
     columns = -(-outputs // _TILE)
     tiles = math.ceil(rows / _TILE) * columns
     return max(rows, -(-tiles // _SMS) * _SMS * _TILE / columns)

@@ -107,7 +107,7 @@ class Measuring:
                 bag.close()
 
     def save(self) -> None:
-        """Write what is known, whole or not at all."""
+        """Write what is known, atomically."""
         if not self._profile.measured:
             return
         with_degrees(self._profile)

@@ -226,7 +226,7 @@ class HandoffEnd:
         self._copy = PinnedCopy(self._device) if device == "cuda" else None
 
     def make(self, num_bytes: int) -> list[PublishedResult]:
-        """One result of so many bytes, from its end on the device."""
+        """One result of `num_bytes`, from its end on the device."""
         import torch
 
         rows = torch.ones(1, num_bytes // 4, device=self._device)

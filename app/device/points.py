@@ -59,7 +59,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFigure:
-    """What else a plan counts on, to be measured once per degree. update: the end of a step, with so many workers.
+    """What else a plan counts on, to be measured once per degree. update: the end of a step, on that number of workers.
     exchange: the all-to-all of a bag. handoff: encode results from one worker to another by the object store."""
 
     kind: Literal["update", "exchange", "handoff"]

@@ -67,7 +67,7 @@ def batch_room_gib(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> float:
     """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
-    profile is told; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
+    profile gets; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
     memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf

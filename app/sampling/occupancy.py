@@ -1,4 +1,4 @@
-"""How busy the workers of a job were while prompts waited. Pure: who calls says what the time is."""
+"""How busy the workers of a job were while prompts waited. Pure: the caller says what the time is."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     one.join(rank, way, host, port)                                 # the same on every rank
 
 Two halves compute as much as one bag that has as many workers, and their exchanges have half the ends; an odd worker
-has no half. Pure: who calls knows the costs.
+has no half. Pure: the caller knows the costs.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.push import PushedAddition
 
-FEW = 6  # so many of a list come early, the rest of it at the end
+FEW = 6  # measurements of a list that come early, the rest of it at the end
 
 
 def catalogue(place: Place) -> list[Measurement]:

@@ -117,7 +117,7 @@ def flops_of(lengths: list[int]) -> list[float]:
 
 
 def utilisation(flops: float, seconds: float) -> float:
-    """Percent of the peak of all GPUs, for a step whose sequences take so many FLOPs in one block."""
+    """Percent of the peak of all GPUs, for a step whose sequences take `flops` in one block."""
     return 100 * BLOCKS * PASSES * flops / (PEAK * GPUS * seconds)
 
 
