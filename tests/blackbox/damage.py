@@ -95,7 +95,7 @@ class Away:
 
 @contextmanager
 def small_disk(at: Path, mib: int) -> Iterator[bool]:
-    """A file system of so many MiB. False where this machine does not let us mount one."""
+    """A file system of `mib` MiB. False where this machine does not let us mount one."""
     at.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(at)], capture_output=True)
     try:

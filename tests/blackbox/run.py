@@ -129,7 +129,7 @@ class Run:
         return True
 
     def wait_for_start(self, number: int, timeout_s: float = START_S) -> bool:
-        """Whether so many `start` events stand in events.jsonl while the driver lives."""
+        """Whether `number` `start` events stand in events.jsonl while the driver lives."""
         wait_for(lambda: len(self.events("start")) >= number or not self.alive, timeout_s)
         return len(self.events("start")) >= number
 

@@ -292,7 +292,7 @@ def test_folders_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: P
         resolve(
             ModelConfig(dit=replace(DIT, first_frame="token_replace"), text=TextConfig(kind="hunyuan", pooled_dim=64))
         )
-    with pytest.raises(ValueError, match=r"shows the first frame of a clip to its encoder.*is told of none"):
+    with pytest.raises(ValueError, match=r"shows the first frame of a clip to its encoder.*takes none"):
         resolve(ModelConfig(dit=DIT, text=TextConfig(kind="hunyuan_i2v")))
     with pytest.raises(ValueError, match=r"is a llava encoder; model.text.kind hunyuan needs the llama"):
         resolve(replace(config, text=replace(config.text, kind="hunyuan")))

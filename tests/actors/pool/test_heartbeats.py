@@ -1,4 +1,4 @@
-"""Heartbeats tell who is silent, who leaves and who is late."""
+"""Heartbeats tell which workers are silent, leaving or late."""
 
 from __future__ import annotations
 

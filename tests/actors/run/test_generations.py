@@ -1,4 +1,4 @@
-"""What the membership is told of the steps that run."""
+"""What the membership learns of the steps that run."""
 
 from __future__ import annotations
 
