@@ -48,7 +48,7 @@ class HeldShare:
 class Copies:
     """For each head at most one of the ranks that get its keys and values: where own rows of them are in what is sent.
 
-    The first of a list has all heads, the others those that two ranks or more share.
+    The first of a list has all heads, the k-th those that at least k ranks share.
     """
 
     heads: Tensor  # int64
