@@ -309,8 +309,8 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers are
-    told of it by the controller."""
+    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers
+    hear of it from the controller."""
 
     step: int
     generation: int

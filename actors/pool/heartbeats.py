@@ -87,5 +87,6 @@ class Watch:
 
 
 def first_late(busy: Collection[Progress]) -> Progress | None:
-    """Whom the others wait for: one that waits in no collective itself, or else the one with the fewest done."""
+    """The worker that the others wait for: one that waits in no collective itself, or else the one with the fewest
+    done."""
     return min(busy, key=lambda p: (bool(p.waiting_in), p.collectives, p.worker), default=None)

@@ -93,7 +93,7 @@ class Lookout:
         return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
 
     def late(self) -> str:
-        """Whom the others were waiting for when they were last heard of."""
+        """The worker that the others were waiting for when they were last heard of."""
         busy = [progress for progress in self._doing.values() if progress.activity != "idle" and progress.step >= 0]
         first = first_late(busy)
         return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""

@@ -19,7 +19,7 @@ class StepBags:
     """What happens to bags around the cascades of one dispatch."""
 
     closed: tuple[BagRanks, ...]  # before the first cascade
-    connected: tuple[BagRanks, ...]  # then, in the background; the others when their first cascade comes
+    connected: tuple[BagRanks, ...]  # after that, in the background; the others when their first cascade comes
     left: frozenset[int]  # positions of cascades whose bag is closed as they end
     made: int  # connections in all, of bags that come back too
 

@@ -1,6 +1,6 @@
 """What the end of a step takes: gradient sum, optimizer update, new parameters for all. Measured, and a law between.
 
-Behind a step's last backward every worker waits for the sum of all gradients, updates its range of the flat vector
+After a step's last backward pass every worker waits for the sum of all gradients, updates its range of the flat vector
 (ZeRO-1, Rajbhandari et al. 2020, sec. 5.1) and gathers those of the others. With N workers the update is 1 / N of the
 weights and what a worker sends (N - 1) / N of them. Pure.
 """

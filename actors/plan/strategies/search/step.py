@@ -44,7 +44,7 @@ def plan_step(
 ) -> PlannedStep:
     """The best decision found for one step within the budget.
 
-    An encode of a later step may outlast it. Where a step has so many jobs that they are searched without those of
+    An encode of a later step may outlast it. Where its jobs are too many to be searched together with those of
     later steps, these fill the gaps of what was found, and end by it.
     """
     started = time.perf_counter()
