@@ -47,7 +47,7 @@ class SoakResult:
     rss_first_gib: float  # largest resident set of a worker after the first tenth of the steps
     rss_last_gib: float
     store_first_mib: float  # largest sum over all nodes after a fault, in the first quarter of the faults
-    store_last_mib: float  # and in the last quarter
+    store_last_mib: float  # the same in the last quarter
     seconds: float
 
     @property

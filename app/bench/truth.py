@@ -107,7 +107,7 @@ class Learned:
 
     strategy: str
     before: float  # median relative error of predicted cascade seconds, with the wrong profile
-    median: float  # and after the steps
+    median: float  # the same after the steps
     worst: float  # of nine in ten cascades
     step_ratio: float  # predicted over taken seconds of a step, end and rest included: median of the last quarter
     plan_ratio: float  # seconds of its plans on the machine over those of plans made with the truth

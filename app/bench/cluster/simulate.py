@@ -77,7 +77,7 @@ class Recovered:
 
     what: str
     form_s: float  # from the disturbance until the next generation forms; of a join from when its workers are loaded
-    step_s: float  # virtual seconds from the disturbance to the end of the step that it has broken, or of the first one
+    step_s: float  # virtual seconds from the disturbance to the end of the step that it broke, or of the next one
     workers: int  # of the new generation
 
 
