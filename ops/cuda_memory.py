@@ -35,7 +35,7 @@ _GRANULE_BYTES = 2 << 20  # smaller allocations share a block with others, and a
 
 
 class DriverError(RuntimeError):
-    """With the driver's word for what went wrong, and its number."""
+    """An error of the driver, with its word for what went wrong and its number."""
 
     def __init__(self, why: str, code: int = 0) -> None:
         super().__init__(why)

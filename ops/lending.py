@@ -164,7 +164,7 @@ class BorrowedMemory(NodeMemory):
 
 
 def new_number() -> int:
-    """For one lender, among all of a node."""
+    """A number for one lender, among all of a node."""
     return secrets.randbelow(_NUMBERS - 1) + 1
 
 

@@ -48,7 +48,7 @@ class OwnState:
 
     @property
     def in_banks(self) -> bool:
-        """It lies in the memory of its node."""
+        """Whether the state lies in the memory of its node."""
         return self._banks is not None and self.copy_arrays is None
 
     def form(self, banks: ShardBanks | None) -> None:
@@ -59,7 +59,7 @@ class OwnState:
         self._banks, self.arrays, self._coming = banks, {}, {}
 
     def begin(self, master: Tensor) -> None:
-        """With these weights, before any update; the tensor becomes part of the state."""
+        """Begin with these weights, before any update; the tensor becomes part of the state."""
         self.arrays = {"master": master, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         if "ema" in self.names:
             self.arrays["ema"] = master.clone()

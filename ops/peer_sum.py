@@ -76,7 +76,7 @@ class PeerMemory(Protocol):
 
 
 class PeerSum:
-    """A part of it on each GPU of the node."""
+    """The sum of a node's gradients, with a part of it on each GPU of the node."""
 
     name = "the memory of the node's GPUs"
 
@@ -135,7 +135,7 @@ class PeerSum:
         self._held = dict(zip(ranges, starts, strict=True))
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Push it into the parts that it touches."""
+        """Push the gradient into the parts that it touches."""
         flat = gradient.reshape(-1)
         for lo, hi, address in self._targets:
             first, last = max(lo, slot.lo), min(hi, slot.hi)

@@ -53,7 +53,7 @@ class CopyArrays(Protocol):
 
 
 class CopyAtOnce:
-    """From any device; it has ended when the call returns."""
+    """A copy from any device; it has ended when the call returns."""
 
     def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         """As `CopyArrays`."""

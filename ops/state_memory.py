@@ -147,5 +147,5 @@ class StateMemory:
 
 
 def _array_bytes(total: int) -> int:
-    """From one array to the next, each on pages of its own."""
+    """Bytes from one array to the next, each on pages of its own."""
     return -(-total * _ITEM_BYTES // PAGE_BYTES) * PAGE_BYTES

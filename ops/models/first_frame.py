@@ -41,7 +41,7 @@ class FirstFrame:
 
     @staticmethod
     def of(model: ModelConfig) -> FirstFrame:
-        """For a resolved model."""
+        """What a resolved model takes of the first frame."""
         dit, image, family = model.dit, model.image, FAMILIES[model.dit.architecture]
         channels = dit.in_channels - dit.out_channels
         return FirstFrame(

@@ -233,8 +233,8 @@ def _resolve_text(text: TextConfig) -> TextConfig:
 
 
 def _resolve_picture(text: TextConfig, fields: Json, where: str) -> TextConfig:
-    """With the rows that a LLaVA's vision tower makes of a picture. Raises ValueError for a kind that is not
-    computed."""
+    """The text config with the rows that a LLaVA's vision tower makes of a picture. Raises ValueError for a kind that
+    is not computed."""
     vision, layer = fields.get("vision_config", {}), fields.get("vision_feature_layer", -2)
     kind = vision.get("model_type", "clip_vision_model")
     select = fields.get("vision_feature_select_strategy", "default")
@@ -260,8 +260,8 @@ def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
 
 
 def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
-    """With as many rows of the first frame as the transformer was trained on. Raises ValueError where only one of them
-    knows of it."""
+    """The text config with as many rows of the first frame as the transformer was trained on. Raises ValueError where
+    only one of them knows of it."""
     if text.sees_picture and not dit.picture_every:
         raise ValueError(
             f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and this transformer of "

@@ -49,7 +49,8 @@ class TextEncoder(Protocol):
         `pictures` are uint8 [H, W, 3], one for each caption, for an encoder that sees them (`TextConfig.sees_picture`),
         and for no other.
 
-        After them stand `TextConfig.tail` rows where a second encoder makes a vector (`ops.models.text_pair.split`).
+        After a caption's tokens stand `TextConfig.tail` rows where a second encoder makes a vector
+        (`ops.models.text_pair.split`).
         """
         ...
 

@@ -76,7 +76,7 @@ class SliceRates:
 
 
 WHOLE = SliceRates(row_s=1.0, key_s=0.0, moved_s=0.0, slice_s=1.0, part_s=1.0, backward=2.0)
-"""By these `auto` slices nothing, which takes the most memory."""
+"""Rates by which `auto` slices nothing, which takes the most memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +100,8 @@ class ScheduleOf:
 def choose(
     frames: int, positions: int, degree: int, costs: LayerCosts, training: bool, slicing: Slicing = AUTO
 ) -> ChosenSchedule:
-    """For T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the same one.
-    Among schedules within a hundredth of the shortest the one with the fewest parts."""
+    """The schedule for T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the
+    same one. Among schedules within a hundredth of the shortest the one with the fewest parts."""
     own_T, own_S = -(-frames // degree), -(-positions // degree)  # of the rank with most
     slices_T, slices_S, lead_T, lead_S = _candidates(slicing, _most(frames, own_T), _most(positions, own_S))
     total, compute, link = np.zeros(len(slices_T)), np.zeros(len(slices_T)), 0.0

@@ -27,7 +27,8 @@ Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are 
 
 
 def config_normalisation(fields: Json, channels: int, module: object) -> tuple[list[float], list[float]]:
-    """From config.json alone: latents_mean and latents_std, or scaling_factor and shift_factor."""
+    """The normalisation that config.json alone gives: latents_mean and latents_std, or scaling_factor and
+    shift_factor."""
     del module
     mean, std = fields.get("latents_mean"), fields.get("latents_std")
     if mean is not None and std is not None:

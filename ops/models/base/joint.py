@@ -75,7 +75,7 @@ class ConditionEmbedding(nn.Module):
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
     def unguided(self, timesteps: Tensor, pooled: Tensor) -> Tensor:
-        """Without the guidance, in the dtype of the weights: of clean frames, which are not told of it."""
+        """The embedding without guidance, in the dtype of the weights: for clean frames, which do not get it."""
         with torch.autocast(timesteps.device.type, enabled=False):
             dtype = self.timestep_embedder.linear_1.weight.dtype
             return self.timestep_embedder(sinusoidal_embedding(timesteps, _TIME_DIM, dtype)) + self.text_embedder(

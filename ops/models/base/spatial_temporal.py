@@ -46,7 +46,8 @@ class StackInputs:
 
     @staticmethod
     def of(members: Sequence[int], modulation: Tensor, texts: Sequence[Tensor], layout: Layout) -> StackInputs:
-        """Those of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all sequences."""
+        """The inputs of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all
+        sequences."""
         chosen = [texts[member] for member in members]
         return StackInputs(
             modulation=modulation[torch.tensor(members, device=layout.device)],
@@ -82,7 +83,8 @@ class SpatialTemporalTransformer(PackedTransformer):
     def inputs_of(
         self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group
     ) -> StackInputs:
-        """Those of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the layout."""
+        """The inputs of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the
+        layout."""
         shared = StackInputs.of(stack.members, modulation, texts, layout)
         if self.config.deals_heads and group.size > 1:
             size = len(stack.members), stack.split.frames, stack.split.positions

@@ -278,7 +278,7 @@ def _grid_of(times: list[tuple[int, int]], rows: list[tuple[int, int]], columns:
 
 
 def _ordered(parts: list[tuple[Tile, Tensor]], planned: list[Tile], what: str) -> list[tuple[Tile, Tensor]]:
-    """In the order of the plan. Raises ValueError unless each tile is there once."""
+    """The parts in the order of the plan. Raises ValueError unless each tile is there once."""
     ordered = sorted(parts, key=lambda part: part[0].index)
     if [tile.index for tile, _ in ordered] != list(range(len(planned))):
         raise ValueError(

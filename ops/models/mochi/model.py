@@ -215,7 +215,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def gated_mlp(dim: int) -> FeedForward:
-    """With two thirds of `4 dim` numbers between its layers, which have no biases."""
+    """An MLP with two thirds of `4 dim` numbers between its layers, which have no biases."""
     return FeedForward(dim, 8 * dim // 3, swiglu, gated=True, bias=False)
 
 

@@ -29,7 +29,7 @@ class VideoAutoencoder(nn.Module):
     scale: Tensor
 
     def __init__(self, fields: Json) -> None:
-        """By its config.json: what that does not say is as published."""
+        """Built from its config.json: what that does not say is as published."""
         super().__init__()
         pictures, over_time = spatial(fields), temporal(fields)
         self.chunk = chunk_of(fields)
