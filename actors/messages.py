@@ -97,7 +97,7 @@ class MemoryExceeded:
 
     @property
     def missing_gib(self) -> float:
-        """At least so much was missing."""
+        """GiB that were missing at least."""
         return max(0.0, self.peak_gib - self.room_gib) if self.room_gib else 0.0
 
     def describe(self) -> str:

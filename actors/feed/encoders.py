@@ -34,7 +34,8 @@ class Encoders:
 
     @staticmethod
     def of(model: ModelConfig, text_dtype: str = "float32", named: bool = True) -> Encoders:
-        """For a resolved model. Names hold every setting of an encoder, what it computes in, and each of its files.
+        """The encoders of a resolved model. Names hold every setting of an encoder, what it computes in, and each of
+        its files.
 
         Without names no file is read; only a cache needs names.
         """

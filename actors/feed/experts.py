@@ -24,7 +24,7 @@ class ExpertDraw:
 
     @staticmethod
     def of(dit: DiTConfig, train: TrainConfig, geometry: Geometry) -> ExpertDraw:
-        """For a resolved transformer; of one without experts every item is of the only one."""
+        """The draw for a resolved transformer; of one without experts every item is of the only one."""
         sigmas = tuple(expert.sigmas for expert in dit.experts)
         return ExpertDraw(flow=train.flow, seed=train.seed, geometry=geometry, sigmas=sigmas)
 

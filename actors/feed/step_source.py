@@ -179,8 +179,8 @@ class StepSource:
         return self._ready[step]
 
     def _items_of(self, step: int) -> StepItems:
-        """With their samples, which are made here: thousands of them take five times as long to be sent. That is when
-        the planner is asked, steps before they are dispatched."""
+        """The items of a step with their samples, which are made here: thousands of them take five times as long to be
+        sent. That is when the planner is asked, steps before they are dispatched."""
         if step not in self._told:
             self._told[step] = StepItems.of(step, self._get(self._items[step]), self._geometry, self._loss_weight)
         return self._told[step]

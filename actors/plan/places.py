@@ -26,7 +26,7 @@ class Places:
     parameters: ParameterPlace = "replicated"
 
     def describe(self) -> str:
-        """For a person, of GPUs."""
+        """The places in words, for a person, of GPUs."""
         gradient = {
             "own": "a gradient on each",
             "node": "one gradient per node in its GPUs' memory",

@@ -228,7 +228,7 @@ class StepPlan:
 
     @property
     def seconds(self) -> float:
-        """From the end of the step before to its own, as far as it is known."""
+        """Seconds from the end of the step before to its own, as far as it is known."""
         return self.makespan_s + self.update_s + self.remainder_s
 
 

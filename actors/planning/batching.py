@@ -42,7 +42,7 @@ class TargetBatch:
         return low
 
     def _seconds(self, batch: int, bucket: Bucket, text_tokens: int) -> float:
-        """On the fewest workers that hold it; infinite where the profile knows no legal degree."""
+        """Seconds on the fewest workers that hold it; infinite where the profile knows no legal degree."""
         modes = self.profile.modes("dit", batch, bucket.frames, bucket.height, bucket.width, text_tokens)
         return modes[0][1] if modes else float("inf")
 

@@ -48,7 +48,7 @@ class StateSizes:
         return self.weights + self.gradient + self.optimizer + self.vae + self.text + self.image
 
     def describe(self) -> str:
-        """Its parts, for a person."""
+        """The parts in words, for a person."""
         return (
             f"weights {self.weights:.2f}, gradient {self.gradient:.2f}, optimizer {self.optimizer:.2f}, "
             f"VAE {self.vae:.2f}, text encoder {self.text:.2f}"
@@ -77,7 +77,8 @@ class MemoryForecast:
     largest_block: int = 0  # parameters of it
 
     def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
-        """With gradients, state and parameters in each of the places that the settings allow, the fastest first."""
+        """Forecasts with gradients, state and parameters in each of the places that the settings allow, the fastest
+        first."""
         places = train.places(self.trained, "cuda" if self.cuda else "cpu", fetchable=self.in_blocks > 0)
         return [replace(self, places=one, per_node=per_node) for one in places]
 
@@ -105,8 +106,8 @@ class MemoryForecast:
 
     @property
     def exchanges(self) -> bool:
-        """At the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls of the
-        communicator of all workers."""
+        """Whether at the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls
+        of the communicator of all workers."""
         return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self.places.parameters == "node")
 
     def exchange_gib(self, workers: int) -> float:

@@ -46,7 +46,7 @@ class RunEvent:
         return replace(self, time=time.time(), generation=generation if self.generation is None else self.generation)
 
     def line(self) -> dict[str, object]:
-        """Its object in events.jsonl."""
+        """The event's object in events.jsonl."""
         details = line_of(self)
         line = {"time": details.pop("time"), "event": self.event, **details}
         if self.generation is None:

@@ -77,7 +77,7 @@ class StepMetrics:
     exposed_by_worker: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, object]:
-        """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
+        """The line's object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
         line = {name: _finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
             del line["recomputed"]

@@ -59,7 +59,7 @@ class PlanRecord:
         )
 
     def line(self) -> dict[str, object]:
-        """Its object of JSON."""
+        """The plan's object of JSON."""
         return line_of(self)
 
 

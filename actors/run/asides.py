@@ -50,7 +50,7 @@ class AsideSource(Protocol):
         ...
 
     def wanted(self) -> Sequence[AsideWork]:
-        """Those that are wanted since it was asked last."""
+        """The asides that are wanted since the last call."""
         ...
 
     def ended(self, report: TurnReport) -> RunEvent | None:
@@ -109,7 +109,8 @@ class AsideQueue:
                 busy[node] += 1
 
     def give_back(self, worker: str) -> None:
-        """It is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended them."""
+        """The worker is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended
+        them."""
         if (work := self.held.pop(worker, None)) is None:
             return
         self._losses[work.name] += 1
@@ -119,7 +120,7 @@ class AsideQueue:
             self.hopeless.append(work)
 
     def end(self, aside: str) -> bool:
-        """It is made, or has failed, on whichever worker. False when it had ended before."""
+        """The aside is made, or has failed, on whichever worker. False when it had ended before."""
         for name, work in self.held.items():
             if work.name == aside:
                 del self.held[name]

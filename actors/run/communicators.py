@@ -86,7 +86,7 @@ class Communicators:
         return gone
 
     def _use(self, bag: BagRanks) -> None:
-        """It is open, and the last one that was used."""
+        """The bag is open, and the last one that was used."""
         self._open.add(bag)
         for worker in bag:
             self._of.setdefault(worker, {})[bag] = None

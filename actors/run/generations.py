@@ -214,7 +214,7 @@ class GenerationManager:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
     def _take_over(self) -> None:
-        """At the clean end of a generation: its finished steps are committed, and its workers, each of which has the
+        """The clean end of a generation: its finished steps are committed, and its workers, each of which has the
         last of them, leave it to their keepers."""
         if self.runner is not None:
             self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)

@@ -259,7 +259,7 @@ class SampleSize:
 def sizes_of(
     spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry, work: DiTWork | None
 ) -> dict[str, SampleSize]:
-    """By item, of all that DiT cascades have trained."""
+    """Sizes by item, of all that DiT cascades have trained."""
     found: dict[str, SampleSize] = {}
     for piece in (piece for span in spans if span.module == "dit" for piece in span.pieces):
         if piece.item not in found:

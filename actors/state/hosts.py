@@ -38,7 +38,7 @@ class HostNeed:
         return self.state + self.gradient + self.parameters + self.text + self.samples + self.copies + self.store
 
     def describe(self) -> str:
-        """Its parts, for a person."""
+        """The parts in words, for a person."""
         parts = {
             "two versions of the optimizer state": self.state,
             "copies for other nodes": self.copies,
@@ -82,7 +82,7 @@ def host_need(
 def store_gib(
     state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig, *, here: int, workers: int, nodes: int
 ) -> float:
-    """In the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
+    """GiB in the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
     piece = min(state_gib / workers, PIECE * bytes_per_weight / 2**30)
     return AHEAD * piece * (here * _copies(snapshot, nodes) + _COPYING) if _copies(snapshot, nodes) else 0.0
 

@@ -239,7 +239,8 @@ class Keeper:
             return [shard for version in versions for shard in self.held(version.step, version.generation)]
 
     def standing(self) -> Standing:
-        """For a restarted controller: it goes on after the committed step, in a generation that is not refused."""
+        """What a restarted controller asks: it goes on after the committed step, in a generation that is not
+        refused."""
         book = self._book
         return Standing(committed=book.committed, generation=book.generation, position=book.position)
 

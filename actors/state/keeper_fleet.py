@@ -123,12 +123,12 @@ class Keepers:
         ]
 
     def in_use(self) -> dict[str, KeeperHandle]:
-        """Those that are given shards now."""
+        """Keepers that are given shards now."""
         names = dict.fromkeys([*self._homes.values(), *(name for names in self._placed.values() for name in names)])
         return {name: self._handles[name] for name in names if name in self._handles}
 
     def gone(self) -> list[str]:
-        """Those in use that the last commit could not be sent to. Never waits."""
+        """Keepers in use that the last commit could not be sent to. Never waits."""
         told = {reference: name for name, reference in self._told.items() if name in self._handles}
         done, _ = wait(list(told), num_returns=len(told), timeout=0) if told else ([], [])
         return [told[reference] for reference in done if _is_lost(reference)]

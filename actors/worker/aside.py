@@ -130,7 +130,7 @@ class Asides:
         return task.whole or self._allowance.allows(self._expected.get(kind, 0.0), task.gap_s, took_s)
 
     def _pieces(self, one: AsideThread, task: TurnTask, began: float) -> None:
-        """Those that fit into the turn, which began then; one does, as weights have been brought for it."""
+        """Make the pieces that fit into the turn, which began then; one does, as weights have been brought for it."""
         more = True
         while more and (kind := one.next_piece) is not None:
             piece = self._clock()
@@ -239,7 +239,7 @@ class AsideThread:
                 self._change.wait()
 
     def end(self) -> None:
-        """It is not wanted any more: it ends where it stands, or once its weights are read."""
+        """The aside is not wanted any more: it ends where it stands, or once its weights are read."""
         with self._change:
             self._abandoned = self.has_ended = True
             self.next_piece = None

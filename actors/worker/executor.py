@@ -186,8 +186,8 @@ class Executor:
 
     @contextmanager
     def beside_encodes(self) -> Iterator[None]:
-        """For the end of a step: on CUDA it does not wait for an encode that goes on. All cascades of the step have
-        ended on the device by then (`CascadeMeasure` waits for them)."""
+        """A context for the end of a step: on CUDA it does not wait for an encode that goes on. All cascades of the
+        step have ended on the device by then (`CascadeMeasure` waits for them)."""
         if self._outlasting is None or self.device.type != "cuda":
             yield
             return

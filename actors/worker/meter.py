@@ -31,7 +31,8 @@ class Meter(Protocol):
         ...
 
     def stop(self) -> float | None:
-        """It has ended: GiB that it took beside what was there before; None where nobody counts."""
+        """The cascade has ended. Returns the GiB that it took beside what was there before; None where memory is not
+        counted."""
         ...
 
     def room_gib(self) -> float | None:

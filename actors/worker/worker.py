@@ -348,7 +348,7 @@ class Worker:
         return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody)
 
     def _gathering(self) -> Patience:
-        """For the first collectives of a generation, in which all get all parameters."""
+        """The patience for the first collectives of a generation, in which all get all parameters."""
         least, weights = self.settings.workers.collective_timeout_s, trainable(self.executor.modules.dit)
         moved_s = sum(p.numel() * p.element_size() for _, p in weights) / _GATHER_BYTES_PER_S
         why = f"workers.collective_timeout_s, and {moved_s:.0f} s for the parameters at 0.1 GB/s"

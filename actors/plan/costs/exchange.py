@@ -49,7 +49,7 @@ class CallLatency:
 
     @classmethod
     def of(cls, found: Iterable[ExchangePoint]) -> CallLatency:
-        """By measured all-to-alls; nothing where nobody has measured two sizes."""
+        """The latency by measured all-to-alls; zeros where nobody has measured two sizes."""
         known = {math.log2(workers) - 1: line[0] for (workers, _), line in _lines(found, across=False).items()}
         if not known:
             return cls()

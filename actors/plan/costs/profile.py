@@ -821,7 +821,8 @@ class Profile:
         return self._drifts[module, "model"]
 
     def _learn_cross_node(self) -> None:
-        """From bags that ran over nodes, beside the same cascade on one node; where none did, beside its model."""
+        """Learn from bags that ran over nodes, beside the same cascade on one node; where none did, beside its
+        model."""
         pairs = [
             self._spread(key, point, self.live[key].seconds, spanned.overlap)
             for (key, spanned), point in self.spanning.items()

@@ -45,7 +45,7 @@ class UpdateCosts:
         return UpdateCosts(kind=kind, weights=weights)
 
     def with_point(self, point: UpdatePoint) -> UpdateCosts:
-        """With this one in place of what was known of as many workers on as many nodes."""
+        """The costs with this point in place of what was known of as many workers on as many nodes."""
         place = (point.workers, point.nodes)
         others = [one for one in self.points if (one.workers, one.nodes) != place]
         return replace(self, points=tuple(sorted([*others, point], key=lambda one: (one.nodes, one.workers))))

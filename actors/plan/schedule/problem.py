@@ -89,7 +89,7 @@ class PlannedJob:
         return self.worth_s > 0
 
     def seconds(self, degree: int) -> float:
-        """On one node, at normal speed."""
+        """Seconds on one node, at normal speed."""
         return dict(self.modes)[degree]
 
     def penalty(self, degree: int) -> float:
@@ -221,7 +221,7 @@ class Problem:
         return degree <= self.cluster.num_workers and (not allowed or degree in allowed)
 
     def _connectable(self, modes: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-        """Those whose bag keeps to the limit of peers; where there is none, the smallest."""
+        """The modes whose bag keeps to the limit of peers; where there is none, the smallest."""
         most = self.options.bag_peers
         small = [(k, s) for k, s in modes if not most or k <= most + 1]
         return tuple(small or modes[:1])
