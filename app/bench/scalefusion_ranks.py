@@ -124,7 +124,7 @@ class PacedDevice:
         return self._until if self.paced else self.clock.now()
 
     def reach(self, due: float) -> None:
-        """It has nothing to do until then."""
+        """The rank has nothing to do until then."""
         self._until = max(self._until, due)
         self.clock.sleep_until(due)
 

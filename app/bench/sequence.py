@@ -70,8 +70,8 @@ def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
 
 
 def geometry_of(preset: str, model: ModelConfig) -> Geometry:
-    """By the usual numbers of the family's VAE, as no folder is read. Raises ConfigError where the transformer was
-    trained with another VAE."""
+    """The geometry by the usual numbers of the family's VAE, as no folder is read. Raises ConfigError where the
+    transformer was trained with another VAE."""
     if model.vae.kind == "diffusers":
         channels, stride = FAMILIES[model.dit.architecture].vae.numbers({})
         if channels != model.dit.out_channels:

@@ -130,7 +130,7 @@ class Machine:
         return 0.02 + 0.004 * calls
 
     def measured(self, seconds: float) -> float:
-        """With this machine's noise."""
+        """The seconds with this machine's noise."""
         return seconds * math.exp(self.rng.normal(0, self.noise))
 
     # -- execution ---------------------------------------------------------------------------------------------------

@@ -201,7 +201,7 @@ def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pi
 
 
 def answer_of(work: Callable[[], object]) -> object:
-    """Its result, or what went wrong in a form that other processes can read."""
+    """The result of the work, or what went wrong in a form that other processes can read."""
     try:
         return work()
     except Exception as error:  # the process boundary: the command says why

@@ -51,7 +51,7 @@ class ProfilePoint:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The point's name, for a person."""
         bucket, bag = self.shape.bucket, f" sp{self.degree}" if self.degree > 1 else ""
         bag += f" over {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.module:4}  {bucket.frames:4d}f {bucket.height}x{bucket.width}  b{self.shape.batch:<4d}{bag}"

@@ -43,7 +43,8 @@ def placed(
     memory_gib: float,
     per_node: int,
 ) -> MemoryForecast:
-    """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
+    """The forecast with gradients and optimizer state where a run on `workers.min` GPUs of this size would have
+    them."""
     possible = found.possible(config.train, per_node)
     least = [demand.least_gib(one, degrees, config.workers.min) for one in possible]
     return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)

@@ -118,7 +118,7 @@ class WandbTracker:
         self._run.log({"step": step, **dict(scalars)})
 
     def forget(self, step: int) -> None:
-        """It has no way to."""
+        """This tracker has no way to forget a step."""
 
     def close(self) -> None:
         self._run.finish()
@@ -170,7 +170,7 @@ class MlflowTracker:
         self._client.log_batch(self._run, [Metric(tag, value, int(time * 1000), step) for tag, value in scalars])
 
     def forget(self, step: int) -> None:
-        """It has no way to."""
+        """This tracker has no way to forget a step."""
 
     def close(self) -> None:
         self._client.set_terminated(self._run)

@@ -54,7 +54,7 @@ class Stamp:
 
 
 def lock_path(folder: Path, role: str) -> Path:
-    """Beside the folder, so that the lock also covers creating and emptying the folder."""
+    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder."""
     return folder.parent / f".{folder.name}.{role}.lock"
 
 

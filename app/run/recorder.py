@@ -88,7 +88,8 @@ class Recorder:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
     def _save_settings(self) -> None:
-        """Those of this start become the run's: a start that was refused before it got here has changed nothing."""
+        """The settings of this start become the run's: a start that was refused before it got here has changed
+        nothing."""
         config, self._unsaved = self._unsaved, None
         if config is not None and save_config(config, self._run_dir) and self._changes:
             self._write_event(SettingsChanged(time=time.time(), settings=self._changes))

@@ -24,11 +24,11 @@ class Occupancy:
         self._ended_at = 0.0
 
     def ready(self, worker: object, now: float) -> None:
-        """It has loaded the model."""
+        """The worker has loaded the model."""
         self._workers[worker] = _Attendance(since=now)
 
     def answered(self, worker: object, seconds: float, now: float) -> None:
-        """It has made clips, and computed for so long."""
+        """The worker has made clips, and computed for `seconds`."""
         self._workers[worker].works.append((now - seconds, now))
         self._ended_at = now
 

@@ -70,7 +70,7 @@ class ClipJob:
 
     @staticmethod
     def of(order: ClipOrder, device: str) -> ClipJob:
-        """On "cpu", "cuda" or "auto"."""
+        """The job on "cpu", "cuda" or "auto"."""
         other = None if order.other is None else str(order.other)
         return ClipJob(
             checkpoint=str(order.checkpoint), other=other, ema=order.ema, device=device, settings=order.settings
@@ -124,7 +124,7 @@ class PromptQueue:
         self.unfinished -= len(chunk)
 
     def lose(self, chunk: Sequence[int]) -> list[int]:
-        """Its worker died: the chunk waits again, first. Returns prompts that have ended too many workers."""
+        """The chunk's worker died: the chunk waits again, first. Returns prompts that have ended too many workers."""
         for index in chunk:
             self._losses[index] = self._losses.get(index, 0) + 1
         self._waiting.extendleft(reversed(chunk))
@@ -383,7 +383,7 @@ class _Orders:
 
     @staticmethod
     def encoded(crew: _Crew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> _Orders:
-        """With the prompts of these numbers."""
+        """The orders with the prompts of these numbers."""
         pictures = [first[index] for index in wanted] if first else []
         negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
         return _Orders(prompts, first, negative, dict(zip(wanted, rows, strict=True)))

@@ -40,7 +40,7 @@ class BagWay:
         return self.bags * self.size
 
     def describe(self) -> str:
-        """For a person."""
+        """The way in words, for a person."""
         parts = f"two halves of {self.size}" if self.bags == 2 else f"one bag of {self.size}"
         return f"{parts}, {self.step_s:.3g} s a step expected"
 
@@ -87,7 +87,7 @@ def cheapest_way(
     profile: Profile,
     halves: Halves = "auto",
 ) -> BagWay:
-    """By a profile of the model on the device of these workers. `check_together` comes before."""
+    """The cheapest way by a profile of the model on the device of these workers. `check_together` comes before."""
     dit, sampler = model.dit, settings.sampler
     grid = geometry.token_grid(settings.frames, settings.height, settings.width)
     rates = None if dit.deals_heads else profile.slice_rates()

@@ -160,7 +160,7 @@ class ClusterFigures:
 
 
 class VirtualRunFailed(RuntimeError):
-    """It ended early or not at all, or a step was committed twice, never, or without some of its samples."""
+    """The run ended early or not at all, or a step was committed twice, never, or without some of its samples."""
 
 
 def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
@@ -173,7 +173,7 @@ def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
     from app.bench.cluster.parts import VirtualFeeder
 
     class FeederHere(VirtualFeeder):
-        """Its process is this one."""
+        """A feeder whose process is this one."""
 
         def pulse(self) -> ProcessId:
             return ProcessId(node="", pid=os.getpid(), born="")
@@ -229,7 +229,7 @@ def _run(
 
 
 def _train(controller: Controller, timeout_s: float) -> Outcome:
-    """In a thread, so that a controller that hangs is noticed."""
+    """Train in a thread, so that a controller that hangs is noticed."""
     ended: list[Outcome | BaseException] = []
 
     def train() -> None:

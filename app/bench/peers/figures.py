@@ -1,4 +1,4 @@
-"""From what was seen of a loop while it ran to its figures, and from those of several rounds to tables."""
+"""Turns what was seen of a running loop into its figures, and those of several rounds into tables."""
 
 from __future__ import annotations
 
