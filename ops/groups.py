@@ -43,7 +43,7 @@ class _Creation:
 
     done: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False  # in a constructor, which nothing can stop
-    process_group: dist.ProcessGroup | None = None  # until a Group has it: nobody else holds its connections open
+    process_group: dist.ProcessGroup | None = None  # until a Group has it: nothing else holds its connections open
     error: BaseException | None = None
 
 
@@ -132,7 +132,7 @@ class Groups:
         if group is None:
             raise ValueError(f"bag {members} cannot be left: it is not connected.")
         what = f"leaving bag {members} of generation {self.generation}"
-        if group.failure:  # nobody could ask it later
+        if group.failure:  # nothing could ask it later
             raise GroupError(f"{what}: it has {group.failure}.")
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):

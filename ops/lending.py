@@ -1,7 +1,7 @@
 """One process of a node lends its NodeMemory to others, and can end those that must not write into it any more.
 
     lender = Lender(memory)                  # one process
-    memory = borrow(lender.number)           # others of the same node and user, told the number in any way
+    memory = borrow(lender.number)           # others of the same node and user, given the number in any way
     lender.fence(keep={4711})                # every other borrower that has not given it back is ended by SIGKILL
     lender.close()                           # lends no more; borrowed memory stays what it is
 

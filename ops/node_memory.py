@@ -128,7 +128,8 @@ class RangeLock:
         return True
 
     def acquire(self, lo: int, hi: int, check: Callable[[], None]) -> None:
-        """Lock [lo, hi) as soon as nobody else has a part of it. `check` is called while it waits, and may raise."""
+        """Lock [lo, hi) as soon as no other process has a part of it. `check` is called while it waits, and may
+        raise."""
         pause = _PAUSES_S[0]
         while not self.try_acquire(lo, hi):
             check()

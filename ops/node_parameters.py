@@ -8,7 +8,7 @@ The gradients of a block's parameters go to the gradient as backward makes them,
 
 Who reads half-written values? Nobody. Owners write when all workers have voted, after their last backward pass, and no
 worker computes before all have met after the writing. The vector is new in each generation: what a worker that died or
-was stopped in the middle left half-written, or writes later, is in no vector that anybody reads again. State comes from
+was stopped in the middle left half-written, or writes later, is in no vector that is read again. State comes from
 shards, whose copies are their keepers'.
 """
 
@@ -204,8 +204,8 @@ class NodeParameters:
                 self._parameters[index].copy_(views[index])
 
     def _exchange(self, pieces: Bounds) -> None:
-        """Send my piece to a worker of each other node, and write those that come: the way of a node's gradients
-        (`routes`), back."""
+        """Send this rank's piece to a worker of each other node, and write those that come: the way of a node's
+        gradients (`routes`), back."""
         rank, size = self._group.rank, self._group.size
         lengths = [hi - lo for lo, hi in pieces]
         readers = [other for other in range(size) if rank in self._sends[other]]

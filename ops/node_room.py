@@ -31,7 +31,7 @@ def shared_room(directory: Path = _SHARED) -> int | None:
 
 
 class _GpuMemory(ctypes.Structure):
-    """nvmlMemory_v2_t, in bytes. What is reserved belongs to the driver, and is in no total that CUDA tells."""
+    """nvmlMemory_v2_t, in bytes. What is reserved belongs to the driver, and is in no total that CUDA reports."""
 
     _fields_ = (
         ("version", ctypes.c_uint),

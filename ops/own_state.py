@@ -96,8 +96,8 @@ class OwnState:
     # -- an update -----------------------------------------------------------------------------------------------------
 
     def open(self, check: Check) -> None:
-        """The next version is about to be written. Waits for a copy that reads this one, and until nobody needs what is
-        in the bank that it goes into; `check` is called meanwhile, and may raise."""
+        """The next version is about to be written. Waits for a copy that reads this one, and until nothing needs what
+        is in the bank that it goes into; `check` is called meanwhile, and may raise."""
         self.settle()
         self._coming = self.arrays
         if self.in_banks:
@@ -152,7 +152,7 @@ def copied(
     check: Check,
 ) -> ShardExport:
     """A copy of a state that lies elsewhere, as the version after `step`: in the next bank, or in memory of its own.
-    Waits until nobody needs what is in that bank."""
+    Waits until nothing needs what is in that bank."""
     if banks is None:
         into = {name: torch.empty_like(array, device="cpu") for name, array in arrays.items()}
         return ShardExport(shard=shard_of(into), wait=copy(arrays, into))

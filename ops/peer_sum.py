@@ -2,9 +2,9 @@
 
 A gradient is copied to one of two staging buffers, after which backward may reuse its memory, and pushed from there
 into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
-memory cannot be lent and taken back at will: it may go only when nobody maps it. So every worker serves the handle of
-its part by a `Lender`, which knows which processes have it, also when they die; a worker that leaves gives back what it
-borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
+memory cannot be lent and taken back at will: it may go only when no process maps it. So every worker serves the handle
+of its part by a `Lender`, which knows which processes have it, also when they die; a worker that leaves gives back what
+it borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
 
 What a device does is `PeerMemory`, a thin shell (ops.cuda_memory); all decisions are here, and tested without a GPU.
 """
@@ -53,7 +53,7 @@ class PeerMemory(Protocol):
 
     def borrow(self, handle: bytes) -> int:
         """The address here of another process's memory. Raises RuntimeError where this device cannot reach it, or where
-        additions of several devices to it would be lost, OSError where nobody knows."""
+        additions of several devices to it would be lost, OSError where that is not known."""
         ...
 
     def give_back(self, address: int) -> None: ...
@@ -89,9 +89,9 @@ class PeerSum:
         self._stage, self._staged_dtype = stage, staged_dtype
         self.buffers: list[Tensor] = []
         self._turn = 0
-        self._held: dict[tuple[int, int], int] = {}  # my ranges, and where each begins in `memory`
+        self._held: dict[tuple[int, int], int] = {}  # this rank's ranges, and where each begins in `memory`
         self._targets: list[tuple[int, int, int]] = []  # (lo, hi) of all ranges in their order, and the address of lo
-        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as I have them
+        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as this rank has them
         self._lender: Lender | None = None
         self.memory = torch.empty(0, dtype=dtype, device=peers.device)
 
@@ -166,8 +166,8 @@ class PeerSum:
             page.close()  # the owner counts this process no more
 
     def release(self) -> None:
-        """Free the own part when nobody has it, and the staging buffers. Raises TimeoutError when a process can neither
-        give back nor end."""
+        """Free the own part when no process has it, and the staging buffers. Raises TimeoutError when a process can
+        neither give back nor end."""
         if self._lender is not None:
             self._lender.fence(keep={os.getpid()}, grace_s=_GRACE_S)
             self._lender.close()

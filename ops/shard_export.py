@@ -75,7 +75,7 @@ class Pins(Protocol):
 class PinnedTargets:
     """Host memory that is known to a device, once for the copies that take turns in it: what the last two went
     into. Pages of a bank that was used before these may go back to the node (`StateMemory.give`); a device that still
-    knew of it would go on to write into the old pages, which nobody reads."""
+    knew of it would go on to write into the old pages, which nothing reads."""
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins

@@ -15,7 +15,7 @@ EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
 class ExpertPair(nn.Module):
-    """Holds both. Nobody calls it: a pass is of one of them."""
+    """Holds both. It is never called: a pass is of one of them."""
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()

@@ -109,7 +109,7 @@ class DiTConfig:
 
     @property
     def takes_guidance(self) -> bool:
-        """Whether the weights are distilled: told the guidance scale, they need no second forward to sample."""
+        """Whether the weights are distilled: given the guidance scale, they need no second forward to sample."""
         return False
 
     @property
