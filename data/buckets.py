@@ -250,7 +250,7 @@ def last_start(shape: ClipShape, bucket: Bucket, fps: float) -> int:
 def planned_batch(
     table: BucketTable, bucket: Bucket, config: BatchConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> tuple[int, str]:
-    """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` tells where the
+    """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` gives where the
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
     if config.from_table and bucket in table.batches:
         return table.batches[bucket], "table"
