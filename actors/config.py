@@ -39,7 +39,7 @@ class WorkersConfig:
     # them over the nodes.
     placement: Literal["fill", "spread"] = "fill"
     # The nodes as a YAML file describes them (configs/clusters), or NODESxGPUS. What it says of NICs, NVLink, memory
-    # nodes and speeds counts instead of what the workers tell; a file that does not match them ends the run.
+    # nodes and speeds counts instead of what the workers report; a file that does not match them ends the run.
     cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1

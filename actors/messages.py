@@ -223,8 +223,8 @@ class Span:
     handoff_bytes: int = 0  # encode results that came from other workers, by the bag's group or the object store
     handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
     fetched_bytes: int = 0  # of it by the object store
-    fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
-    need_gib: float | None = None  # memory that it took beside what was there before; None where nobody counts
+    fetch_s: float | None = None  # from the producer's end to the start here, if idle all the while (else it is hidden)
+    need_gib: float | None = None  # memory that it took beside what was there before; None where memory is not counted
     exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
     bag: tuple[int, ...] = ()  # ranks that ran it together
     work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum

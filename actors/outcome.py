@@ -43,7 +43,7 @@ Tell = Callable[[RunEvent], None]  # what a part of the run says into events.jso
 
 
 def silent(event: RunEvent) -> None:
-    """Tells nobody."""
+    """Does nothing."""
 
 
 class Events:

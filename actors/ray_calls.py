@@ -91,7 +91,7 @@ def object_store_gib(node_id: str) -> float | None:
 
 
 def resources(*, free: bool) -> dict[str, float]:
-    """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
+    """What the cluster offers, or of it what is unused now, by Ray's names: "CPU", "GPU"."""
     found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()
     return found
 

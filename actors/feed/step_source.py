@@ -194,7 +194,7 @@ class StepSource:
 
     @property
     def next_unasked(self) -> int:
-        """The first step whose items nobody has known, of this feeder or an earlier one."""
+        """The first step whose items have not been asked for, of this feeder or an earlier one."""
         return self._furthest + 1
 
     def resize(self, record: SizesRecord) -> None:
@@ -207,7 +207,7 @@ class StepSource:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
     def token(self, step: int) -> Position:
-        """The data's position before a step. Raises DataLost when no feeder can tell."""
+        """The data's position before a step. Raises DataLost when no feeder knows it."""
         if step in self._positions:
             return self._positions[step]
         if self._feeder is None:

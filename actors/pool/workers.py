@@ -76,7 +76,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _end(self, member: PoolMember, frozen: bool) -> None:
-        """End a worker; with `frozen`, one that may answer nobody."""
+        """End a worker; with `frozen`, one that may not answer."""
 
     def start(self, count: int) -> list[str]:
         """Request this many more workers. Returns the names of those that are on their way."""
@@ -127,7 +127,7 @@ class Pool(ABC):
         return self.info(name).node[:8] if name in self._members else ""
 
     def remove(self, name: str, frozen: bool = False) -> None:
-        """End a worker; with `frozen`, also by a signal, since a stopped process answers nobody."""
+        """End a worker; with `frozen`, also by a signal, since a stopped process does not answer."""
         if (member := self._members.pop(name, None)) is not None:
             self._end(member, frozen)
 

@@ -254,7 +254,7 @@ class ClusterSeen(RunEvent, event="cluster"):
 
 
 class ClusterRefused(RunEvent, event="cluster_refused"):
-    """workers.cluster does not match the workers that are there now: plans count on what they tell."""
+    """workers.cluster does not match the workers that are there now: plans count on what they report."""
 
     why: str
 
@@ -277,7 +277,7 @@ class WeightsFetched(RunEvent, event="weights_fetched"):
 
 
 class GenerationEnded(RunEvent, event="end"):
-    """A generation is over. No words: the next one tells it."""
+    """A generation is over. No words: the next generation's event says it."""
 
     why: str
     clean: bool
@@ -577,7 +577,7 @@ class CheckpointPassedOver(RunEvent, event="checkpoint_passed_over"):
 
 
 class UnknownEvent(RunEvent, event=""):
-    """An event that another version has written. It is kept, not told."""
+    """An event that another version has written. It is kept, not shown."""
 
     name: str
     details: Mapping[str, object] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class AsideSource(Protocol):
 
 
 class NoAsides:
-    """Nobody wants any."""
+    """A source that wants none."""
 
     share = 0.0
     expected = False
@@ -132,7 +132,7 @@ class AsideQueue:
         return False
 
     def drop(self, names: Container[str]) -> None:
-        """Nobody wants these any more."""
+        """These are not wanted any more."""
         self.waiting = deque(work for work in self.waiting if work.name not in names)
         self.held = {worker: work for worker, work in self.held.items() if work.name not in names}
 

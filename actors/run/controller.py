@@ -188,7 +188,7 @@ class Controller:
             self.generations.observe(Broken(generation=self.generations.view.generation, reason=str(error)))
 
     def _dispatch(self, runner: StepRunner) -> None:
-        """Keep two steps on the workers, as long as their data is there and nobody waits for a boundary."""
+        """Keep two steps on the workers, as long as their data is there and nothing waits for a boundary."""
         while (
             len(runner.running) < _STEPS_AHEAD
             and not runner.at_end

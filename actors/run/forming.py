@@ -144,7 +144,7 @@ def seats_of(
 
 
 def _is_fresh(origin: Origin | None) -> bool:
-    """Nothing of the run's state is in anybody's memory yet."""
+    """Nothing of the run's state is in any worker's memory yet."""
     return origin is None or origin.checkpoint is not None
 
 

@@ -90,19 +90,19 @@ class GenerationManager:
 
     @property
     def world(self) -> tuple[Seat, ...]:
-        """The workers of the running generation, in order of ranks; nobody between two."""
+        """The workers of the running generation, in order of ranks; none between two."""
         return self.runner.world if self.runner is not None else ()
 
     @property
     def quiet_world(self) -> tuple[Seat, ...]:
-        """The workers, where they wait between two steps; else nobody."""
+        """The workers, where they wait between two steps; else none."""
         return self.world if self.runner is not None and not self.runner.running else ()
 
     # -- what is seen --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Take in everything that has changed with the workers, outside the running step."""
-        for parted in self.survivors.poll():  # before anybody's patience is up: they may have answered long ago
+        for parted in self.survivors.poll():  # before any patience is up: they may have answered long ago
             if parted.died:
                 self._remove(worker_name(parted.worker))
                 self.observe(Dead(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))

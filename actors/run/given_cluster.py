@@ -1,4 +1,4 @@
-"""`workers.cluster`: what a file says of the nodes, laid over what the workers of a generation tell. Pure.
+"""`workers.cluster`: what a file says of the nodes, laid over what the workers of a generation report. Pure.
 
 A file's nodes are nameless, or have host names. Nodes without a name are taken for the first of the file's that have as
 many GPUs and that no other has; a node that has one keeps it as long as it has workers.
@@ -27,8 +27,8 @@ class GivenCluster:
         self._number: dict[str, int] = {}  # node -> its number in the file
 
     def over(self, found: Cluster, homes: Sequence[str]) -> Cluster:
-        """The workers that are there, with all that the file says of them; what it does not say stays as they tell it.
-        `homes` names the node of each of `found`'s. Raises ClusterMismatch."""
+        """The workers that are there, with all that the file says of them; what it does not say stays as they report
+        it. `homes` names the node of each of `found`'s. Raises ClusterMismatch."""
         given = self._given
         if given is None:
             return found

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class _NoFeeder:
-    """Nobody knows where the data stands."""
+    """It is not known where the data stands."""
 
     def token(self, step: int) -> Position:
         raise DataLost("its feeder is gone")

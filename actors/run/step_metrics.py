@@ -249,7 +249,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSize:
-    """One sample of an item. All its workers tell of it, so that it is counted once per step and not per span."""
+    """One sample of an item. All its workers report it, so it is counted once per step and not per span."""
 
     length: int  # text and video tokens
     trained_tflop: float = 0.0  # of its forward and backward; 0 where nobody counts
@@ -297,7 +297,7 @@ def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[
 
 
 def _samples_of(dits: Sequence[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[int, int]]:
-    """(samples, tokens of one) of a step; every worker of a bag tells of the same cascade."""
+    """(samples, tokens of one) of a step; every worker of a bag reports the same cascade."""
     once = {span.cascade: span for span in dits}
     return [(piece.batch, sizes[piece.item].length) for s in once.values() for piece in s.pieces]
 

@@ -50,7 +50,7 @@ Process = tuple[int, str]  # pid and birth (`actors.process`)
 _SMALL = 64 << 20  # bytes; a smaller range is taken without a look at the node's memory
 _ENDED_S = 10.0  # for a process to end after SIGKILL
 _LOOK_S = 0.02
-_GIVEN_AT_ONCE = 1 << 25  # elements that are let go of while nobody else is served
+_GIVEN_AT_ONCE = 1 << 25  # elements that are let go of while no other call is served
 
 
 class VersionLost(RuntimeError):
@@ -120,7 +120,7 @@ class Keeper:
             assert self._memory is not None
             self._book.begin(generation, step, made_in, self._has_spare_room)
             self._to_trim = True
-            self._memory.order = self._book.order  # first: nobody begins to write for an older one from now on
+            self._memory.order = self._book.order  # first: no worker begins to write for an older one from now on
             before, self._members = self._members, tuple((pid, born) for pid, born in members)
             present = [one for seat, one in enumerate(before) if self._memory.present[seat]]
             self._refused = end_all([one for one in present if one not in self._members])
@@ -135,7 +135,7 @@ class Keeper:
     def adopt(self, numbers: Sequence[int]) -> bool:
         """Take over the memory that a worker of this node lends by one of these numbers, with all that the keeper
         before this one knew of it. That one is ended, if it lives: it may only have been silent, and would go on where
-        it stopped. False when nobody has any."""
+        it stopped. False when no process has any."""
         with self._lock:
             for number in numbers if self._memory is None else ():
                 try:
@@ -299,7 +299,7 @@ class Keeper:
         return socket.gethostname(), self.used_bytes() + self._room()
 
     def close(self) -> None:
-        """Lend no more. The memory is there as long as somebody has it."""
+        """Lend no more. The memory is there as long as a process has it."""
         if self._lender is not None:
             self._lender.close()
 
@@ -321,7 +321,7 @@ class Keeper:
         )
 
     def _bank_for(self, snapshot: Snapshot) -> int:
-        """Where a copy goes. Waits until nobody needs what lies there; raises Outdated."""
+        """Where a copy goes. Waits until nothing needs what lies there; raises Outdated."""
         while True:
             with self._lock:
                 ready = self._memory is not None and self._book.generation >= snapshot.generation
@@ -355,7 +355,7 @@ class Keeper:
         return wanted - self.used_bytes() <= self._room()
 
     def _trim(self) -> None:
-        """Let go of pages that nobody needs, beside what else is asked: of a bank that was used for a checkpoint, and
+        """Let go of pages that are not needed, beside what else is asked: of a bank that was used for a checkpoint, and
         of ranges that other nodes have now."""
         if self._trimming is None or not self._trimming.is_alive():
             self._trimming = threading.Thread(target=self._give, name="trim", daemon=True)

@@ -49,7 +49,7 @@ from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-_POSITION_S = 30.0  # an older position of the data also serves, so nobody waits long for it
+_POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -63,7 +63,7 @@ class Stuck:
     """Why the oldest finished step cannot be committed until its shards are given to others."""
 
     why: str
-    overdue: bool = False  # nobody has answered
+    overdue: bool = False  # no keeper has answered
 
 
 class PositionSource(Protocol):
@@ -75,7 +75,7 @@ class PositionSource(Protocol):
 
 
 class RunState:
-    """Where a run's training state is held, and which of it is newest. Starts nothing, calls nobody but its parts.
+    """Where a run's training state is held, and which of it is newest. Starts nothing, calls nothing but its parts.
 
     Its caller says how far the run is: what follows for finished steps is returned, as a `Recovery` or as the step that
     went to disk.
@@ -118,7 +118,7 @@ class RunState:
         return self._first
 
     def _find(self, commits: CommitLog) -> Recovery:
-        """What is held by anybody; a checkpoint that is chosen and turns out to be damaged is left out."""
+        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out."""
         while True:
             recovery = self._decide(self.on_disk(), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
@@ -278,7 +278,7 @@ class RunState:
         return self.keepers.hold(done.snapshots)
 
     def look(self) -> Stuck | None:
-        """Whether a keeper is gone that nobody waits for."""
+        """Whether a keeper is gone that nothing waits for."""
         gone = self.keepers.gone()
         return Stuck(why=f"{', '.join(gone)} is gone") if gone else None
 

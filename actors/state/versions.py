@@ -160,7 +160,7 @@ class VersionBook:
         return self.versions.get(self._base) if self._base != self.next else None
 
     def garbage(self, bank: int, total: int) -> list[ShardRange]:
-        """Parts of the flat vector of which nobody needs what is in this bank."""
+        """Parts of the flat vector of which nothing needs what is in this bank."""
         held = self.versions.get(bank)
         base = self.base
         kept = set(held.ranges) if held is not None else set()

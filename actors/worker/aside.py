@@ -80,7 +80,7 @@ class Asides:
         clock: Callable[[], float] = time.monotonic,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` returns when nobody reads the trained parameters any more, as a snapshot's copy does."""
+        """`settle` returns when nothing reads the trained parameters any more, as a snapshot's copy does."""
         self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
         self._settle = settle
         self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
@@ -268,7 +268,7 @@ class AsideThread:
             made = self.work.make(self._modules, self._device, self._before)
         except _Abandoned:
             return
-        except Exception as error:  # a thread's boundary: told by the turn, it never ends the run
+        except Exception as error:  # a thread's boundary: the turn reports it, and it never ends the run
             failure = error
         with self._change:
             if not self._abandoned:
@@ -277,4 +277,4 @@ class AsideThread:
 
 
 class _Abandoned(BaseException):
-    """Ends the thread of an aside that nobody wants any more."""
+    """Ends the thread of an aside that is not wanted any more."""

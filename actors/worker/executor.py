@@ -100,7 +100,8 @@ class Executor:
         shards: Sequence[ShardState] | None,
         banks: ShardBanks | None = None,
     ) -> None:
-        """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
+        """Enter a generation: leave the old groups, take this rank's range of the training state, forget half-done
+        steps."""
         self.leave()
         self.groups, self.world = groups, world
         self.sync.form(groups.world_group(), shards, banks)

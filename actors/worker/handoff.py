@@ -127,7 +127,7 @@ class HostCopies:
         return [result for result, _ in started]
 
     def clear(self) -> None:
-        """The generation has ended: nobody will ask for what is left."""
+        """The generation has ended: no worker will ask for what is left."""
         with self._changed:
             self._started.clear()
 

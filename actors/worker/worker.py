@@ -1,7 +1,7 @@
 """The actor that owns one GPU (or CPU slot): hosts text encoder, VAE and DiT, runs one cascade per call, in order.
 
 A worker has one task thread, so calls of the controller run in submission order, which is what keeps the collectives
-of overlapping bags in one order everywhere. A second thread sends heartbeats; their answer tells it when the current
+of overlapping bags in one order everywhere. A second thread sends heartbeats; the answer says when the current
 generation has ended, and then it cancels the collective the task thread may be waiting in.
 """
 
@@ -81,7 +81,7 @@ class Worker:
         self._home = HomeMemory()
         self._rank = 0
         self._last: Snapshot | None = None  # of the state in this worker, once others know of it
-        self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until somebody waits for it
+        self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until it is waited for
         self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
@@ -129,7 +129,8 @@ class Worker:
         )
 
     def form(self, task: FormTask) -> None:
-        """Leave the old process groups, build the new ones in this process, take my range of the training state.
+        """Leave the old process groups, build the new ones in this process, take this worker's range of the training
+        state.
 
         The node's keeper learns which part of it came from elsewhere: another keeper, a checkpoint, the first weights.
         """
@@ -298,8 +299,8 @@ class Worker:
         return report, snapshot
 
     def copied(self, generation: int, step: int) -> None:
-        """Returns when the copy of my state after a step has ended. Runs beside the task thread, in thread group
-        SNAPSHOTS."""
+        """Returns when the copy of this worker's state after a step has ended. Runs beside the task thread, in thread
+        group SNAPSHOTS."""
         self._copying.pop((generation, step)).wait()
 
     def parameters_digest(self) -> str:

@@ -51,7 +51,7 @@ def cross_of(found: Sequence[tuple[float, float, int]], known: CrossNode) -> Cro
     """The law that follows from measured bags over nodes: (overlap of their rails, seconds over those on one node, how
     many).
 
-    Overlaps that are not far apart tell no decay; the known one stays then.
+    Overlaps that are not far apart show no decay; the known one stays then.
     """
     excess = {o: max(_middle([(r, n) for at, r, n in found if at == o]) - 1.0, 0.0) for o in {o for o, _, _ in found}}
     low, high = min(excess), max(excess)
