@@ -330,7 +330,7 @@ class LabRun:
 
     def _dispatch(self, dispatch: Callable[[StepRunner], None], runner: StepRunner) -> None:
         """Dispatch in place of the controller's. It is held here, where no step runs: a worker that updates waits for
-        the commit of the step before, and would answer nobody until then."""
+        the commit of the step before, and would not answer until then."""
         if not self._hold.is_set():
             if runner.running or self.controller.committer.num_open:
                 return

@@ -37,7 +37,7 @@ class WayTimes:
     step_s: float | None = None  # expected
 
     def hear(self, line: str, now: float) -> None:
-        """A line that `spread` tells."""
+        """A line that `spread` prints."""
         if told := _CLIPS.match(line):
             self.clips_s += [now] * (int(told[1]) - len(self.clips_s))
         elif "have loaded the model" in line or "each clip is made by" in line:

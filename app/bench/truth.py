@@ -1,6 +1,6 @@
 """`heddle bench truth`: does a run learn what its cascades cost, and do its plans follow?
 
-A machine whose costs Heddle is not told (`app.bench.truth_machine`): its laws are not those that costs are fitted to.
+A machine whose costs Heddle does not know (`app.bench.truth_machine`): its laws are not those that costs are fitted to.
 It has bags of VAE and text, handoffs, an end of a step and a rest, a slow link between two nodes, one slow GPU, noise,
 ranks that come late, first runs of a shape that compile, and now and then a timing that is NaN or absurd. A run begins
 with a *wrong* profile (another device's FLOPs, a network of another speed), plans and executes 200 steps on this

@@ -1,4 +1,4 @@
-"""The machine of `heddle bench truth`: what its cascades, handoffs and ends of steps take, which Heddle is not told.
+"""The machine of `heddle bench truth`: what its cascades, handoffs and ends of steps take, which Heddle does not know.
 
 Its laws are not those that costs are fitted to. Products of matrices fill whole waves of tiles on 132 multiprocessors,
 so few rows leave them half idle and a row more may cost a wave; attention fills them by heads and tiles of queries, and

@@ -197,7 +197,7 @@ def _outcome(reference: Ref[object]) -> object:
 
 
 def _answer(reference: Ref[Any], patience_s: float, who: str) -> Any:
-    """Raises ConfigError where nobody answers."""
+    """Raises ConfigError where no worker answers."""
     if not wait([reference], timeout=patience_s)[0]:
         raise ConfigError(f"{who} has not answered in {patience_s:.0f} s: its node has no room, or is very busy.")
     found = _outcome(reference)

@@ -10,13 +10,13 @@ class _Attendance:
     """One worker, from the moment it could begin."""
 
     since: float
-    until: float | None = None  # it died; what it did then counts for nobody
+    until: float | None = None  # it died; what it did then does not count
     works: list[tuple[float, float]] = field(default_factory=list)  # begin and end
 
 
 class Occupancy:
     """The share of its time that each worker computes before the tail, which begins when the last prompt is given out:
-    from then on somebody must wait, however prompts are shared."""
+    from then on a worker must wait, however prompts are shared."""
 
     def __init__(self) -> None:
         self._workers: dict[object, _Attendance] = {}

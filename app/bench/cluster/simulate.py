@@ -297,7 +297,7 @@ class _NoStore:
 
 
 def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequence[Any]) -> None:
-    """Called by the controller's thread; what happens is not told to the controller."""
+    """Called by the controller's thread; the controller does not hear what happens."""
     if what == "join":
         machines.add()
         return
