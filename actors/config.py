@@ -39,7 +39,7 @@ class WorkersConfig:
     # them over the nodes.
     placement: Literal["fill", "spread"] = "fill"
     # The nodes as a YAML file describes them (configs/clusters), or NODESxGPUS. What it says of NICs, NVLink, memory
-    # nodes and speeds counts instead of what the workers tell; a file that does not match them ends the run.
+    # nodes and speeds counts instead of what the workers report; a file that does not match them ends the run.
     cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1
@@ -88,14 +88,14 @@ class WorkersConfig:
         )
 
     def start_patience_s(self, weights_bytes: int) -> float:
-        """How long a worker may load that reads so many bytes."""
+        """How long a worker may load that reads `weights_bytes`."""
         read_s = weights_bytes / _OWN_BYTES_PER_S + self.max * weights_bytes / _SHARED_BYTES_PER_S
         return self.start_s or _LEAST_START_S + read_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannerConfig:
-    """Who decides degrees, workers and order of the cascades."""
+    """What decides degrees, workers and order of the cascades."""
 
     strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
@@ -207,7 +207,7 @@ class TrainConfig:
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
     autocast: Literal["none", "bfloat16"] = "none"
     # Whether a GPU may multiply what is left in fp32 (a VAE, an image encoder; all of a run in float32) with 10 bits
-    # behind the point, which is up to eight times as fast. auto: where the run computes in bfloat16. The time embedding
+    # after the point, which is up to eight times as fast. auto: where the run computes in bfloat16. The time embedding
     # and what modulates the blocks never do.
     tf32: Literal["auto", "on", "off"] = "auto"
     loss_weight: Literal["sample", "token"] = "sample"
@@ -242,8 +242,9 @@ class TrainConfig:
         return self.tf32 == "on"
 
     def places(self, weights: int, device: str, fetchable: bool = False) -> tuple[Places, ...]:
-        """Where gradients, state and parameters of so many trained weights may lie, with workers on `device` (cpu or
-        cuda): what is taken if it fits, the fastest first. `fetchable`: the model's blocks can be fetched."""
+        """Where gradients, state and parameters of a model with `weights` trained weights may lie, with workers on
+        `device` (cpu or cuda): what is taken if it fits, the fastest first. `fetchable`: the model's blocks can be
+        fetched."""
         if self.sync == "deepspeed":
             return (Places("own", "device"),)
         if device != "cpu":

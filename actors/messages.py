@@ -97,7 +97,7 @@ class MemoryExceeded:
 
     @property
     def missing_gib(self) -> float:
-        """At least so much was missing."""
+        """GiB that were missing at least."""
         return max(0.0, self.peak_gib - self.room_gib) if self.room_gib else 0.0
 
     def describe(self) -> str:
@@ -121,7 +121,7 @@ class OutOfMemory(RuntimeError):
 class CascadeTask:
     """One cascade as one worker of its bag sees it.
 
-    `sources[module][i]` says who holds the encode result of sample i: ranks inside the bag, or -1 for the object
+    `sources[module][i]` says which rank holds the encode result of sample i: ranks inside the bag, or -1 for the object
     store, in which case the results arrive as further arguments of the call. `publish` lists the samples (positions)
     whose result the worker returns for consumers outside, `keep` those that stay here for a later cascade.
     """
@@ -224,8 +224,8 @@ class Span:
     handoff_bytes: int = 0  # encode results that came from other workers, by the bag's group or the object store
     handoff_s: float = 0.0  # gathering them inside the cascade, and waiting idle for the object store before it
     fetched_bytes: int = 0  # of it by the object store
-    fetch_s: float | None = None  # from the producer's end to my start, if I was idle all the while (else it is hidden)
-    need_gib: float | None = None  # memory that it took beside what was there before; None where nobody counts
+    fetch_s: float | None = None  # from the producer's end to the start here, if idle all the while (else it is hidden)
+    need_gib: float | None = None  # memory that it took beside what was there before; None where memory is not counted
     exceeded_gib: float | None = None  # taken when memory ran out, after which it was done in smaller parts
     bag: tuple[int, ...] = ()  # ranks that ran it together
     work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
@@ -286,7 +286,7 @@ class Progress:
 
     @classmethod
     def of_start(cls, worker: str) -> Progress:
-        """Of a worker that loads its models and is in no generation yet."""
+        """The progress of a worker that loads its models and is in no generation yet."""
         return cls(
             worker=worker,
             generation=-1,
@@ -310,8 +310,8 @@ class Orders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers are
-    told of it by the controller."""
+    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers
+    hear of it from the controller."""
 
     step: int
     generation: int
@@ -427,7 +427,7 @@ class AsideWork(Protocol):
 
     @property
     def name(self) -> str:
-        """Of this aside among all of the run."""
+        """A name that only this aside has among all of the run."""
         ...
 
     def weights(self, modules: Any) -> Mapping[str, Any]:
@@ -442,7 +442,7 @@ class AsideWork(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnTask:
-    """A turn of an aside on one worker, behind its cascades of a step and before the step's end."""
+    """A turn of an aside on one worker, after its cascades of a step and before the step's end."""
 
     generation: int
     step: int

@@ -1,4 +1,4 @@
-"""How a run ends, and who is told what happens until then."""
+"""How a run ends, and what listens to it until then."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Exit(IntEnum):
 
 
 class Listener(Protocol):
-    """Who is told what happens; the application writes files, the tests collect."""
+    """What a run calls when something happens; the application writes files, the tests collect."""
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None: ...
     def on_event(self, event: RunEvent) -> None: ...
@@ -43,7 +43,7 @@ Tell = Callable[[RunEvent], None]  # what a part of the run says into events.jso
 
 
 def silent(event: RunEvent) -> None:
-    """Tells nobody."""
+    """Does nothing."""
 
 
 class Events:
@@ -80,7 +80,7 @@ class Events:
         except Exception:
             if not self._ending:
                 raise
-            log.warning("nobody was told of %s", folder.name, exc_info=True)
+            log.warning("the listener failed at checkpoint %s", folder.name, exc_info=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -53,7 +53,7 @@ def put(value: T) -> Ref[T]:
 
 
 def own_handle() -> Any:  # Ray gives it no type
-    """Of the actor that this process is, for calls that run in other threads of it."""
+    """The handle of the actor that this process is, for calls that run in other threads of it."""
     return _ray.get_runtime_context().current_actor
 
 
@@ -68,7 +68,7 @@ def cancel(reference: Ref[object]) -> None:
 
 
 def node_address() -> str:
-    """Of this node, as the others of the cluster reach it."""
+    """The address of this node, as the others of the cluster reach it."""
     address: str = _ray.util.get_node_ip_address()
     return address
 
@@ -91,7 +91,7 @@ def object_store_gib(node_id: str) -> float | None:
 
 
 def resources(*, free: bool) -> dict[str, float]:
-    """What the cluster offers, or of it what nobody uses now, by Ray's names: "CPU", "GPU"."""
+    """What the cluster offers, or of it what is unused now, by Ray's names: "CPU", "GPU"."""
     found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()
     return found
 

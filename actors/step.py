@@ -94,7 +94,7 @@ class StepItems:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepBatches:
     """The decoded batches of a step, its cached results, and where the data stands after it: with the counts of the
-    ledger, so that who commits the step holds all that the next feeder needs."""
+    ledger, so that whatever commits the step holds all that the next feeder needs."""
 
     references: tuple[Ref[object], ...]  # in item order
     position: Position

@@ -189,7 +189,7 @@ class BucketTable:
         )
 
     def nearest_by_class(self, shape: ClipShape) -> dict[str, Bucket]:
-        """Of every resolution class, smallest first, the bucket that a shape misses by least."""
+        """For every resolution class, smallest first, the bucket that a shape misses by least."""
         classes: dict[str, list[ResolutionBuckets]] = {}
         for entry in reversed(self.entries):
             classes.setdefault(entry.resolution, []).append(entry)
@@ -250,7 +250,7 @@ def last_start(shape: ClipShape, bucket: Bucket, fps: float) -> int:
 def planned_batch(
     table: BucketTable, bucket: Bucket, config: BatchConfig, geometry: Geometry, timed: BatchSize | None = None
 ) -> tuple[int, str]:
-    """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` tells where the
+    """Clips of a bucket's batch, and what sets their number: the pasted table, the seconds that `timed` gives where the
     config has a `target_s`, or a limit of the dual constraint. Raises ValueError for a `target_s` without a profile."""
     if config.from_table and bucket in table.batches:
         return table.batches[bucket], "table"

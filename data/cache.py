@@ -91,7 +91,7 @@ class Cache:
 
     def get(self, kind: EntryKind, key: str, rows: range | None = None, width: int = 0) -> np.ndarray | None:
         """The array, or None: not there, not readable, torn, or not float32 of [one of `rows`, `width`] where that is
-        given. What is of no use is removed, so that it can be put again."""
+        given. An entry that cannot be used is removed, so that it can be written again."""
         path = self._path(kind, key)
         try:
             array = _read(path)
@@ -225,7 +225,8 @@ def _read(path: Path) -> np.ndarray:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    """Whole or not at all, also after a power cut: under another name first, and on the disk before it is renamed."""
+    """Written whole or left as it was, also after a power cut: under another name first, and on the disk before it is
+    renamed."""
     body = io.BytesIO()
     np.save(body, array, allow_pickle=False)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")

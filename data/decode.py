@@ -34,7 +34,7 @@ from data.types import Batch, Clip, DecodeJob
 if TYPE_CHECKING:
     from PIL import Image
 
-DECODE_VERSION = 2  # raised when the same bytes give other pixels: latents cached before are of no use then
+DECODE_VERSION = 2  # raised when the same bytes give other pixels: older cached latents are then not used
 SEEK_AFTER_SECONDS = 2.0  # a start this far in is reached by a seek to the keyframe before it
 WHOLE_BELOW_BYTES = 64 << 20  # larger media are read in ranges
 TIME_SLACK = 1e-3  # seconds; containers round time stamps, Matroska to milliseconds
@@ -187,7 +187,7 @@ def decode_video(source: MediaStream, clip: Clip, job: DecodeJob, into: np.ndarr
 
 
 def _frames_from(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Frames:
-    """From a keyframe at or before `begin` on."""
+    """Frames from a keyframe at or before `begin` on."""
     with _container(source, job) as container:
         stream = _video_stream(container, clip, job)
         origin = float((stream.start_time or 0) * _unit(stream))
@@ -273,7 +273,7 @@ def _frames_since(source: MediaStream, clip: Clip, job: DecodeJob, begin: float)
 
 
 def _at_times(source: MediaStream, clip: Clip, job: DecodeJob, begin: float) -> Iterator[DecodedFrame]:
-    """Of every wanted time the frame that is on screen then, by time stamps: right for variable frame rates too."""
+    """The frame for every wanted time that is on screen then, by time stamps: right for variable frame rates too."""
     times = [begin + k / job.fps for k in range(job.bucket.frames)]
     shown, next_time, since = None, 0, 0.0
     for seconds, frame in _frames_from(source, clip, job, begin):

@@ -120,7 +120,7 @@ class Group:
     @property
     def failure(self) -> str:
         """What went wrong on NCCL in a collective that has returned already; "" if nothing is known. There a wait only
-        orders streams: an error, of a network above all, is told by the communicator, some time later, to who asks.
+        orders streams: an error, of a network above all, is reported by the communicator, some time later, when asked.
         (NCCL User Guide, Asynchronous errors and error handling) Any thread may ask."""
         process_group = self._process_group
         if process_group is None or not _is_nccl(process_group):
@@ -250,7 +250,7 @@ class Group:
 
     def even_ranges(self, flat: Tensor, total: int) -> list[tuple[int, int]] | None:
         """The members' ranges of one length, by which NCCL sums and gathers all of a vector of `total` elements at
-        once, in place; None where that is not better, or `flat` has too little room behind the vector."""
+        once, in place; None where that is not better, or `flat` has too little room after the vector."""
         bounds = even_bounds(total, self.size)
         return bounds if self.size > 1 and self.on_device and bounds[-1][1] <= flat.numel() else None
 

@@ -1,4 +1,4 @@
-"""What a transformer may be told beside noisy tokens, times and text. Every field is optional; a family reads its own.
+"""What a transformer may get beside noisy tokens, times and text. Every field is optional; a family reads its own.
 
 What has a row per token, as the latent of a first frame, is not here: it is joined to the noisy tokens as channels.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conditions:
-    """Of S sequences, whole on every rank of a bag."""
+    """Conditions of S sequences, whole on every rank of a bag."""
 
     image: Tensor | None = None  # [sum of `Sequence.image_tokens`, image_dim]: an image encoder's rows, by sequence
     pooled: Tensor | None = None  # [S, pooled_dim]: one vector for each text

@@ -9,7 +9,7 @@ from typing import Literal
 from ops.ranges import above, between, check_numbers
 
 Spacing = Literal["even", "linear_quadratic"]
-"""Of noise levels in sampling, before the shift."""
+"""Spacing of the noise levels in sampling, before the shift."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TokenShift:
             )
 
     def at(self, tokens: int) -> float:
-        """The flow shift of a clip of so many tokens; far outside the line's ends it goes no further than e^10."""
+        """The flow shift of a clip of `tokens` tokens; far outside the line's ends it goes no further than e^10."""
         if self.law == "root":
             return math.sqrt(tokens / self.base_tokens)
         slope = (self.max - self.base) / (self.max_tokens - self.base_tokens)
@@ -94,7 +94,7 @@ class FlowConfig:
         )
 
     def shift_at(self, tokens: int) -> float:
-        """The flow shift of a clip of so many video tokens."""
+        """The flow shift of a clip of `tokens` video tokens."""
         return self.token_shift.at(tokens) if self.token_shift else self.flow_shift
 
 

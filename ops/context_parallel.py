@@ -124,7 +124,7 @@ def _picked(units: Tensor, places: Tensor, heads: int) -> Tensor:
 
 
 class _Dealt(Context, Protocol):
-    """Between whom heads were shared, and how."""
+    """What backward needs: between which ranks heads were shared, and how."""
 
     shares: HeadShares
     group: Group

@@ -35,7 +35,7 @@ _GRANULE_BYTES = 2 << 20  # smaller allocations share a block with others, and a
 
 
 class DriverError(RuntimeError):
-    """With the driver's word for what went wrong, and its number."""
+    """An error of the driver, with its word for what went wrong and its number."""
 
     def __init__(self, why: str, code: int = 0) -> None:
         super().__init__(why)
@@ -80,7 +80,7 @@ class CudaPeers:
         torch.cuda.empty_cache()  # what the allocator keeps for later is no room for the driver
         num_bytes = elements * dtype.itemsize
         memory = torch.as_tensor(_Raw(_taken(num_bytes), num_bytes), device=self.device).view(dtype).zero_()
-        self.wait()  # before another process is told of it
+        self.wait()  # before another process learns of it
         return memory
 
     def free(self, memory: Tensor) -> None:
@@ -88,7 +88,7 @@ class CudaPeers:
         _call("cuMemFree_v2", ctypes.c_uint64(memory.data_ptr()))
 
     def lend(self, memory: Tensor) -> bytes:
-        """As `PeerMemory.lend`: the driver's handle, and behind it which GPU this is."""
+        """As `PeerMemory.lend`: the driver's handle, and after it which GPU this is."""
         handle = _Handle()
         _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(memory.data_ptr()))
         return bytes(handle) + _bus_id()
@@ -101,7 +101,7 @@ class CudaPeers:
         return address.value
 
     def give_back(self, address: int) -> None:
-        """Of a process that has died, too: what the driver says then changes nothing."""
+        """Give memory back, also that of a process that has died: what the driver says then changes nothing."""
         try:
             _call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
         except RuntimeError as error:

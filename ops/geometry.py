@@ -18,8 +18,8 @@ class Geometry:
     vae_stride: tuple[int, int, int] = (4, 8, 8)
     patch: tuple[int, int, int] = (1, 2, 2)
     causal: bool = True  # causal VAEs keep the first frame alone, so legal frame counts are stride*k + 1
-    # Of a VAE that codes so many frames at a time, each chunk for itself: what is left of a clip is whole latents, or
-    # the one frame of a picture. 0: none does
+    # Frames of a VAE's chunks where it codes each for itself: what is left of a clip is whole latents, or
+    # the one frame of a picture. 0: it does not
     chunk: int = 0
 
     def latent_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
@@ -50,7 +50,7 @@ class Geometry:
         return -(-self.chunk // self.vae_stride[0])
 
     def frames_of(self, latents: int) -> int:
-        """Frames of a clip of so many latent frames: the inverse of `latent_grid`."""
+        """Frames of a clip of `latents` latent frames: the inverse of `latent_grid`."""
         stride = self.vae_stride[0]
         if self.chunk:
             full, rest = divmod(latents, self.latents_of_chunk)

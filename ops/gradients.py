@@ -32,7 +32,7 @@ class Gradients(Protocol):
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:
-        """[hi - lo], a view of a part of the own range of the bounds: behind `finish` the sum over all workers."""
+        """[hi - lo], a view of a part of the own range of the bounds: after `finish` the sum over all workers."""
         ...
 
     def form(self, group: Group, bounds: Bounds) -> None:
@@ -40,7 +40,7 @@ class Gradients(Protocol):
         ...
 
     def leave(self) -> None:
-        """The generation has ended: write into nobody's memory any more. Any number of times."""
+        """The generation has ended: write into no other worker's memory any more. Any number of times."""
         ...
 
     def release(self) -> None:
@@ -52,7 +52,7 @@ class Gradients(Protocol):
         ...
 
     def received(self, index: int) -> None:
-        """Parameter `index` has its gradient of the running backward pass. Waits for nobody's computation."""
+        """Parameter `index` has its gradient of the running backward pass. Waits for no other worker's computation."""
         ...
 
     def add(self, index: int, gradient: Tensor) -> None:
@@ -72,8 +72,8 @@ class Gradients(Protocol):
         ...
 
     def used(self, lo: int, hi: int) -> None:
-        """Nobody needs [lo, hi), a part of the own range, in this step any more. Comes before this worker shares the
-        parameters of that range: who has all parameters knows that all of the gradient was used."""
+        """No worker needs [lo, hi), a part of the own range, in this step any more. Comes before this worker shares the
+        parameters of that range: a worker that has all parameters knows that all of the gradient was used."""
         ...
 
     def drop(self) -> None:

@@ -43,7 +43,7 @@ class _Creation:
 
     done: threading.Event = field(default_factory=threading.Event)
     connecting: bool = False  # in a constructor, which nothing can stop
-    process_group: dist.ProcessGroup | None = None  # until a Group has it: nobody else holds its connections open
+    process_group: dist.ProcessGroup | None = None  # until a Group has it: nothing else holds its connections open
     error: BaseException | None = None
 
 
@@ -132,7 +132,7 @@ class Groups:
         if group is None:
             raise ValueError(f"bag {members} cannot be left: it is not connected.")
         what = f"leaving bag {members} of generation {self.generation}"
-        if group.failure:  # nobody could ask it later
+        if group.failure:  # nothing could ask it later
             raise GroupError(f"{what}: it has {group.failure}.")
         store = dist.PrefixStore(self._name(members), self._store)
         if not self._meet(store, "left", group.rank, group.size):
@@ -195,7 +195,7 @@ class Groups:
         for thread in self._threads:  # one that drops the last reference during interpreter exit ends in SIGABRT
             stuck = any(one.connecting and not one.done.is_set() for one in creations)
             thread.join(0.2 if stuck else max(0.2, deadline - time.monotonic()))
-        for creation in creations:  # who was about to take it has raised, and his error may still hold the creation
+        for creation in creations:  # the one that was to take it has raised, and its error may still hold the creation
             creation.process_group = None
         self._creations.clear()
 

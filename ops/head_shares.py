@@ -48,7 +48,7 @@ class HeldShare:
 class Copies:
     """For each head at most one of the ranks that get its keys and values: where own rows of them are in what is sent.
 
-    The first of a list has all heads, the others those that so many ranks share.
+    The first of a list has all heads, the k-th those that at least k ranks share.
     """
 
     heads: Tensor  # int64
@@ -95,8 +95,8 @@ def deal(heads: int, degree: int) -> list[list[Share]]:
 def shares_of(
     rows: Sequence[int], rank: int, places: np.ndarray, lengths: Lengths, heads: int, device: torch.device
 ) -> HeadShares:
-    """Of a bag whose ranks hold `rows` rows each; `places` int64 [N] are those of all of them, rank by rank, in packed
-    sequences of these lengths."""
+    """The shares of a bag whose ranks hold `rows` rows each; `places` int64 [N] are those of all of them, rank by rank,
+    in packed sequences of these lengths."""
     return _Dealing(rows, rank, places, lengths, heads, device).made()
 
 
@@ -135,7 +135,7 @@ class _Dealing:
         )
 
     def _cut(self, part: int) -> np.ndarray:
-        """int64 [S]: the first query of each sequence behind `part` / k of them. The sequence's number turns what is
+        """int64 [S]: the first query of each sequence after `part` / k of them. The sequence's number turns what is
         rounded, so that many short ones do not all burden one rank."""
         turn = np.arange(len(self.lengths)) % self.degree
         cut: np.ndarray = (self.lengths * part + turn) // self.degree

@@ -1,7 +1,7 @@
 """One process of a node lends its NodeMemory to others, and can end those that must not write into it any more.
 
     lender = Lender(memory)                  # one process
-    memory = borrow(lender.number)           # others of the same node and user, told the number in any way
+    memory = borrow(lender.number)           # others of the same node and user, given the number in any way
     lender.fence(keep={4711})                # every other borrower that has not given it back is ended by SIGKILL
     lender.close()                           # lends no more; borrowed memory stays what it is
 
@@ -74,8 +74,8 @@ class Lender:
 
     def fence(self, keep: set[int], timeout_s: float = 10.0, grace_s: float = 0.0) -> tuple[int, ...]:
         """SIGKILL every borrower whose pid is not in `keep`; returns their pids once they are gone, and with them their
-        locks and their mappings. Who gives back within `grace_s` is left alone. Raises TimeoutError when one is still
-        there after `timeout_s`."""
+        locks and their mappings. A borrower that gives back within `grace_s` is left alone. Raises TimeoutError when
+        one is still there after `timeout_s`."""
         patience = time.monotonic() + grace_s
         while time.monotonic() < patience and set(self.borrowers) - keep:
             time.sleep(_LOOK_S)
@@ -167,7 +167,7 @@ class BorrowedMemory(NodeMemory):
 
 
 def new_number() -> int:
-    """For one lender, among all of a node."""
+    """A number for one lender, among all of a node."""
     return secrets.randbelow(_NUMBERS - 1) + 1
 
 

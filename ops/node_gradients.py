@@ -46,7 +46,7 @@ class NodeGradients:
 
     @property
     def sum(self) -> NodeSum:
-        """Of this generation."""
+        """The sum of this generation."""
         return self._sum
 
     @property
@@ -127,7 +127,7 @@ class NodeGradients:
                 self._exchange([(min(hi, lo + start), min(hi, lo + start + exchange)) for lo, hi in self._bounds])
 
     def used(self, lo: int, hi: int) -> None:
-        """Zero it for the next step, which nobody begins before all parameters have come."""
+        """Zero it for the next step, which no worker begins before all parameters have come."""
         self._sum.part(lo, hi).zero_()
 
     def drop(self) -> None:
@@ -136,7 +136,7 @@ class NodeGradients:
         meet(self._group, self._device)
 
     def _exchange(self, pieces: Bounds) -> None:
-        """Send this node's sum of other nodes' pieces, and add theirs of mine, in the order of their ranks."""
+        """Send this node's sum of other nodes' pieces, and add theirs of this rank's, in the order of their ranks."""
         rank, size = self._group.rank, self._group.size
         lengths = [hi - lo for lo, hi in pieces]
         mine = self._sum.part(*pieces[rank])
@@ -152,5 +152,5 @@ class NodeGradients:
         )
         for part in received.view(len(senders), lengths[rank]):
             mine.add_(part.to(mine.device))
-        for part in parts:  # sent: everybody waits for the all-reduce of norm and loss before the next addition
+        for part in parts:  # sent: every worker waits for the all-reduce of norm and loss before the next addition
             part.zero_()

@@ -34,7 +34,7 @@ class NodeMemory:
     """Bytes that every process with a mapping of the same memory reads and writes; zero at first."""
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        """Map the memory behind a descriptor, which belongs to this object from now on."""
+        """Map the memory of a descriptor, which belongs to this object from now on."""
         self.descriptor, self.num_bytes = descriptor, num_bytes
         try:
             self.buffer = mmap.mmap(descriptor, num_bytes)
@@ -87,7 +87,7 @@ class NodeMemory:
 
     @property
     def taken_bytes(self) -> int:
-        """Of all its pages."""
+        """Bytes of all pages that its file has taken."""
         return os.fstat(self.descriptor).st_blocks * 512
 
     def _allocate(self, name: str, lo: int, hi: int) -> None:
@@ -128,7 +128,8 @@ class RangeLock:
         return True
 
     def acquire(self, lo: int, hi: int, check: Callable[[], None]) -> None:
-        """Lock [lo, hi) as soon as nobody else has a part of it. `check` is called while it waits, and may raise."""
+        """Lock [lo, hi) as soon as no other process has a part of it. `check` is called while it waits, and may
+        raise."""
         pause = _PAUSES_S[0]
         while not self.try_acquire(lo, hi):
             check()

@@ -1,14 +1,14 @@
 """Trained parameters once per node: one flat vector in host memory that its workers map, fetched block by block.
 
 Each worker writes the new values of its own range straight into its node's vector; inside a node nothing is sent. Of
-other nodes' ranges each goes once to one worker of this node, who writes it there for all. Where workers compute with
+other nodes' ranges each goes once to one worker of this node, which writes it there for all. Where workers compute with
 host memory itself (CPUs) a parameter is a view of the vector. A GPU has the parameters outside of blocks as copies, and
 a block's while it runs: forward and, where its activations are computed again, backward fetch them (`BlockPlace`).
 The gradients of a block's parameters go to the gradient as backward makes them, and stay nowhere.
 
-Who reads half-written values? Nobody. Owners write when all workers have voted, behind their last backward pass, and no
-worker computes before all have met behind the writing. The vector is new in each generation: what a worker that died or
-was stopped in the middle left half-written, or writes later, is in no vector that anybody reads again. State comes from
+Who reads half-written values? Nobody. Owners write when all workers have voted, after their last backward pass, and no
+worker computes before all have met after the writing. The vector is new in each generation: what a worker that died or
+was stopped in the middle left half-written, or writes later, is in no vector that is read again. State comes from
 shards, whose copies are their keepers'.
 """
 
@@ -87,8 +87,8 @@ class NodeParameters:
         place: BlockPlace,
         received: Received,
     ) -> None:
-        """`named` are the trained parameters; `received` is told the gradients of those in blocks. Raises ValueError
-        for a module that does not run in blocks, or of whose blocks some parameters are not trained."""
+        """`named` are the trained parameters; `received` is called with the gradients of those in blocks. Raises
+        ValueError for a module that does not run in blocks, or of whose blocks some parameters are not trained."""
         self._parameters, self._layout = [parameter for _, parameter in named], layout
         self._device = self._parameters[0].device
         self._place, self._received = place, received
@@ -178,7 +178,8 @@ class NodeParameters:
     # -- memory --------------------------------------------------------------------------------------------------------
 
     def _let_go(self) -> None:
-        """Of the last vector, or of the parameters that came with the module. They keep their shapes, and no values."""
+        """Let go of the last vector, or of the parameters that came with the module. They keep their shapes, and no
+        values."""
         self._place.settle()
         self._place.let_go()
         for index, parameter in enumerate(self._parameters):
@@ -203,8 +204,8 @@ class NodeParameters:
                 self._parameters[index].copy_(views[index])
 
     def _exchange(self, pieces: Bounds) -> None:
-        """Send my piece to a worker of each other node, and write those that come: the way of a node's gradients
-        (`routes`), back."""
+        """Send this rank's piece to a worker of each other node, and write those that come: the way of a node's
+        gradients (`routes`), back."""
         rank, size = self._group.rank, self._group.size
         lengths = [hi - lo for lo, hi in pieces]
         readers = [other for other in range(size) if rank in self._sends[other]]

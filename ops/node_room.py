@@ -22,7 +22,7 @@ def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
 
 
 def shared_room(directory: Path = _SHARED) -> int | None:
-    """Bytes of /dev/shm in all, taken or not; None where there is none. Docker gives 64 MiB unless told otherwise."""
+    """Bytes of /dev/shm in all, taken or not; None where there is none. Docker gives 64 MiB unless set otherwise."""
     try:
         stat = os.statvfs(directory)
     except OSError:
@@ -31,7 +31,7 @@ def shared_room(directory: Path = _SHARED) -> int | None:
 
 
 class _GpuMemory(ctypes.Structure):
-    """nvmlMemory_v2_t, in bytes. What is reserved belongs to the driver, and is in no total that CUDA tells."""
+    """nvmlMemory_v2_t, in bytes. What is reserved belongs to the driver, and is in no total that CUDA reports."""
 
     _fields_ = (
         ("version", ctypes.c_uint),

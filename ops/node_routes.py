@@ -33,7 +33,7 @@ def routes(nodes: Sequence[int]) -> list[tuple[int, ...]]:
 
 
 def peers(nodes: Sequence[int]) -> list[int]:
-    """With how many ranks of other nodes each rank exchanges by `routes`.
+    """The number of ranks of other nodes that each rank exchanges with by `routes`.
 
     >>> peers([0] * 8 + [1] * 8 + [2] * 8) == [2] * 24, peers([0, 0, 0, 1])
     (True, [1, 1, 1, 3])

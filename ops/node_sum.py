@@ -52,11 +52,11 @@ class NodeSum(Protocol):
         ...
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Add a parameter's gradient, of the slot's shape. Waits for nobody's computation."""
+        """Add a parameter's gradient, of the slot's shape. Waits for no other worker's computation."""
         ...
 
     def flush(self) -> None:
-        """All that was added here is in the sum for who has met this worker since (on a GPU: in the stream)."""
+        """All that was added here is in the sum for a worker that has met this one since (on a GPU: in the stream)."""
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:
@@ -64,7 +64,7 @@ class NodeSum(Protocol):
         ...
 
     def leave(self) -> None:
-        """This worker writes into nobody's memory any more. Any number of times."""
+        """This worker writes into no other worker's memory any more. Any number of times."""
         ...
 
     def release(self) -> None:
@@ -79,7 +79,7 @@ class SharedSum:
     name = "memory that the workers of a node share"
 
     def __init__(self, total: int, dtype: torch.dtype) -> None:
-        """Of a flat vector [total] of gradients."""
+        """The sum of a flat vector [total] of gradients."""
         self._total, self._dtype = total, dtype
         self.memory = torch.empty(0, dtype=dtype)
         self._group = Group.solo()
@@ -114,14 +114,14 @@ class SharedSum:
         return self.memory[lo:hi]
 
     def leave(self) -> None:
-        """Let the memory go: it lives until nobody has it."""
+        """Let the memory go: it lives until no process has it."""
         self._waiting.clear()
         if self._lock is not None:
             self._lock.close()
         self._lock, self.memory = None, torch.empty(0, dtype=self._dtype)
 
     def release(self) -> None:
-        """Nothing: memory of the last generation is nobody's."""
+        """Nothing: memory of the last generation belongs to no worker."""
 
     def _added(self, slot: Slot, gradient: Tensor) -> bool:
         """Add unless another worker is at the same parameter."""
@@ -154,7 +154,7 @@ class SharedSum:
 
 
 def share(group: Group, name: str, num_bytes: int, device: torch.device | None = None) -> NodeMemory:
-    """New memory of my node, zero: made by its first rank, mapped by its others when this returns. Collective;
+    """New memory of this node, zero: made by its first rank, mapped by its others when this returns. Collective;
     `device` is that of the group's collectives.
 
     Raises MemoryError on all workers when a node has no room, ConnectionError.
@@ -186,7 +186,7 @@ def share(group: Group, name: str, num_bytes: int, device: torch.device | None =
 
 
 def fellows_of(group: Group) -> list[int]:
-    """The ranks of my node, myself included."""
+    """The ranks of this node, this one included."""
     return [rank for rank in range(group.size) if group.nodes[rank] == group.nodes[group.rank]]
 
 

@@ -35,7 +35,7 @@ _LENGTH_BYTES = 8  # at the beginning of the memory: how long the table of tenso
 _TRIES = 20  # that a lender may end or refuse while it is asked
 _PAUSE_S = 0.05
 _HOLDERS = 128  # processes of a node that lend what they have mapped; a look at an address without one takes 0.01 ms
-_PATIENCE_S = 3600.0  # for who reads
+_PATIENCE_S = 3600.0  # for a process to read all
 
 
 class ReadTensor(NamedTuple):
@@ -97,7 +97,7 @@ class NodeWeights:
         return torch.frombuffer(self._memory.buffer, dtype=torch.uint8)
 
     def _lend(self, address: socket.socket, number: int) -> None:
-        """Serve the memory to who asks for it from now on."""
+        """Serve the memory to every process that asks for it from now on."""
         self._lender = Lender(self._memory, number, address)
 
 
@@ -111,7 +111,7 @@ def _holders(key: str) -> Iterator[int]:
 
 
 def _memory_with_address(key: str, read: ReadWeights) -> tuple[NodeMemory, bool]:
-    """Memory of one that has mapped it and lives, else what is read here now, and whether it was read: for who has the
+    """Memory of one that has mapped it and lives, else what is read here now, and whether it was read: for the process that has the
     address of the key."""
     for number in _holders(key):
         with contextlib.suppress(ConnectionError):  # nobody has this address, or who has it ends
@@ -120,7 +120,7 @@ def _memory_with_address(key: str, read: ReadWeights) -> tuple[NodeMemory, bool]
 
 
 def _memory_of(found: Mapping[str, ReadTensor]) -> NodeMemory:
-    """New memory with a table of the tensors, and them behind it, each copied once."""
+    """New memory with a table of the tensors, and the tensors after it, each copied once."""
     table: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, bytes from the end of the table
     offsets: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype], int] = {}
     end = 0

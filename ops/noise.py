@@ -30,7 +30,7 @@ class NoiseKey:
 
     @classmethod
     def of(cls, seed: int, step: int, sample: str) -> NoiseKey:
-        """Of the sample with this key at this step."""
+        """The noise key of the sample with the key `sample` at this step."""
         digest = hashlib.blake2b(f"{seed}/{step}/noise/{sample}".encode(), digest_size=16).digest()
         return cls(int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"))
 

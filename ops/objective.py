@@ -35,7 +35,8 @@ class Objective(Protocol):
     """What a family's transformer is trained by."""
 
     def draw(self, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float]) -> float:
-        """The level of the sample `key`, of so many tokens, at `step`; where there are two experts, within `sigmas`."""
+        """The level of the sample `key`, of `tokens` tokens, at `step`; where there are two experts, within
+        `sigmas`."""
         ...
 
     def noisy(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ class Objective(Protocol):
         ...
 
     def times(self, levels: Tensor) -> Tensor:
-        """[S] -> what the transformer is told of the levels."""
+        """[S] -> the levels as the transformer takes them."""
         ...
 
 
@@ -111,7 +112,7 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
 def draw_sigma(
     config: FlowConfig, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float] = (0.0, 1.0)
 ) -> float:
-    """The noise level of the sample `key`, of so many tokens, at `step`: in [0, 1], after the shift.
+    """The noise level of the sample `key`, of `tokens` tokens, at `step`: in [0, 1], after the shift.
 
     With `sigmas` [low, high) it is the first of the draws that lies there: the density keeps its form, so that two
     experts together see what one transformer for all would see. Raises ValueError where none of many does.
@@ -130,7 +131,7 @@ def draw_sigma(
 def draw_expert(
     config: FlowConfig, seed: int, step: int, item: str, tokens: int, experts: Sequence[tuple[float, float]]
 ) -> int:
-    """Which of these intervals of noise levels [low, high), that cover all, the clips of an item, of so many tokens
+    """Which of these intervals of noise levels [low, high), that cover all, the clips of an item, of `tokens` tokens
     each, are trained at in this step: the one that a level drawn for the item lies in. Levels of its clips are then
     drawn within it (`draw_sigma`), so that over all steps a clip sees every level as often as with one transformer."""
     if len(experts) == 1:

@@ -94,7 +94,7 @@ class OwnGradients:
         self._cut(group, bounds)
 
     def leave(self) -> None:
-        """Nothing: nobody else has it."""
+        """Nothing: no other worker has it."""
 
     def release(self) -> None:
         """Nothing: all of it is PyTorch's."""

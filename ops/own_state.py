@@ -44,11 +44,11 @@ class OwnState:
         self._banks: ShardBanks | None = None
         self._lo = self._hi = 0
         self._export: ShardExport | None = None  # whose copy may still be reading the state
-        self.held_up_s = 0.0  # that updates and exports took longer as others count on the state; set to 0 by who reads
+        self.held_up_s = 0.0  # longer updates and exports, as others count on the state; its reader sets it to 0
 
     @property
     def in_banks(self) -> bool:
-        """It lies in the memory of its node."""
+        """Whether the state lies in the memory of its node."""
         return self._banks is not None and self.copy_arrays is None
 
     def form(self, banks: ShardBanks | None) -> None:
@@ -59,7 +59,7 @@ class OwnState:
         self._banks, self.arrays, self._coming = banks, {}, {}
 
     def begin(self, master: Tensor) -> None:
-        """With these weights, before any update; the tensor becomes part of the state."""
+        """Begin with these weights, before any update; the tensor becomes part of the state."""
         self.arrays = {"master": master, "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
         if "ema" in self.names:
             self.arrays["ema"] = master.clone()
@@ -96,8 +96,8 @@ class OwnState:
     # -- an update -----------------------------------------------------------------------------------------------------
 
     def open(self, check: Check) -> None:
-        """The next version is about to be written. Waits for a copy that reads this one, and until nobody needs what is
-        in the bank that it goes into; `check` is called meanwhile, and may raise."""
+        """The next version is about to be written. Waits for a copy that reads this one, and until nothing needs what
+        is in the bank that it goes into; `check` is called meanwhile, and may raise."""
         self.settle()
         self._coming = self.arrays
         if self.in_banks:
@@ -152,7 +152,7 @@ def copied(
     check: Check,
 ) -> ShardExport:
     """A copy of a state that lies elsewhere, as the version after `step`: in the next bank, or in memory of its own.
-    Waits until nobody needs what is in that bank."""
+    Waits until nothing needs what is in that bank."""
     if banks is None:
         into = {name: torch.empty_like(array, device="cpu") for name, array in arrays.items()}
         return ShardExport(shard=shard_of(into), wait=copy(arrays, into))

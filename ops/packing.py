@@ -64,7 +64,7 @@ class Exchange:
         return len(self.rows)
 
     def shared(self, heads: int) -> HeadShares:
-        """How so many heads are dealt where the degree does not divide them; made for the first layer that asks."""
+        """How `heads` heads are dealt where the degree does not divide them; made for the first layer that asks."""
         if heads not in self._shared:
             device = self.gather.device
             self._shared[heads] = shares_of(self.rows, self.rank, self.places, self.lengths, heads, device)
@@ -132,8 +132,8 @@ class Layout:
 
     @property
     def _runs(self) -> tuple[list[int], list[int]]:
-        """Of the local rows of each sequence those of clean frames, then the others: (their number, their row of the
-        modulation tables), as `times` has them."""
+        """The local rows of each sequence in two runs, those of clean frames, then the others: (their number, their row
+        of the modulation tables), as `times` has them."""
         rows, order = self._chunks[self.rank], np.arange(len(self))
         if not self.has_clean_frames:
             return rows.tolist(), order.tolist()
@@ -201,7 +201,7 @@ class Layout:
 
     @cached_property
     def stream_segments(self) -> Segments:
-        """The same where video and text have modulation rows of their own, those of the text behind the others."""
+        """The same where video and text have modulation rows of their own, those of the text after the others."""
         lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
         return Segments.packed(lengths, device=self.device)
 

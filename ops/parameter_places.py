@@ -56,11 +56,11 @@ class BlockCopies(Protocol):
     def unpin(self, memory: Tensor) -> None: ...
 
     def copy(self, targets: Sequence[Tensor], sources: Sequence[Tensor], turn: int) -> None:
-        """Copy into a buffer, behind what was launched so far, beside what will be."""
+        """Copy into a buffer, after what was launched so far, beside what will be."""
         ...
 
     def arrived(self, turn: int) -> None:
-        """What is launched next comes behind the last copy into this buffer."""
+        """What is launched next comes after the last copy into this buffer."""
         ...
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class BlockBuffers:
             self._memory = None
 
     def fetch(self, block: int) -> list[Tensor]:
-        """As `BlockPlace.fetch`. Begins to copy the block that is expected behind it."""
+        """As `BlockPlace.fetch`. Begins to copy the block that is expected after it."""
         turn = self._turn_of(block)
         if turn is None:
             turn = 1 - self._turn
@@ -146,7 +146,7 @@ class BlockBuffers:
         self._has[turn] = Fetched(block, tuple(sources), values)
 
     def _expected_behind(self, block: int) -> int | None:
-        """What came the last time behind this block and the one before it; several calls of one count as one."""
+        """What came the last time after this block and the one before it; several calls of one count as one."""
         if self._before is None:
             self._before = (-1, block)
         elif self._before[1] != block:

@@ -1,10 +1,10 @@
 """A node's gradient in the memory of its GPUs: each holds the ranges that it is home to, the others write into them.
 
-A gradient is copied to one of two staging buffers, behind which backward may reuse its memory, and pushed from there
+A gradient is copied to one of two staging buffers, after which backward may reuse its memory, and pushed from there
 into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
-memory cannot be lent and taken back at will: it may go only when nobody maps it. So every worker serves the handle of
-its part by a `Lender`, who knows which processes have it, also when they die; a worker that leaves gives back what it
-borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
+memory cannot be lent and taken back at will: it may go only when no process maps it. So every worker serves the handle
+of its part by a `Lender`, which knows which processes have it, also when they die; a worker that leaves gives back what
+it borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
 
 What a device does is `PeerMemory`, a thin shell (ops.cuda_memory); all decisions are here, and tested without a GPU.
 """
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 _PAGE = struct.Struct("q1024s")  # length of a handle, and the handle
 _NO_ROOM = -1  # in place of the number by which a part is borrowed
-_GRACE_S = 10.0  # for a worker that is in no generation any more to give back; who goes on has given back already
+_GRACE_S = 10.0  # for a worker that is in no generation any more to give back; one that goes on has given back already
 
 
 class PeerMemory(Protocol):
@@ -53,7 +53,7 @@ class PeerMemory(Protocol):
 
     def borrow(self, handle: bytes) -> int:
         """The address here of another process's memory. Raises RuntimeError where this device cannot reach it, or where
-        additions of several devices to it would be lost, OSError where nobody knows."""
+        additions of several devices to it would be lost, OSError where that is not known."""
         ...
 
     def give_back(self, address: int) -> None: ...
@@ -63,11 +63,11 @@ class PeerMemory(Protocol):
         ...
 
     def push(self, staged: Tensor, address: int, turn: int) -> None:
-        """Add staged [n] to memory at the address, behind what was launched, beside what will be."""
+        """Add staged [n] to memory at the address, after what was launched, beside what will be."""
         ...
 
     def pushed(self) -> None:
-        """What is launched next comes behind all pushes."""
+        """What is launched next comes after all pushes."""
         ...
 
     def wait(self) -> None:
@@ -76,21 +76,22 @@ class PeerMemory(Protocol):
 
 
 class PeerSum:
-    """A part of it on each GPU of the node."""
+    """The sum of a node's gradients, with a part of it on each GPU of the node."""
 
     name = "the memory of the node's GPUs"
 
     def __init__(
         self, total: int, dtype: torch.dtype, staged_dtype: torch.dtype, peers: PeerMemory, stage: int = STAGE
     ) -> None:
-        """Of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at most."""
+        """The sum of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at
+        most."""
         self._total, self._dtype, self._peers = total, dtype, peers
         self._stage, self._staged_dtype = stage, staged_dtype
         self.buffers: list[Tensor] = []
         self._turn = 0
-        self._held: dict[tuple[int, int], int] = {}  # my ranges, and where each begins in `memory`
+        self._held: dict[tuple[int, int], int] = {}  # this rank's ranges, and where each begins in `memory`
         self._targets: list[tuple[int, int, int]] = []  # (lo, hi) of all ranges in their order, and the address of lo
-        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as I have them
+        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as this rank has them
         self._lender: Lender | None = None
         self.memory = torch.empty(0, dtype=dtype, device=peers.device)
 
@@ -134,7 +135,7 @@ class PeerSum:
         self._held = dict(zip(ranges, starts, strict=True))
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Push it into the parts that it touches."""
+        """Push the gradient into the parts that it touches."""
         flat = gradient.reshape(-1)
         for lo, hi, address in self._targets:
             first, last = max(lo, slot.lo), min(hi, slot.hi)
@@ -165,8 +166,8 @@ class PeerSum:
             page.close()  # the owner counts this process no more
 
     def release(self) -> None:
-        """Free the own part when nobody has it, and the staging buffers. Raises TimeoutError when a process can neither
-        give back nor end."""
+        """Free the own part when no process has it, and the staging buffers. Raises TimeoutError when a process can
+        neither give back nor end."""
         if self._lender is not None:
             self._lender.fence(keep={os.getpid()}, grace_s=_GRACE_S)
             self._lender.close()
@@ -199,7 +200,7 @@ class PeerSum:
         return address
 
     def _try_all(self, group: Group, ends: Sequence[int]) -> None:
-        """Write a one behind every worker's part, and look whether all of the node have come."""
+        """Write a one after every worker's part, and look whether all of the node have come."""
         failure = ""
         try:
             one = torch.zeros(ALIGN, dtype=self._staged_dtype)
@@ -221,7 +222,7 @@ class PeerSum:
     # -- additions -----------------------------------------------------------------------------------------------------
 
     def _push(self, part: Tensor, address: int) -> None:
-        """Blocks are aligned and whole: zeros before and behind are added to what lies there."""
+        """Blocks are aligned and whole: zeros before and after are added to what lies there."""
         lead = address % ALIGN_BYTES // self._dtype.itemsize
         end = lead + part.numel()
         self._turn = 1 - self._turn

@@ -1,6 +1,6 @@
 """In how many bits a GPU multiplies fp32 numbers: TF32 for a process, and never for what is called precise.
 
-TF32 rounds the numbers that are multiplied to 10 bits behind the point, and adds the products in fp32; a GPU does that
+TF32 rounds the numbers that are multiplied to 10 bits after the point, and adds the products in fp32; a GPU does that
 eight times as fast (NVIDIA A100 whitepaper, 2020). On a CPU nothing here has an effect.
 """
 

@@ -58,7 +58,7 @@ class SamplerConfig:
 class SampleRequest:
     """One clip to make. `text` [L, text_dim] is its prompt's embedding.
 
-    Image to video: `condition` [tokens, Q] is what stands behind the noisy features of each token, `image`
+    Image to video: `condition` [tokens, Q] is what stands after the noisy features of each token, `image`
     [image tokens, image_dim] the embedding of the first frame. Or `first` [tokens of a frame, P] are the tokens of the
     first latent frame, which the transformer gets as they are. A `hint_share` of `hint` [tokens of a frame, P] is mixed
     into the noise of every latent frame.
@@ -108,8 +108,8 @@ def sample_latents(
 
     All requests are packed into one batch. Collective: every rank of `group` calls it with equal arguments.
     `negative` [L, text_dim] is what guidance moves away from, usually the embedding of the empty prompt, and
-    `negative_pooled` its vector where requests have one. Weights that take guidance as an input are told its scale and
-    need no negative. `half` are the ranks of `group` before or behind its middle, to which this one belongs: the first
+    `negative_pooled` its vector where requests have one. Weights that take guidance as an input get its scale and
+    need no negative. `half` are the ranks of `group` before or after its middle, to which this one belongs: the first
     half computes with the prompt while the other does with the negative; without guidance it is not used. With `low`,
     `dit` is for the noise levels from its boundary on. Raises ValueError when clips of a batch cross it in other steps.
     """
@@ -184,7 +184,7 @@ class _Halves:
         if 2 * own.size != whole.size or whole.rank % own.size != own.rank:
             raise ValueError(
                 f"rank {own.rank} of {own.size} is in no half of a group of {whole.size} in which it has rank "
-                f"{whole.rank}. Give the ranks before or behind its middle, in their order."
+                f"{whole.rank}. Give the ranks before or after its middle, in their order."
             )
         return _Halves(own, whole, whole.rank < own.size)
 
@@ -210,7 +210,8 @@ def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, confi
 
 
 def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:
-    """Of a clip of so many tokens, for each step: the time, and x becomes keep * x + change * prediction."""
+    """The steps of a clip of `tokens` tokens, each as three numbers: the time, and x becomes keep * x + change *
+    prediction."""
     if diffusion is not None:
         return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
     first = 1 - 1 / config.num_train_timesteps if config.whole_times else 1.0
@@ -242,11 +243,11 @@ def _linear_then_quadratic(steps: int) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Prompts:
-    """What the transformer is told in every step."""
+    """What the transformer gets in every step."""
 
     layout: Layout
     text: Tensor
-    told: Tensor | None  # [n, Q]: behind the noisy features of this rank's rows
+    told: Tensor | None  # [n, Q]: after the noisy features of this rank's rows
     conditions: Conditions
 
     @staticmethod

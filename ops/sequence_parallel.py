@@ -75,7 +75,7 @@ def heads_to_rows(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -
 
 
 class _Ends(Context, Protocol):
-    """Between whom the heads were exchanged."""
+    """What backward needs: between which ranks the heads were exchanged."""
 
     exchange: Exchange
     group: Group

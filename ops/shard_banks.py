@@ -1,7 +1,8 @@
 """The versions of one worker's range in the memory of its node (ops.state_memory), as that worker writes them.
 
 A worker writes the next version into another bank than the one that holds what others count on, and waits for that bank
-to be free: until the version before it is committed. A version that nobody counts on yet is updated where it is.
+to be free: until the version before it is committed. A version that no other process counts on yet is updated where it
+is.
 
     banks = ShardBanks(memory, generation)      # the bank that is held has the worker's range of the version
     target = banks.target(check)                # where the next version goes: another bank, or the current one
@@ -34,7 +35,7 @@ class ShardBanks:
         self.memory = memory
         self.current = order.held
         self._generation = generation
-        self._sealed: int | None = order.step  # step of the current version; None: nobody else counts on it
+        self._sealed: int | None = order.step  # step of the current version; None: no other process counts on it
 
     @property
     def is_sealed(self) -> bool:
@@ -62,7 +63,8 @@ class ShardBanks:
             pause = min(2 * pause, _PAUSES_S[1])
 
     def written(self, bank: int) -> None:
-        """A version that nobody counts on yet is in this bank, whole, or will be before it is sealed for others."""
+        """A version that no other process counts on yet is in this bank, whole, or will be before it is sealed for
+        others."""
         self.current, self._sealed = bank, None
 
     def seal(self, step: int) -> None:

@@ -53,7 +53,7 @@ class CopyArrays(Protocol):
 
 
 class CopyAtOnce:
-    """From any device; it has ended when the call returns."""
+    """A copy from any device; it has ended when the call returns."""
 
     def __call__(self, arrays: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> CopyWait:
         """As `CopyArrays`."""
@@ -66,16 +66,16 @@ class CopyAtOnce:
 
 
 class Pins(Protocol):
-    """A device that can be told to read and write host memory itself."""
+    """A device that can be made to read and write host memory itself."""
 
     def pin(self, memory: Tensor) -> None: ...
     def unpin(self, memory: Tensor) -> None: ...
 
 
 class PinnedTargets:
-    """Host memory that a device has been told of, once for the copies that take turns in it: what the last two went
+    """Host memory that is known to a device, once for the copies that take turns in it: what the last two went
     into. Pages of a bank that was used before these may go back to the node (`StateMemory.give`); a device that still
-    knew of it would go on to write into the old pages, which nobody reads."""
+    knew of it would go on to write into the old pages, which nothing reads."""
 
     def __init__(self, pins: Pins) -> None:
         self._pins = pins

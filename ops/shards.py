@@ -2,7 +2,7 @@
 
 All trainable parameters, in `named_parameters` order and without padding, are one vector of `total` elements. A worker
 owns [lo, hi) of it. Keepers, checkpoints and peers hold the same ranges, so going from N to M workers is arithmetic.
-Only tensors that NCCL sums or gathers have a few more elements behind the vector (`padding`), in no state and no file.
+Only tensors that NCCL sums or gathers have a few more elements after the vector (`padding`), in no state and no file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
 _ALIGN = 16  # elements: shards begin on a cache line
-_EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room behind it
+_EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room after it
 _PADDED = 1 << 13  # elements of the vector for each worker more: 0.2 % of it
 
 
@@ -94,7 +94,7 @@ def even_bounds(total: int, size: int) -> list[tuple[int, int]]:
 
 
 def padding(total: int) -> int:
-    """Elements behind a vector of `total`, by which that many workers have ranges of one length (`even_bounds`).
+    """Elements after a vector of `total`, by which that many workers have ranges of one length (`even_bounds`).
 
     >>> padding(1000) // 16, padding(1_400_000_000) // 16
     (64, 1024)

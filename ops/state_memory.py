@@ -4,7 +4,7 @@ The file has addresses for the whole flat vector three times over, and pages for
 has the four arrays of a state, and element i of an array is at the same place in it on every node. So ranges of workers
 may change, and a range that was a copy for another node may become a worker's own, without a byte being moved.
 
-A version of the state is written into a bank that holds nothing anybody needs, in place of being copied afterwards: the
+A version of the state is written into a bank that holds nothing still needed, in place of being copied afterwards: the
 bank of the committed version is not written to before the next version is committed. Two banks take turns; a third one
 is used while a checkpoint is written of a version, where the node has room for it.
 
@@ -66,7 +66,7 @@ class StateMemory:
     """Banks of one node. A bank's pages may be taken and given back by range; every process sees the same ones."""
 
     def __init__(self, memory: NodeMemory) -> None:
-        """Of memory that `reserve` has made, here or in another process."""
+        """Opens memory that `reserve` has made, here or in another process."""
         self.memory = memory
         self._order = np.frombuffer(memory.buffer, np.uint64, 1)
         self.present = np.frombuffer(
@@ -147,5 +147,5 @@ class StateMemory:
 
 
 def _array_bytes(total: int) -> int:
-    """From one array to the next, each on pages of its own."""
+    """Bytes from one array to the next, each on pages of its own."""
     return -(-total * _ITEM_BYTES // PAGE_BYTES) * PAGE_BYTES

@@ -245,7 +245,7 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
-        # by what was given, so that there is nothing to agree on with workers who name places
+        # by what was given, so that there is nothing to agree on with workers that name places
         self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
@@ -303,8 +303,8 @@ class FlatSync:
         part_weights: Sequence[float] | None = None,
         export: bool = False,
     ) -> StepResult:
-        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is told "reduce", "update",
-        "gather" and "snapshot" as they begin.
+        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is called with "reduce",
+        "update", "gather" and "snapshot" as they begin.
 
         `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
         `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
@@ -467,7 +467,7 @@ class FlatSync:
     # The step ---------------------------------------------------------------------------------------------------
 
     def _own_squares(self) -> list[float]:
-        """Of each part's elements in the own range."""
+        """The sum of squares of each part's elements in the own range."""
         found = []
         for lo, hi in self._parts:
             lo, hi = max(lo, self.lo), min(hi, self.hi)
@@ -516,7 +516,7 @@ class FlatSync:
         self.state.close()
 
     def _update_range(self, state: Mapping[str, Tensor], lo: int, lr: float, factor: float, updates: int) -> None:
-        """Of the state from element `lo` of the flat vector on; gives the parameters there their new values."""
+        """Update the state from element `lo` of the flat vector on; gives the parameters there their new values."""
         master = state["master"]
         adamw_(
             self.config,

@@ -23,7 +23,7 @@ from ops.packing import Layout
 class PassClip:
     """One sequence of the pass: what this rank holds of it, and whose random numbers it gets."""
 
-    rows: Tensor  # [n, P], this rank's rows of the clean latent; columns behind it are told to the model as they are
+    rows: Tensor  # [n, P], this rank's rows of the clean latent; the model gets the columns after it as they are
     text: Tensor  # [text tokens, E], whole
     key: str  # of its sample
     weight: float  # share of the step's loss; 0 for a clip that did not decode
@@ -59,8 +59,8 @@ def train_pass(
     """Adds this rank's part of the gradient to the parameters. Collective over the group.
 
     Noise and noise level of each clip are drawn by its key, for one of two experts within its `sigmas`. The first
-    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is told "forward" and
-    "backward" as they begin.
+    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is called with "forward"
+    and "backward" as they begin.
     """
     device = layout.device
     levels, noisy, target = [], [], []

@@ -5,7 +5,7 @@
     assert rules.most_peers(0) <= 11
 
 - A communicator is made by its first collective, which waits in it for all members and cannot be stopped, unless its
-  group was told to connect before; a constructor connects nothing. (ncclCommInitRank; NCCL User Guide, Creating a
+  group was asked to connect before; a constructor connects nothing. (ncclCommInitRank; NCCL User Guide, Creating a
   Communicator)
 - Collectives of several communicators on one device must be launched in one order by all devices that share them: two
   that each wait for the other never end. A launch that closes a circle raises before it hangs. (Using multiple NCCL
@@ -16,7 +16,7 @@
 - Every communicator costs memory for each peer as long as it lives, all-to-alls for those alone that get or send
   something (ProcessGroupNCCL sends nothing of size 0).
 - An error of a collective is not told by its wait, which returns with anything in the tensors: only by the
-  communicator, to who asks it or launches the next one. (Asynchronous errors and error handling)
+  communicator, to the one that asks it or launches the next one. (Asynchronous errors and error handling)
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Rules:
             now, before = (name, number), self._last.get(worker)
             if before is not None and self._reaches(now, before):
                 raise AgainstNccl(
-                    f"worker {worker} launches {facts[0]} {now} behind {before}; others launch them the other way round"
+                    f"worker {worker} launches {facts[0]} {now} after {before}; others launch them the other way round"
                 )
             if before is not None:
                 self._after[before].add(now)
@@ -147,7 +147,7 @@ class Rules:
         return self._open[worker]
 
     def partners(self, worker: int, members: tuple[int, ...]) -> set[int]:
-        """With whom the worker has exchanged by all-to-alls of a communicator of these members."""
+        """The workers that the worker has exchanged with by all-to-alls of a communicator of these members."""
         found = [met for (name, one), met in self._partners.items() if one == worker and self._members[name] == members]
         return set().union(*found)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("docs/map.md", "docs/words.md", "CONTRIBUTING.md")
+DOCUMENTS = ("docs/map.md", "docs/settings.md", "docs/words.md", "CONTRIBUTING.md")
 MOST_STATIONS = 10
 
 

@@ -179,7 +179,7 @@ def script(path: Path, text: str) -> Path:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_an_environment_without_pip_is_made_again(tmp_path: Path) -> None:
-    """Debian's venv leaves such a one where python3-venv is not installed."""
+    """Debian's venv leaves one without pip where python3-venv is not installed."""
     inside = script(tmp_path / "venv" / "bin" / "python", "exit 1")
     whole = script(tmp_path / "whole", "exit 0")
     outside = script(tmp_path / "python", f'case "$*" in "-m venv"*) cp {whole} {inside};; esac')

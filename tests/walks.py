@@ -81,7 +81,8 @@ def is_counted(station: Station) -> bool:
 
 
 def definitions(station: Station) -> list[ast.AST]:
-    """Of a method its class and itself, of a function itself; [] where there is none, or where it is inside another."""
+    """Its class and itself for a method, itself for a function; [] where there is none, or where it is inside
+    another."""
     found: list[ast.AST] = [parsed(station.file)]
     for name in station.function.split("."):
         inside = next((child for child in statements(found[-1]) if name in defined_by(child)), None)
@@ -97,7 +98,7 @@ def parsed(file: str) -> ast.Module:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Of the body of a module, class or function, also under its conditions."""
+    """Statements of the body of a module, class or function, also under its conditions."""
     for child in ast.iter_child_nodes(node):
         yield child
         if isinstance(child, ast.If | ast.Try | ast.With):
@@ -149,7 +150,7 @@ def is_nothing(statement: ast.stmt) -> bool:
 
 
 def plan_route() -> list[Station]:
-    """Of the cascade strategy, by tracing it."""
+    """The route of the cascade strategy, by tracing it."""
     from actors.plan.costs.profile_json import read_profile
     from actors.plan.schedule.problem import PlanOptions, Problem
     from actors.plan.strategies.cascade import CascadeSearch

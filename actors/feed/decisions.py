@@ -41,7 +41,7 @@ class BatchDecisions:
 
 
 def write_whole(path: Path, value: object) -> None:
-    """As JSON, whole or not at all, on disk when this returns."""
+    """Write as JSON, atomically; on disk when this returns."""
     torn = path.with_name(f"{path.name}.torn")
     with torn.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=1)

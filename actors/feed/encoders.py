@@ -26,16 +26,16 @@ class Encoders:
     max_length: int  # tokens
     chars_per_token: float
     latent_width: int = 0  # numbers per row of a result
-    latent_tail: int = 0  # rows behind those of the tokens
+    latent_tail: int = 0  # rows after those of the tokens
     text_width: int = 0
     most_text: int = 0  # token rows of a text result
     least_text: int = 0  # rows of the shortest caption: what it is padded to, or those of the first frame
-    picture_rows: int = 0  # of a text that are of the first frame: such a text is made of pixels, too
+    picture_rows: int = 0  # of a text that are of the first frame: that text is made of pixels, too
 
     @staticmethod
     def of(model: ModelConfig, device: str = "cpu", named: bool = True) -> Encoders:
-        """For a resolved model on a kind of device. Names hold every setting of an encoder, what it computes in, and
-        each of its files.
+        """The encoders of a resolved model on a kind of device. Names hold every setting of an encoder, what it
+        computes in, and each of its files.
 
         Without names no file is read; only a cache needs names.
         """
@@ -46,7 +46,7 @@ class Encoders:
         for how in ("channels_last", "compile"):  # the same latents but for rounding that no dtype promises
             del vae[how]
         frame = FirstFrame.of(model)
-        if frame.is_told:  # the result holds what is told of the first frame, too
+        if frame.is_told:  # the result holds the condition of the first frame, too
             image_path = model.image.path if model.image else None
             image_folders = [component(image_path, "image_encoder")] if named and image_path else []
             vae["first_frame"] = {

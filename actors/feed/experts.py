@@ -24,12 +24,12 @@ class ExpertDraw:
 
     @staticmethod
     def of(dit: DiTConfig, train: TrainConfig, geometry: Geometry) -> ExpertDraw:
-        """For a resolved transformer; of one without experts every item is of the only one."""
+        """The draw for a resolved transformer; of one without experts every item is of the only one."""
         sigmas = tuple(expert.sigmas for expert in dit.experts)
         return ExpertDraw(flow=train.flow, seed=train.seed, geometry=geometry, sigmas=sigmas)
 
     def of_item(self, step: int, item: str, tokens: int) -> int:
-        """The expert of the item with this id, whose clips have so many tokens."""
+        """The expert of the item with this id, whose clips have `tokens` tokens."""
         return draw_expert(self.flow, self.seed, step, item, tokens, self.sigmas)
 
     def routed(self, step: int, items: Sequence[Item]) -> tuple[Item, ...]:

@@ -47,7 +47,7 @@ class ItemCache:
         return CacheNames(latents=latent_keys(item, config, encoders.vae) if config.cache.latents else (), texts=texts)
 
     def named(self, names: CacheNames) -> tuple[Module, ...]:
-        """Modules that the cache has an entry of for every sample. Whether these can be read shows `results`."""
+        """Modules that the cache has an entry of for every sample. `results` shows whether these can be read."""
         wanted = {"vae": self._config.cache.latents, "text": self._config.cache.text}
         return tuple(
             module
@@ -56,8 +56,8 @@ class ItemCache:
         )
 
     def results(self, item: DataItem, names: CacheNames) -> dict[Module, list[PublishedResult]]:
-        """As a worker would have published them, of the modules of which all can be read and are what the encoder
-        makes."""
+        """The results as a worker would have published them, for the modules whose entries can all be read and are what
+        the encoder makes."""
         found = {module: self._read(module, item, names.of(module)) for module in self.named(names)}
         return {module: results for module, results in found.items() if results is not None}
 

@@ -43,7 +43,7 @@ class Silent(Exception):
 
 class Pulse:
     """Asks one actor, a question at a time. Nothing is held against an actor before its first answer, since it may
-    wait for room, nor for the time in which nobody looked."""
+    wait for room, nor for the time in which there was no look."""
 
     def __init__(self, name: str, ask: Callable[[], Ref[ProcessId]], silent_s: float) -> None:
         self._name, self._ask, self._silent_s = name, ask, silent_s

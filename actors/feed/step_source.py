@@ -88,7 +88,7 @@ class StepSource:
         self._asked_at: dict[int, float] = {}
         self._ready: dict[int, StepData] = {}
         self._positions: OrderedDict[int, Position] = OrderedDict()  # before each of the last steps
-        self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder is told of all of them
+        self._resized: list[SizesRecord] = []  # decisions on batch sizes: every feeder gets all of them
         self._furthest = -1  # the last step that any feeder was asked for
 
     def open(self, first_step: int, token: Position | None = None) -> DataCounts:
@@ -178,8 +178,8 @@ class StepSource:
         return self._ready[step]
 
     def _items_of(self, step: int) -> StepItems:
-        """With their samples, which are made here: thousands of them take five times as long to be sent. That is when
-        the planner is asked, steps before they are dispatched."""
+        """The items of a step with their samples, which are made here: thousands of them take five times as long to be
+        sent. That is when the planner is asked, steps before they are dispatched."""
         if step not in self._told:
             self._told[step] = StepItems.of(step, self._get(self._items[step]), self._geometry, self._loss_weight)
         return self._told[step]
@@ -193,7 +193,7 @@ class StepSource:
 
     @property
     def next_unasked(self) -> int:
-        """The first step whose items nobody has known, of this feeder or an earlier one."""
+        """The first step whose items have not been asked for, of this feeder or an earlier one."""
         return self._furthest + 1
 
     def resize(self, record: SizesRecord) -> None:
@@ -206,7 +206,7 @@ class StepSource:
         return self._get(self._feeder.ledger.remote()) if self._feeder is not None else {}
 
     def token(self, step: int) -> Position:
-        """The data's position before a step. Raises DataLost when no feeder can tell."""
+        """The data's position before a step. Raises DataLost when no feeder knows it."""
         if step in self._positions:
             return self._positions[step]
         if self._feeder is None:
@@ -277,7 +277,7 @@ def feeder_of(
 def item_facts(
     data: DataConfig, train: TrainConfig, workers: WorkersConfig, model: ModelConfig, geometry: Geometry
 ) -> ItemFacts:
-    """Of a run with these settings and this resolved model."""
+    """Facts about the items of a run with these settings and this resolved model."""
     named = bool(data.cache.path)
     device = "cuda" if named and uses_gpu(workers) else "cpu"  # a name alone says which
     return ItemFacts(

@@ -26,7 +26,7 @@ class DeviceSpeed:
     has_tf32: bool = True  # from Ampere on, at half the rate of bf16
 
     def peak_tflops(self, precision: str) -> float:
-        """Peak of products in `bfloat16`, `tf32` or `float32`."""
+        """TFLOP/s of matrix products in `bfloat16`, `tf32` or `float32`."""
         if precision == "tf32" and self.has_tf32:
             return self.bf16_tflops / 2
         return self.bf16_tflops if precision == "bfloat16" else self.fp32_tflops
@@ -68,9 +68,9 @@ DEVICES: tuple[tuple[tuple[str, ...], DeviceSpeed], ...] = (
 
 
 def device_speed(name: str, measured: Mapping[str, float] | None = None) -> DeviceSpeed | None:
-    """Of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; of several, with "+" between
-    their names, the slowest one, which the others wait for. None where one is neither listed nor among the `measured`,
-    bf16 TFLOP/s by name."""
+    """The speed of a device by the name that its driver gives, such as "NVIDIA H100 80GB HBM3"; of several, with "+"
+    between their names, the slowest one, which the others wait for. None where one is neither listed nor among the
+    `measured`, bf16 TFLOP/s by name."""
     speeds = [_one_speed(one.strip(), measured or {}) for one in name.split("+")]
     known = [speed for speed in speeds if speed is not None]
     return min(known, key=lambda speed: speed.bf16_tflops) if len(known) == len(speeds) else None

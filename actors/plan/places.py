@@ -17,15 +17,16 @@ ParameterPlace = Literal["replicated", "node"]
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Of gradients: on each worker, once in the memory of a node's devices, or once in its host memory. Of optimizer
-    state: on the device, or in host memory. Of parameters: on each worker, or once in a node's host memory."""
+    """Where the memory of training lies. Gradients: on each worker, once in the memory of a node's devices, or once
+    in its host memory. Optimizer state: on the device, or in host memory. Parameters: on each worker, or once in a
+    node's host memory."""
 
     gradients: GradientPlace
     state: StatePlace
     parameters: ParameterPlace = "replicated"
 
     def describe(self) -> str:
-        """For a person, of GPUs."""
+        """The places in words, for a person, of GPUs."""
         gradient = {
             "own": "a gradient on each",
             "node": "one gradient per node in its GPUs' memory",

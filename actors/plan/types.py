@@ -224,20 +224,20 @@ class StepPlan:
     lower_bound_s: float
     planning_s: float  # finding the plan took so long, on average over the steps planned together
     idle_ratio: float
-    update_s: float = 0.0  # of its end, behind the makespan; 0: nobody has measured it
+    update_s: float = 0.0  # of its end, after the makespan; 0: nobody has measured it
     remainder_s: float = 0.0  # beside both: dispatch, calls, snapshots, asides; 0: no run has measured it
 
     @property
     def seconds(self) -> float:
-        """From the end of the step before to its own, as far as it is known."""
+        """Seconds from the end of the step before to its own, as far as it is known."""
         return self.makespan_s + self.update_s + self.remainder_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyEncode:
     """An encode that an earlier step runs: it needs no cascade, only a handoff from these workers. `end_s`: it outlasts
-    that step by so many seconds, and keeps its workers busy until then. An item that was cut has one for every piece:
-    `count` samples from `first` on; 0: all."""
+    that step by this number of seconds, and keeps its workers busy until then. An item that was cut has one for every
+    piece: `count` samples from `first` on; 0: all."""
 
     item: str
     module: Module

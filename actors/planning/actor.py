@@ -136,7 +136,8 @@ def samples_of(pieces: Sequence[Piece], text_tokens: Mapping[str, int]) -> list[
 
 
 def updates(spans: Sequence[Span]) -> list[tuple[int, float]]:
-    """(workers, seconds) of the ends of steps, one per step: of the worker that came last, who waited for nobody."""
+    """(workers, seconds) of the ends of steps, one per step: of the worker that came last, which waited for no
+    other."""
     ends: dict[int, list[Span]] = {}
     for span in spans:
         if span.module == "finish":

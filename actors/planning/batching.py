@@ -42,7 +42,7 @@ class TargetBatch:
         return low
 
     def _seconds(self, batch: int, bucket: Bucket, text_tokens: int) -> float:
-        """On the fewest workers that hold it; infinite where the profile knows no legal degree."""
+        """Seconds on the fewest workers that hold it; infinite where the profile knows no legal degree."""
         modes = self.profile.modes("dit", batch, bucket.frames, bucket.height, bucket.width, text_tokens)
         return modes[0][1] if modes else float("inf")
 
@@ -50,7 +50,7 @@ class TargetBatch:
 def fitted_limits(
     profile: Profile, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float = inf
 ) -> tuple[BatchConfig, Fit]:
-    """(the limits with M_mem, M_comp and p filled in; the fit behind them), AdaptiveLoad sec. 3.2.
+    """(the limits with M_mem, M_comp and p filled in; the fit that gave them), AdaptiveLoad sec. 3.2.
 
     seconds = a + b B S^p is fitted to the DiT's prices of these buckets, p on [1.6, 2.4] for the best R^2, and
     M_comp = (target_s - a) / b. The paper presets target_s. Where it is 0 it is what one clip of the longest bucket

@@ -120,11 +120,11 @@ class PlannerClient:
         remainder_s: float | None,
     ) -> None:
         """Tell what a step of this generation has measured on `cluster`, with the speeds of its workers as far as they
-        are known now, and what it took beside its cascades and its end; nobody waits for the answer."""
+        are known now, and what it took beside its cascades and its end; nothing waits for the answer."""
         self._actor.observe.remote(spans, text_tokens, cluster, generation, remainder_s)
 
     def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
-        """Ask what batch sizes the costs learned so far would give; nobody waits."""
+        """Ask what batch sizes the costs learned so far would give; nothing waits."""
         return SizesAnswer(self._actor.best_sizes.remote(buckets, limits, room_gib))
 
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:

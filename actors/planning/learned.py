@@ -88,7 +88,7 @@ def _text_of(text: TextConfig, device: str) -> str:
 
 
 def save_learned(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> None:
-    """Write what was learned, whole or not at all. A profile that has learned nothing writes nothing."""
+    """Write what was learned, atomically. A profile that has learned nothing writes nothing."""
     if not (profile.live or profile.spanning or profile.needs.known().kinds):
         return
     profile.setting = setting

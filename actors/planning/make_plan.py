@@ -58,7 +58,7 @@ def strategy_named(name: str) -> Strategy:
 def rolling_cut(plan: Plan) -> list[Cascade]:
     """What the runtime executes for the plan's first step, in execution order: its own cascades, and encodes of later
     steps that start before the end of its last dit cascade. Those that end after it are the last ones of their workers.
-    Encodes of a cut item run early together or not at all: the next plan is told of whole items only (`EarlyEncode`).
+    Encodes of a cut item run early all together, or none does: the next plan knows whole items only (`EarlyEncode`).
     """
     if not plan.steps:
         return []

@@ -60,7 +60,7 @@ class StateSizes:
         return self.weights + self.gradient + self.optimizer + self.vae + self.text + self.image
 
     def describe(self) -> str:
-        """Its parts, for a person."""
+        """The parts in words, for a person."""
         return (
             f"weights {self.weights:.2f}, gradient {self.gradient:.2f}, optimizer {self.optimizer:.2f}, "
             f"VAE {self.vae:.2f}, text encoder {self.text:.2f}"
@@ -90,14 +90,15 @@ class MemoryForecast:
     largest_block: int = 0  # parameters of it
 
     def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
-        """With gradients, state and parameters in each of the places that the settings allow, the fastest first."""
+        """Forecasts with gradients, state and parameters in each of the places that the settings allow, the fastest
+        first."""
         places = train.places(self.trained, "cuda" if self.cuda else "cpu", fetchable=self.in_blocks > 0)
         return [replace(self, places=one, per_node=per_node) for one in places]
 
     def states(self, workers: int, here: int = 0) -> StateSizes:
-        """What the fullest of so many workers has on its device. The flat engine: parameters, an fp32 gradient, a shard
-        of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that node; 0:
-        as many as on the smallest one, where a device holds the most of its node's gradient."""
+        """What the fullest of `workers` workers has on its device. The flat engine: parameters, an fp32 gradient, a
+        shard of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that
+        node; 0: as many as on the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
         is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
@@ -118,8 +119,8 @@ class MemoryForecast:
 
     @property
     def exchanges(self) -> bool:
-        """At the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls of the
-        communicator of all workers."""
+        """Whether at the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls
+        of the communicator of all workers."""
         return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self.places.parameters == "node")
 
     def exchange_gib(self, workers: int) -> float:
@@ -133,7 +134,7 @@ class MemoryForecast:
         return self.cuda and self.places.parameters == "node"
 
     def _weight_bytes(self) -> int:
-        """Of the transformer, on the device."""
+        """Bytes of the transformer's weights, on the device."""
         if self.fetches:
             return (self.parameters - self.in_blocks + 2 * self.largest_block) * self.parameter_bytes
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
@@ -205,7 +206,7 @@ class Demand:
         return max((self._need_of(needs, clip, legal) for clip in self.clips), default=0.0)
 
     def fits(self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float) -> bool:
-        """Whether it does on so many workers with `memory_gib` each."""
+        """Whether it does on that number of workers with `memory_gib` each."""
         room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
         return self.need_gib(found.needs, degrees, workers) <= room
 
@@ -217,7 +218,8 @@ class Demand:
         return next((workers for workers in counts if self.fits(found, degrees, workers, memory_gib)), None)
 
     def least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: int) -> float:
-        """GiB of a GPU on which it fits with so many of them; of the least degree where all take more workers."""
+        """GiB of a GPU on which it fits with that number of workers; of the least degree where all take more
+        workers."""
         legal = [degree for degree in degrees if degree <= workers] or [min(degrees)]
         need = self.need_gib(found.needs, legal, max(legal))
         taken = max(found.states(workers).total + need, found.loaded_gib)
@@ -378,7 +380,7 @@ def predict_dit(
     Captions are of any length, and a row of text takes less than one of video (where text is only attended to, a
     thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds
     the whole text or a part of it, by the model; the whole is what counts. Of many rows the peak is in the exchange, of
-    few it comes behind it, beside the gradients of a block's weights: of two lines the larger one (Wan2.1-14B in bags:
+    few it comes after it, beside the gradients of a block's weights: of two lines the larger one (Wan2.1-14B in bags:
     0.670 MiB of a row; below 10,500 rows 136 MiB and 0.657 MiB of a row). The line of a bag lies above both. Degrees
     at which ranks share heads are on the same line with rows that weigh more: with the copies of keys and values the
     peak grows linearly or not at all, so what the largest of them needs is enough for the others.

@@ -130,7 +130,7 @@ class Witnesses:
 
     def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, Spanned | None]]:
         """(point, how its bag lay over nodes) of what was mostly learned from workers whose speed was believed to be
-        another than it is now; each is told once."""
+        another than it is now; each is returned once."""
         size = cluster.num_workers
         speed = cluster.speed or (1.0,) * size
         before, self._speed = self._speed or (1.0,) * size, speed

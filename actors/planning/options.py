@@ -1,4 +1,4 @@
-"""From a run's config to what the planner takes: the same for a run and for its preview."""
+"""Turns a run's config into what the planner takes: the same for a run and for its preview."""
 
 from __future__ import annotations
 

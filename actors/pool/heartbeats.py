@@ -1,4 +1,4 @@
-"""Reads heartbeats and says who is silent, who is leaving, who is late. Pure: report and time in, findings out."""
+"""Reads heartbeats and says which workers are silent, leaving or late. Pure: report and time in, findings out."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Findings:
 
 @dataclass
 class Watch:
-    """Remembers whom it has already reported."""
+    """Remembers which workers it has already reported."""
 
     config: WorkersConfig
     _expected_at: dict[str, float] = field(default_factory=dict)  # when each member was first looked for
@@ -87,5 +87,6 @@ class Watch:
 
 
 def first_late(busy: Collection[Progress]) -> Progress | None:
-    """Whom the others wait for: one that waits in no collective itself, or else the one with the fewest done."""
+    """The worker that the others wait for: one that waits in no collective itself, or else the one with the fewest
+    done."""
     return min(busy, key=lambda p: (bool(p.waiting_in), p.collectives, p.worker), default=None)

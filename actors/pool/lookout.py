@@ -1,4 +1,5 @@
-"""Turns what Ray and the heartbeats show into events of the membership: who is ready, lost, silent or leaving."""
+"""Turns what Ray and the heartbeats show into events of the membership: which workers are ready, lost, silent or
+leaving."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ class Lookout:
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
         self._doing: dict[str, Progress] = {}  # at the last look
-        # What a restarted monitor must be told.
+        # What a restarted monitor must get.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
 
     def look(self) -> list[Event]:
@@ -92,13 +93,13 @@ class Lookout:
         return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
 
     def late(self) -> str:
-        """Whom the others were waiting for when they were last heard of."""
+        """The worker that the others were waiting for when they were last heard of."""
         busy = [progress for progress in self._doing.values() if progress.activity != "idle" and progress.step >= 0]
         first = first_late(busy)
         return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""
 
     def _report(self) -> MonitorReport | None:
-        """The monitor's report, or None while it is being started again; a new one is told what the old one knew."""
+        """The monitor's report, or None while it is being started again; a new one gets what the old one knew."""
         try:
             report = get(self._monitor.collect.remote(), timeout=_ANSWER_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:

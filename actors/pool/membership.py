@@ -1,4 +1,4 @@
-"""Who belongs to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
+"""Which workers belong to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
 
 The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
@@ -173,7 +173,7 @@ class Membership:
         )
 
     def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
-        """It can join a generation; `said` is what it has told of itself."""
+        """The worker can join a generation; `said` is what it reported of itself."""
         member = self._members.get(worker)
         if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
@@ -303,7 +303,7 @@ class Membership:
             self._out.append(Drain(worker=member.worker, reason=member.leaving))
 
     def _change(self, now: float) -> None:
-        """At a step boundary: leavers go, ready ones come."""
+        """The change at a step boundary: leavers go, ready ones come."""
         staying = [m for m in self._with("active", "ready") if not m.leaving]
         if {m.worker for m in staying} == set(self._workers):
             return
@@ -324,9 +324,9 @@ class Membership:
         self._leave_out(why)
 
     def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
-        """Those that have the memory to train together, as many as may be, and what they would lack with the others:
-        the last workers of the smallest nodes stay out first. Of nodes that share what lies on them, a small one holds
-        most."""
+        """The members that have the memory to train together, as many as may be, and what they would lack with the
+        others: the last workers of the smallest nodes stay out first. Of nodes that share what lies on them, a small
+        one holds most."""
         chosen, first = list(members), ""
         while len(chosen) >= self._limits.min:
             why = self._shortage(_infos_of(sorted(chosen, key=_by_node)))
@@ -335,10 +335,10 @@ class Membership:
             first = first or why
             counts = Counter(member.node for member in chosen)
             chosen.remove(min(chosen, key=lambda member: (counts[member.node], -member.worker)))
-        return (chosen if self._formed else members), first  # who plans the first step says what is missing
+        return (chosen if self._formed else members), first  # the first step's planner says what is missing
 
     def _leave_out(self, why: str) -> None:
-        """Those that are ready and not in the generation wait until others come or go."""
+        """The workers that are ready and not in the generation wait until others come or go."""
         found = tuple(m.worker for m in self._with("ready") if not m.leaving)
         for worker in found:
             self._update(worker, left_out=True)
@@ -425,7 +425,7 @@ def _by_node(member: Member) -> tuple[str, int, int]:
 
 
 def _infos_of(members: Sequence[Member]) -> tuple[WorkerInfo, ...]:
-    """What they have told of themselves."""
+    """What the members reported of themselves."""
     infos = tuple(m.info for m in members if m.info is not None)
     assert len(infos) == len(members), "only workers that have loaded are formed"
     return infos

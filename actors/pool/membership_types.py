@@ -158,7 +158,8 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loading:
-    """So many processes of requested workers are up and load their modules; how long they may is not decided here."""
+    """The processes of `count` requested workers are up and load their modules; how long they may is not decided
+    here."""
 
     count: int
 
@@ -253,8 +254,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Too few workers to go on. Said once per change; `until` is when patience ends. `why`: so many are ready, and
-    cannot train together."""
+    """Too few workers to go on. Said once per change; `until` is when patience ends. `why` says that enough are ready,
+    but cannot train together."""
 
     have: int
     need: int

@@ -108,7 +108,7 @@ class Monitor:
         return self.report()
 
     def report(self) -> MonitorReport:
-        """What is known, for anybody who asks."""
+        """What is known, for any caller."""
         return MonitorReport(
             seen=dict(self._seen),
             wishes=self._wishes,

@@ -1,5 +1,5 @@
 """Starts, watches and ends the actors of a run. Worker actors that find no room stay pending, which is what Ray's
-autoscaler acts on; the controller is told when one is ready or gone."""
+autoscaler acts on; the controller learns when one is ready or gone."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class PoolNews:
 
 
 class Pool(ABC):
-    """The workers of a run: who is there, who is coming, and where. A subclass starts and ends them. Not thread-safe;
-    used by the controller alone."""
+    """The workers of a run: which are there, which are coming, and where. A subclass starts and ends them. Not
+    thread-safe; used by the controller alone."""
 
     def __init__(self) -> None:
         self._members: dict[str, PoolMember] = {}
@@ -76,7 +76,7 @@ class Pool(ABC):
 
     @abstractmethod
     def _end(self, member: PoolMember, frozen: bool) -> None:
-        """End a worker; with `frozen`, one that may answer nobody."""
+        """End a worker; with `frozen`, one that may not answer."""
 
     def start(self, count: int) -> list[str]:
         """Request this many more workers. Returns the names of those that are on their way."""
@@ -127,7 +127,7 @@ class Pool(ABC):
         return self.info(name).node[:8] if name in self._members else ""
 
     def remove(self, name: str, frozen: bool = False) -> None:
-        """End a worker; with `frozen`, also by a signal, since a stopped process answers nobody."""
+        """End a worker; with `frozen`, also by a signal, since a stopped process does not answer."""
         if (member := self._members.pop(name, None)) is not None:
             self._end(member, frozen)
 

@@ -46,7 +46,7 @@ class RunEvent:
         return replace(self, time=time.time(), generation=generation if self.generation is None else self.generation)
 
     def line(self) -> dict[str, object]:
-        """Its object in events.jsonl."""
+        """The event's object in events.jsonl."""
         details = line_of(self)
         line = {"time": details.pop("time"), "event": self.event, **details}
         if self.generation is None:
@@ -254,7 +254,7 @@ class ClusterSeen(RunEvent, event="cluster"):
 
 
 class ClusterRefused(RunEvent, event="cluster_refused"):
-    """workers.cluster does not match the workers that are there now: plans count on what they tell."""
+    """workers.cluster does not match the workers that are there now: plans count on what they report."""
 
     why: str
 
@@ -277,7 +277,7 @@ class WeightsFetched(RunEvent, event="weights_fetched"):
 
 
 class GenerationEnded(RunEvent, event="end"):
-    """A generation is over. No words: the next one tells it."""
+    """A generation is over. No words: the next generation's event says it."""
 
     why: str
     clean: bool
@@ -322,7 +322,7 @@ class PoolResized(RunEvent, event="resize"):
 
 
 class MonitorRestarted(RunEvent, event="monitor_restarted"):
-    """The monitor was lost; a new one has been told what the old one knew."""
+    """The monitor was lost; a new one has got what the old one knew."""
 
     def describe(self) -> str:
         return "the monitor was lost and is started again"
@@ -332,7 +332,7 @@ class MonitorRestarted(RunEvent, event="monitor_restarted"):
 
 
 class StepsRecovered(RunEvent, event="recovered"):
-    """The first step has finished since a loss, which was so many seconds ago."""
+    """The first step has finished after a loss, which was `seconds` ago."""
 
     step: int
     seconds: float
@@ -577,7 +577,7 @@ class CheckpointPassedOver(RunEvent, event="checkpoint_passed_over"):
 
 
 class UnknownEvent(RunEvent, event=""):
-    """An event that another version has written. It is kept, not told."""
+    """An event that another version has written. It is kept, not shown."""
 
     name: str
     details: Mapping[str, object] = field(default_factory=dict)

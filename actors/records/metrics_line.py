@@ -66,7 +66,7 @@ class StepMetrics:
     tflops: float = math.nan  # TFLOP/s of a worker's DiT cascades over the step, recomputation included, mean
     cv_tflops: float = math.nan
     wait_sync_s: float = math.nan  # mean of the workers
-    exposed_s: float = math.nan  # communication that nothing was computed behind, mean of the workers
+    exposed_s: float = math.nan  # communication that no computation hid, mean of the workers
     corr_tokens: float | None = None  # of step time and tokens, over the last steps
     corr_load: float | None = None  # of step time and the sum of B S^p
     load_exponent: float | None = None  # p, for which it is largest
@@ -77,7 +77,7 @@ class StepMetrics:
     exposed_by_worker: Mapping[str, float] = field(default_factory=dict)
 
     def line(self) -> dict[str, object]:
-        """Its object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
+        """The line's object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
         line = {name: _finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
             del line["recomputed"]

@@ -43,7 +43,7 @@ class PlanRecord:
     plan_s: float  # finding it took so long; `planning_s` in metrics.jsonl
     idle_ratio: float
     cascades: tuple[CascadeRecord, ...]
-    update_s: float = 0.0  # gradient sum, update and new parameters behind the makespan; 0: not known
+    update_s: float = 0.0  # gradient sum, update and new parameters after the makespan; 0: not known
     remainder_s: float = 0.0  # beside both: dispatch, calls, snapshots, asides; 0: not known
 
     @classmethod
@@ -59,7 +59,7 @@ class PlanRecord:
         )
 
     def line(self) -> dict[str, object]:
-        """Its object of JSON."""
+        """The plan's object of JSON."""
         return line_of(self)
 
 

@@ -58,7 +58,7 @@ class SpanRecord:
         return self.planned_start_s, self.planned_end_s
 
     def line(self) -> dict[str, object]:
-        """Its object in timeline.jsonl."""
+        """The span's object in timeline.jsonl."""
         line = line_of(self)
         for name in ("need_gib", "work_s", "wait_s", "exposed_s"):  # later than the first versions
             if line[name] is None or (name != "need_gib" and not line[name]):

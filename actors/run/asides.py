@@ -1,10 +1,11 @@
-"""Who makes the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks workers.
+"""Which workers make the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks
+workers.
 
 The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it, while its
 node has host memory for one more. A worker that has one gives it a turn in every step, after its own cascades and
 before the end of the step, which waits for the slowest worker anyway; none in a step that an encode outlasts there. How
 long a turn is says `actors.worker.aside`. An aside whose worker has died or left begins again on another one. When all
-steps are done the rest is made at once. What goes wrong with an aside is told and never ends the run.
+steps are done the rest is made at once. What goes wrong with an aside is reported and never ends the run.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _LOOK_S = 1.0
 
 
 class AsideSource(Protocol):
-    """Who wants asides, and what for (`app.sampling.live`)."""
+    """The source of a run's asides (`app.sampling.live`)."""
 
     @property
     def share(self) -> float:
-        """Of the run's time that they may take."""
+        """The share of the run's time that they may take."""
         ...
 
     @property
@@ -49,11 +50,11 @@ class AsideSource(Protocol):
         ...
 
     def wanted(self) -> Sequence[AsideWork]:
-        """Those that are wanted since it was asked last."""
+        """The asides that are wanted since the last call."""
         ...
 
     def ended(self, report: TurnReport) -> RunEvent | None:
-        """One is made, or has failed. What is to be told of it."""
+        """One is made, or has failed. The event to report, if any."""
         ...
 
     def dropped(self) -> Container[str]:
@@ -62,7 +63,7 @@ class AsideSource(Protocol):
 
 
 class NoAsides:
-    """Nobody wants any."""
+    """A source that wants none."""
 
     share = 0.0
     expected = False
@@ -97,8 +98,8 @@ class AsideQueue:
         self.waiting.extend(works)
 
     def deal(self, node_of: Mapping[str, str], most: int | None = None) -> None:
-        """These are the workers now, in order of ranks, with their nodes: others give back what they had, who is free
-        takes the next, at `most` so many at a time on a node."""
+        """These are the workers now, in order of ranks, with their nodes: others give back what they had, a free one
+        takes the next, at most `most` at a time on a node."""
         for gone in [name for name in self.held if name not in node_of]:
             self.give_back(gone)
         busy = Counter(node_of[name] for name in self.held)
@@ -108,7 +109,8 @@ class AsideQueue:
                 busy[node] += 1
 
     def give_back(self, worker: str) -> None:
-        """It is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended them."""
+        """The worker is gone: its aside waits again, first. One that has lost MAX_LOSSES workers may be what ended
+        them."""
         if (work := self.held.pop(worker, None)) is None:
             return
         self._losses[work.name] += 1
@@ -118,7 +120,7 @@ class AsideQueue:
             self.hopeless.append(work)
 
     def end(self, aside: str) -> bool:
-        """It is made, or has failed, on whichever worker. False when it had ended before."""
+        """The aside is made, or has failed, on whichever worker. False when it had ended before."""
         for name, work in self.held.items():
             if work.name == aside:
                 del self.held[name]
@@ -130,13 +132,13 @@ class AsideQueue:
         return False
 
     def drop(self, names: Container[str]) -> None:
-        """Nobody wants these any more."""
+        """These are not wanted any more."""
         self.waiting = deque(work for work in self.waiting if work.name not in names)
         self.held = {worker: work for worker, work in self.held.items() if work.name not in names}
 
 
 def gaps_of(cascades: Sequence[Cascade], step: int, ranks: int) -> list[float]:
-    """Seconds that the plan leaves idle on each rank behind its last cascade of the step, until the step's last one."""
+    """Seconds that the plan leaves idle on each rank after its last cascade of the step, until the step's last one."""
     end_s = end_of(cascades, step)
     own = [max((c.end_s for c in cascades if rank in c.workers), default=0.0) for rank in range(ranks)]
     return [max(0.0, end_s - last) for last in own]
@@ -147,7 +149,7 @@ def _nodes(world: Sequence[Seat]) -> dict[str, str]:
 
 
 class AsideTurns:
-    """The asides of one run: asks workers, hears what they say, tells who wanted them."""
+    """The asides of one run: asks workers, hears what they say, tells the source that wanted them."""
 
     def __init__(self, source: AsideSource, tell: Tell) -> None:
         self._source, self._tell = source, tell
@@ -158,11 +160,11 @@ class AsideTurns:
         self._most: int | None = None
 
     def limit(self, most: int | None) -> None:
-        """A node has host memory for so many at a time; None: for any number."""
+        """A node has host memory for `most` at a time; None: for any number."""
         self._most = most
 
     def deal(self, world: Sequence[Seat]) -> float | None:
-        """Before a step is dispatched to these workers: who of them has an aside. Returns the seconds of the longest
+        """Before a step is dispatched to these workers: which of them have an aside. Returns the seconds of the longest
         turn that they have had; 0 where none has an aside, None where one that has has never made any."""
         self._queue.add(self._source.wanted())
         self._hear(0.0)

@@ -55,7 +55,7 @@ def nccl_of(infos: Sequence[WorkerInfo]) -> dict[str, str]:
 
 
 def _row(letters: Sequence[str]) -> str:
-    """ "" where nobody knows any, "-" for who does not."""
+    """One letter of each; "" where none is known, "-" for each that is not."""
     if not any(letters):
         return ""
     return ("" if all(len(one) < 2 for one in letters) else " ").join(one or "-" for one in letters)

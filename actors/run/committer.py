@@ -63,7 +63,7 @@ class Committer:
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
-    _slow: int = -1  # the newest step of which it was told that its keepers are slow
+    _slow: int = -1  # the newest step of which an event said that its keepers are slow
 
     @property
     def log(self) -> CommitLog:
@@ -185,7 +185,7 @@ class Committer:
         self.state.committed(done, self.source.release(step))
 
     def _shards(self) -> list[Snapshot]:
-        """Of steps whose state is all there: a keeper takes one that a device still copies for whole."""
+        """Snapshots of steps whose state is all there: a keeper takes one that a device still copies for whole."""
         return [snapshot for one in self._open if not one.copying for snapshot in one.collected.snapshots]
 
     def _await_instead(self, held: Sequence[Ref[bool]]) -> None:

@@ -1,4 +1,4 @@
-"""Which bags stay connected: a worker's bags together have at most so many peers. Pure.
+"""Which bags stay connected: a worker's bags together have a limited number of peers. Pure.
 
 On a GPU each peer of a bag's communicator takes hundreds of MiB outside PyTorch's allocator (`PEER_GIB` in
 actors/planning/memory.py), and a run uses a new bag every few steps. So the controller, which knows every bag in the
@@ -19,7 +19,7 @@ class StepBags:
     """What happens to bags around the cascades of one dispatch."""
 
     closed: tuple[BagRanks, ...]  # before the first cascade
-    connected: tuple[BagRanks, ...]  # then, in the background; the others when their first cascade comes
+    connected: tuple[BagRanks, ...]  # after that, in the background; the others when their first cascade comes
     left: frozenset[int]  # positions of cascades whose bag is closed as they end
     made: int  # connections in all, of bags that come back too
 
@@ -38,7 +38,7 @@ class Communicators:
         self.most_seen = 0  # peers of any worker at any time
 
     def peers(self, worker: int) -> int:
-        """Of all open bags of this worker."""
+        """Number of peers in all open bags of this worker."""
         return self._peers.get(worker, 0)
 
     def bags(self, worker: int) -> int:
@@ -86,7 +86,7 @@ class Communicators:
         return gone
 
     def _use(self, bag: BagRanks) -> None:
-        """It is open, and the last one that was used."""
+        """The bag is open, and the last one that was used."""
         self._open.add(bag)
         for worker in bag:
             self._of.setdefault(worker, {})[bag] = None

@@ -1,9 +1,9 @@
 """The run, from its first step to its end: one loop that looks, dispatches, collects and commits.
 
 `Controller.train` keeps two steps on the workers, takes in what has finished and commits what is held. Each of its
-parts has one question: `GenerationManager` who runs the steps, `StepRunner` what a step's calls are, `Committer` which
-steps count, `AsideTurns` who makes samples beside them, `Ending` what stays when the run is over. All are given; they
-return values or raise, and none calls back.
+parts has one question: `GenerationManager` which workers run the steps, `StepRunner` what a step's calls are,
+`Committer` which steps count, `AsideTurns` which workers make samples beside them, `Ending` what stays when the run is
+over. All are given; they return values or raise, and none calls back.
 `actors/run/assemble.py` builds them; read on in `actors/run/steps.py` (one step) and `actors/worker/worker.py` (one
 cascade).
 """
@@ -123,7 +123,7 @@ class Controller:
         """Whether somebody has asked the run to end, after its last step."""
         if time.monotonic() - self._looked_at > self._look_s:
             self._looked_at = time.monotonic()
-            self.lookout.look()  # who comes or goes matters to nobody now
+            self.lookout.look()  # what comes or goes matters no more
         return bool(self.lookout.stop)
 
     def _begin(self) -> None:
@@ -188,7 +188,7 @@ class Controller:
             self.generations.observe(Broken(generation=self.generations.view.generation, reason=str(error)))
 
     def _dispatch(self, runner: StepRunner) -> None:
-        """Keep two steps on the workers, as long as their data is there and nobody waits for a boundary."""
+        """Keep two steps on the workers, as long as their data is there and nothing waits for a boundary."""
         while (
             len(runner.running) < _STEPS_AHEAD
             and not runner.at_end

@@ -139,8 +139,8 @@ def finish_of(
 
 
 def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict[tuple[int, int], SumStart]:
-    """By (position of the cascade, rank): where each worker starts its gradient sum, as soon as it adds nothing more
-    to it. `outlasting` are the positions of encodes that outlast the step.
+    """The start of each worker's gradient sum, by (position of the cascade, rank): as soon as it adds nothing more.
+    `outlasting` are the positions of encodes that outlast the step.
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
@@ -183,7 +183,7 @@ def _delivered(
     consumer: Mapping[SampleId, tuple[int, ...]],
     holdings: Holdings,
 ) -> _Places:
-    """Of an encode cascade, whose results `consumer` wants on these ranks."""
+    """Places for an encode cascade, whose results `consumer` wants on these ranks."""
     module, publish = cascade.module, []
     keeps: dict[int, list[int]] = {rank: [] for rank in bag}
     for i, sample in enumerate(samples):
@@ -204,7 +204,7 @@ def _delivered(
 
 
 def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Holdings) -> _Places:
-    """Of a DiT cascade, which takes what its own ranks hold before what others have published."""
+    """Places for a DiT cascade, which takes what its own ranks hold before what others have published."""
     sources: dict[str, tuple[int, ...]] = {}
     needs: dict[str, None] = {}
     for module in ENCODERS:
@@ -241,7 +241,7 @@ def _task_fields(
 
 
 def _pieces(cascade: Cascade, items: Mapping[str, StepItem]) -> tuple[Piece, ...]:
-    """Its samples by item, in order."""
+    """The cascade's samples by item, in order."""
     batches: dict[str, int] = {}
     for part in cascade.parts:
         batches[part.item] = batches.get(part.item, 0) + part.count

@@ -77,7 +77,7 @@ class Ending:
         for part in self.parts:
             try:
                 part.close()
-            except Exception:  # Ray may be gone: the others are ended all the same, and the first error is the one told
+            except Exception:  # Ray may be gone: the others are ended all the same, and the first error is reported
                 log.warning("%s could not be ended", type(part).__name__, exc_info=True)
 
     def free_memory(self) -> None:

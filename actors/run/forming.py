@@ -1,4 +1,4 @@
-"""The start of a generation: who sits where, what each worker is told, and where training goes on."""
+"""The start of a generation: which worker has which rank, what each worker gets, and where training goes on."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def seats_of(
 
 
 def _is_fresh(origin: Origin | None) -> bool:
-    """Nothing of the run's state is in anybody's memory yet."""
+    """Nothing of the run's state is in any worker's memory yet."""
     return origin is None or origin.checkpoint is not None
 
 
@@ -168,7 +168,7 @@ def form_tasks(
     origin: Origin | None,
     home_of: Callable[[int], NodeKeeper],
 ) -> list[FormTask]:
-    """What each worker is told, in order of ranks. `store` is where they meet, `home_of` gives the keeper of a rank's
+    """The task of each worker, in order of ranks. `store` is where they meet, `home_of` gives the keeper of a rank's
     node."""
     number = {home: n for n, home in enumerate(dict.fromkeys(seat.node for seat in world))}
     nodes = tuple(number[seat.node] for seat in world)

@@ -1,4 +1,4 @@
-"""Who runs the steps: feeds the membership with what is seen of the workers and carries out what it decides.
+"""Which workers run the steps: feeds the membership with what is seen of the workers and carries out what it decides.
 
 The decisions are made in `actors.pool.membership`; the start of a generation is in `actors.run.forming`. Here a
 generation ends, and single workers go.
@@ -90,19 +90,19 @@ class GenerationManager:
 
     @property
     def world(self) -> tuple[Seat, ...]:
-        """The workers of the running generation, in order of ranks; nobody between two."""
+        """The workers of the running generation, in order of ranks; none between two."""
         return self.runner.world if self.runner is not None else ()
 
     @property
     def quiet_world(self) -> tuple[Seat, ...]:
-        """The workers, where they wait between two steps; else nobody."""
+        """The workers, where they wait between two steps; else none."""
         return self.world if self.runner is not None and not self.runner.running else ()
 
     # -- what is seen --------------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Take in everything that has changed with the workers, outside the running step."""
-        for parted in self.survivors.poll():  # before anybody's patience is up: they may have answered long ago
+        for parted in self.survivors.poll():  # before any patience is up: they may have answered long ago
             if parted.died:
                 self._remove(worker_name(parted.worker))
                 self.observe(Dead(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
@@ -145,8 +145,8 @@ class GenerationManager:
         return self.forming.planner.exceeded(found, tokens)
 
     def dispatched(self, running: Sequence[RunningStep]) -> None:
-        """These steps are on the workers: who would survive the end of the generation may be busy in any of them, as
-        long as it allows."""
+        """These steps are on the workers: a worker that would survive the end of the generation may be busy in any of
+        them, as long as it allows."""
         self.observe(Planned(limit_s=max(step.patience.limit_s for step in running)))
 
     def finished(self, done: CollectedStep) -> None:
@@ -214,7 +214,7 @@ class GenerationManager:
                 self.survivors.part(member.worker, self.pool.handle(name))
 
     def _take_over(self) -> None:
-        """At the clean end of a generation: its finished steps are committed, and its workers, each of which has the
+        """The clean end of a generation: its finished steps are committed, and its workers, each of which has the
         last of them, leave it to their keepers."""
         if self.runner is not None:
             self.committer.settle_all(self.world, self.config.workers.collective_timeout_s)

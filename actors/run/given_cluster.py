@@ -1,7 +1,7 @@
-"""`workers.cluster`: what a file says of the nodes, laid over what the workers of a generation tell. Pure.
+"""`workers.cluster`: what a file says of the nodes, laid over what the workers of a generation report. Pure.
 
 A file's nodes are nameless, or have host names. Nodes without a name are taken for the first of the file's that have as
-many GPUs and that no other has; who has one keeps it as long as it has workers.
+many GPUs and that no other has; a node that has one keeps it as long as it has workers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class GivenCluster:
         self._number: dict[str, int] = {}  # node -> its number in the file
 
     def over(self, found: Cluster, homes: Sequence[str]) -> Cluster:
-        """The workers that are there, with all that the file says of them; what it does not say stays as they tell it.
-        `homes` names the node of each of `found`'s. Raises ClusterMismatch."""
+        """The workers that are there, with all that the file says of them; what it does not say stays as they report
+        it. `homes` names the node of each of `found`'s. Raises ClusterMismatch."""
         given = self._given
         if given is None:
             return found
@@ -73,7 +73,7 @@ class GivenCluster:
         return [known[home] for home in homes]
 
     def _taken(self, host: str, gpus: int, workers: int, used: set[int]) -> int:
-        """The file's node for a new one with so many GPUs (0: not known), of which so many have a worker."""
+        """The file's node for a new one with `gpus` GPUs (0: not known), of which `workers` have a worker."""
         given = self._given
         assert given is not None
         if given.hosts and host not in given.hosts:

@@ -1,4 +1,4 @@
-"""Workers that cannot follow the planner's settings: what is told of it, and how long a run waits for others."""
+"""Workers that cannot follow the planner's settings: what is reported, and how long a run waits for others."""
 
 from __future__ import annotations
 

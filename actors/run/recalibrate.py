@@ -1,6 +1,6 @@
 """Batch sizes that follow what a run measures: AdaptiveLoad's closed loop over batches (sec. 3.2).
 
-Every `data.batch.recalibrate_steps` steps the planner is asked, and nobody waits for its answer. When the best size of
+Every `data.batch.recalibrate_steps` steps the planner is asked, and nothing waits for its answer. When the best size of
 a bucket is off by more than `recalibrate_change`, all sizes are decided anew from the first step on that nobody has
 asked the feeder for. The decision is kept in the run's folder before it holds, and is data from then on.
 """
@@ -68,7 +68,8 @@ class Recalibration:
         source: StepSource,
         events: Events,
     ) -> Recalibration:
-        """Of a run; its source follows what was decided before. Raises DataError for decisions that cannot be read."""
+        """The recalibration of a run; its source follows what was decided before. Raises DataError for decisions that
+        cannot be read."""
         decisions = BatchDecisions(run_dir)
         for record in decisions.records:
             source.resize(record)

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class _NoFeeder:
-    """Nobody knows where the data stands."""
+    """It is not known where the data stands."""
 
     def token(self, step: int) -> Position:
         raise DataLost("its feeder is gone")
@@ -46,7 +46,7 @@ def rescue(config: RuntimeConfig) -> str:
     try:
         committed = max(committed, state.keep_last((), CommitLog(committed=committed)))
         state.seal_last()
-    except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one that is told
+    except Exception:  # a full disk, or keepers that are gone, too: the caller's error is the one to report
         log.exception("step %d was not written", committed)
     if not state.free_memory(committed):
         return only_in_memory(committed, state.step_on_disk(), run_dir)

@@ -1,6 +1,6 @@
 """How fast each worker is compared with the others, from measured cascades. Pure; the planner gives a slow one less.
 
-Inside a bag everybody takes the time of the slowest; what counts there is what a worker computes itself, its work less
+Inside a bag all workers take the time of the slowest; what counts there is what a worker computes itself, its work less
 what it waits for results of the others. Ranks of a DiT bag compute alike; encoders deal whole clips and captions, so
 nothing of their bags is counted. Workers are compared on the same work alone, seconds = work / speed: what a plan
 expected of a shape is no measure, as it may be wrong for a shape that always the same worker gets.
@@ -58,7 +58,7 @@ class Speeds:
                 self._known[worker, work] = mean + (math.log(seconds) - mean) / count, count
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
-        """Speed of each worker beside the median one, 1 for normal; of who is not known yet the `expected` one, by
+        """Speed of each worker beside the median one, 1 for normal; of a worker not known yet the `expected` one, by
         default 1. Empty when all are 1."""
         told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)

@@ -162,7 +162,7 @@ def step_metrics(
     work: DiTWork | None = None,
     history: LoadHistory | None = None,
 ) -> StepMetrics:
-    """One line of metrics.jsonl. FLOPs are told where `work` counts them, correlations with a `history`, which learns
+    """One line of metrics.jsonl. It has FLOPs where `work` counts them, correlations with a `history`, which learns
     of this step."""
     first = reports[0]
     spans = {r.worker: r.spans for r in reports}
@@ -249,7 +249,7 @@ def _rounded(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleSize:
-    """One sample of an item. All its workers tell of it, so that it is counted once per step and not per span."""
+    """One sample of an item. All its workers report it, so it is counted once per step and not per span."""
 
     length: int  # text and video tokens
     trained_tflop: float = 0.0  # of its forward and backward; 0 where nobody counts
@@ -259,7 +259,7 @@ class SampleSize:
 def sizes_of(
     spans: Iterable[Span], text_tokens: Mapping[str, int], geometry: Geometry, work: DiTWork | None
 ) -> dict[str, SampleSize]:
-    """By item, of all that DiT cascades have trained."""
+    """Sizes by item, of all that DiT cascades have trained."""
     found: dict[str, SampleSize] = {}
     for piece in (piece for span in spans if span.module == "dit" for piece in span.pieces):
         if piece.item not in found:
@@ -286,7 +286,7 @@ def wait_of(cascades: Sequence[Sequence[Span]], finish: Sequence[Span]) -> list[
 
 
 def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[float]:
-    """Communication of every worker that nothing was computed behind: collectives of its bags, fetches for which it was
+    """Communication of every worker that no computation hid: collectives of its bags, fetches for which it was
     idle, and the gradient sum less what was waited for the last worker there."""
     found = []
     for of, waited in zip(spans, waits, strict=True):
@@ -297,7 +297,7 @@ def exposed_of(spans: Iterable[Sequence[Span]], waits: Iterable[float]) -> list[
 
 
 def _samples_of(dits: Sequence[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[int, int]]:
-    """(samples, tokens of one) of a step; every worker of a bag tells of the same cascade."""
+    """(samples, tokens of one) of a step; every worker of a bag reports the same cascade."""
     once = {span.cascade: span for span in dits}
     return [(piece.batch, sizes[piece.item].length) for s in once.values() for piece in s.pieces]
 

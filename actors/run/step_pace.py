@@ -39,8 +39,8 @@ class StepPace:
 
 
 def remainder_of_step(spans: Sequence[Span], makespan_s: float, step_s: float) -> float | None:
-    """Of a step with these spans that took `step_s` apart from waiting for data, by its planned makespan. None where a
-    worker ran a shape for the first time, or where the end of the step was not measured."""
+    """Remainder of a step with these spans that took `step_s` apart from waiting for data, by its planned makespan.
+    None where a worker ran a shape for the first time, or where the end of the step was not measured."""
     stretch, ends = stretch_of(spans), updates(spans)
     if stretch is None or not ends or any(span.first_here for span in spans):
         return None

@@ -241,7 +241,7 @@ class StepRunner:
 
     def _submit_end(self, call: Call, end_s: float) -> SubmittedCall:
         """The end of an encode that outlasts its step, which ends at `end_s`: after the update in its worker's queue.
-        It counts with the next step, from whose start its planned times are told."""
+        It counts with the next step, and its planned times are from that step's start."""
         seat, planned = self.world[call.rank], call.task
         start_s, over_s = planned.planned_start_s - end_s, planned.planned_end_s - end_s
         task = replace(planned, planned_start_s=start_s, planned_end_s=over_s)
@@ -307,8 +307,8 @@ class StepRunner:
                 raise GenerationLost([], {report.worker: why})
 
     def _raise_failures(self, references: Sequence[Ref[object]], ended: bool) -> None:
-        """Of the oldest step's finishes that are ready, and of the DiT calls of all steps. After `ended`, when all its
-        workers have finished the oldest step, its DiT calls have ended, too."""
+        """Raise the failures of the oldest step's finishes that are ready, and of the DiT calls of all steps. After
+        `ended`, when all its workers have finished the oldest step, its DiT calls have ended, too."""
         dead: list[str] = []
         failed: dict[str, str] = {}
         exceeded: list[MemoryExceeded] = []
@@ -375,7 +375,7 @@ def _taken(references: Collection[Ref[T]], into: dict[Ref[T], T]) -> bool:
 
 
 def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:
-    """What later plans are told of an early encode in a step that ends at `end_s`."""
+    """What later plans know of an early encode in a step that ends at `end_s`."""
     over_s = max(0.0, cascade.end_s - end_s)
     return [
         EarlyEncode(

@@ -218,7 +218,7 @@ def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str
 
     `verify` reads all of the checkpoint first, moments too, and compares checksums.
     """
-    import torch  # here: who writes checkpoints needs no torch
+    import torch  # here: a process that writes checkpoints needs no torch
 
     if verify and is_complete(folder) and (why := damage(folder)):
         raise CheckpointError(f"{folder} is damaged: {why}. Use another checkpoint of the run.")

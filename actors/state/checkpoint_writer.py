@@ -1,7 +1,7 @@
 """Has checkpoints written in the background, by the keepers that hold the state; keeps the newest.
 
 Each keeper writes what lies on its node, all of them at a time: no worker waits for the disk, and no state crosses the
-network. A Ray task says who writes what, and makes a checkpoint of it. One is written at a time.
+network. A Ray task says which keeper writes what, and makes a checkpoint of it. One is written at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class WrittenFiles:
 
 
 class Writer:
-    """Checkpoints of one run. What becomes whole, or could not be written, is told to `events`."""
+    """Checkpoints of one run. `events` hears what becomes whole, or could not be written."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events) -> None:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
@@ -63,8 +63,8 @@ class Writer:
         self._owed = False  # the state was lost with its keepers before it was written
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is taken after this step: every so many steps, after the last, and soon after one that
-        was lost with its keepers."""
+        """Whether a checkpoint is taken after this step: at the interval of the settings, after the last, and soon
+        after one that was lost with its keepers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def puts_off(self, step: int) -> bool:
@@ -226,7 +226,7 @@ def _shares(held: Sequence[Sequence[tuple[int, int]]]) -> list[list[tuple[int, i
     for number, ranges in enumerate(held):
         for part in ranges:
             holders.setdefault(part, []).append(number)
-    for lo, hi in sorted(holders, key=lambda part: (len(holders[part]), part)):  # who alone has it comes first
+    for lo, hi in sorted(holders, key=lambda part: (len(holders[part]), part)):  # what one keeper alone has comes first
         least = min(holders[lo, hi], key=lambda number: sum(b - a for a, b in shares[number]))
         parts = missing(taken, lo, hi)
         shares[least] += parts

@@ -38,7 +38,7 @@ class HostNeed:
         return self.state + self.gradient + self.parameters + self.encoders + self.samples + self.copies + self.store
 
     def describe(self) -> str:
-        """Its parts, for a person."""
+        """The parts in words, for a person."""
         parts = {
             "two versions of the optimizer state": self.state,
             "copies for other nodes": self.copies,
@@ -64,7 +64,7 @@ def host_need(
     encoders_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
-    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at so many bytes a weight.
+    """What a node with `here` of all workers needs, whose state in all is `state_gib`, at `bytes_per_weight`.
     `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `samples_gib` is what one aside
     takes (`aside_gib`)."""
     copies = _copies(snapshot, nodes)
@@ -82,7 +82,7 @@ def host_need(
 def store_gib(
     state_gib: float, bytes_per_weight: int, snapshot: SnapshotConfig, *, here: int, workers: int, nodes: int
 ) -> float:
-    """In the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
+    """GiB in the object store of a node at a time: pieces of shards that others copy, and of those that it copies."""
     piece = min(state_gib / workers, PIECE * bytes_per_weight / 2**30)
     return AHEAD * piece * (here * _copies(snapshot, nodes) + _COPYING) if _copies(snapshot, nodes) else 0.0
 

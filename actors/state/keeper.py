@@ -1,10 +1,10 @@
 """Keepers: the process of each node that keeps versions of the training state alive in the node's memory.
 
 The memory (`ops.state_memory`) is the keeper's and is mapped by the workers of its node, who write their shards into
-it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what it
-is told to, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is held by
-the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is whole from
-the keepers' own inventories, so a restarted controller needs nothing else.
+it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what the
+controller names, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is
+held by the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is
+whole from the keepers' own inventories, so a restarted controller needs nothing else.
 
     controller:  keeper.begin.remote(generation, step, made_in, total, members)
     worker:      joined = keeper.join.remote(generation, pid, lo, hi); memory = borrow(joined.number)
@@ -52,7 +52,7 @@ _FILES_AT_ONCE = 4  # of a checkpoint, that a keeper writes
 _SMALL = 64 << 20  # bytes; a smaller range is taken without a look at the node's memory
 _ENDED_S = 10.0  # for a process to end after SIGKILL
 _LOOK_S = 0.02
-_GIVEN_AT_ONCE = 1 << 25  # elements that are let go of while nobody else is served
+_GIVEN_AT_ONCE = 1 << 25  # elements that are let go of while no other call is served
 
 
 class VersionLost(RuntimeError):
@@ -65,11 +65,11 @@ class Outdated(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """How far a keeper has been told that the run is."""
+    """How far the run is, as its keeper last heard."""
 
     committed: int = -1  # newest committed step
     generation: int = 0  # older ones are refused
-    position: tuple[int, Position] | None = None  # newest step whose data position it was told, and that
+    position: tuple[int, Position] | None = None  # newest step whose data position it knows, and that
 
 
 class KeeperHandle(NodeKeeper, Protocol):
@@ -113,7 +113,7 @@ class Keeper:
     def begin(self, generation: int, step: int, made_in: int, total: int, members: Sequence[Process] = ()) -> None:
         """Training goes on after `step` in `generation`, from the version that generation `made_in` has computed, of
         `total` elements; `members` are its workers on this node. Versions of other steps go, what older generations
-        send is refused, and who of them may still be writing here is ended."""
+        send is refused, and workers of them that may still be writing here are ended."""
         with self._lock:
             if generation < self._book.generation:
                 return
@@ -122,7 +122,7 @@ class Keeper:
             assert self._memory is not None
             self._book.begin(generation, step, made_in, self._has_spare_room)
             self._to_trim = True
-            self._memory.order = self._book.order  # first: nobody begins to write for an older one from now on
+            self._memory.order = self._book.order  # first: no worker begins to write for an older one from now on
             before, self._members = self._members, tuple((pid, born) for pid, born in members)
             present = [one for seat, one in enumerate(before) if self._memory.present[seat]]
             self._refused = end_all([one for one in present if one not in self._members])
@@ -137,7 +137,7 @@ class Keeper:
     def adopt(self, numbers: Sequence[int]) -> bool:
         """Take over the memory that a worker of this node lends by one of these numbers, with all that the keeper
         before this one knew of it. That one is ended, if it lives: it may only have been silent, and would go on where
-        it stopped. False when nobody has any."""
+        it stopped. False when no process has any."""
         with self._lock:
             for number in numbers if self._memory is None else ():
                 try:
@@ -191,7 +191,7 @@ class Keeper:
             return all(taken)
 
     def hold(self, shards: Sequence[tuple[Snapshot, NodeKeeper]]) -> bool:
-        """Copy shards, each from the keeper of another node that has it or is about to be told of it. Returns when all
+        """Copy shards, each from the keeper of another node that has it or will know of it soon. Returns when all
         are here; False when one comes from what is over. Raises MemoryError when this node has no room: better a clear
         answer than a node that ends its processes. Runs in the thread group COPIES."""
         try:
@@ -241,7 +241,8 @@ class Keeper:
             return [shard for version in versions for shard in self.held(version.step, version.generation)]
 
     def standing(self) -> Standing:
-        """For a restarted controller: it goes on after the committed step, in a generation that is not refused."""
+        """What a restarted controller asks: it goes on after the committed step, in a generation that is not
+        refused."""
         book = self._book
         return Standing(committed=book.committed, generation=book.generation, position=book.position)
 
@@ -307,7 +308,7 @@ class Keeper:
         return socket.gethostname(), self.used_bytes() + self._room()
 
     def close(self) -> None:
-        """Lend no more. The memory is there as long as somebody has it."""
+        """Lend no more. The memory is there as long as a process has it."""
         if self._lender is not None:
             self._lender.close()
 
@@ -329,7 +330,7 @@ class Keeper:
         )
 
     def _bank_for(self, snapshot: Snapshot) -> int:
-        """Where a copy goes. Waits until nobody needs what lies there; raises Outdated."""
+        """Where a copy goes. Waits until nothing needs what lies there; raises Outdated."""
         while True:
             with self._lock:
                 ready = self._memory is not None and self._book.generation >= snapshot.generation
@@ -363,7 +364,7 @@ class Keeper:
         return wanted - self.used_bytes() <= self._room()
 
     def _trim(self) -> None:
-        """Let go of pages that nobody needs, beside what else is asked: of a bank that was used for a checkpoint, and
+        """Let go of pages that are not needed, beside what else is asked: of a bank that was used for a checkpoint, and
         of ranges that other nodes have now."""
         if self._trimming is None or not self._trimming.is_alive():
             self._trimming = threading.Thread(target=self._give, name="trim", daemon=True)

@@ -66,7 +66,7 @@ class Keepers:
         self._base: Base | None = None  # what the running generation goes on from
         self._position: Position | None = None  # of the data after the newest committed step of this generation
         self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
-        self._told: dict[str, Ref[None]] = {}  # the last commit that each was told of
+        self._told: dict[str, Ref[None]] = {}  # the last commit that was sent to each
         self._adopting: dict[str, Ref[bool]] = {}  # of keepers that were started in the place of others
         self._silent_since: dict[str, float] = {}  # monotonic seconds
         self.silent: tuple[str, ...] = ()
@@ -123,12 +123,12 @@ class Keepers:
         ]
 
     def in_use(self) -> dict[str, KeeperHandle]:
-        """Those that are given shards now."""
+        """Keepers that are given shards now."""
         names = dict.fromkeys([*self._homes.values(), *(name for names in self._placed.values() for name in names)])
         return {name: self._handles[name] for name in names if name in self._handles}
 
     def gone(self) -> list[str]:
-        """Those in use that could not be told of the last commit. Never waits."""
+        """Keepers in use that the last commit could not be sent to. Never waits."""
         told = {reference: name for name, reference in self._told.items() if name in self._handles}
         done, _ = wait(list(told), num_returns=len(told), timeout=0) if told else ([], [])
         return [told[reference] for reference in done if _is_lost(reference)]
@@ -155,7 +155,7 @@ class Keepers:
         if self._base is not None:
             for node in fresh:
                 self._begin(keeper_name(self._run, node))
-            self.commit(self._base.step, self._position, self._pinned)  # who was started again may not have heard of it
+            self.commit(self._base.step, self._position, self._pinned)  # a restarted one may not know it
         return [node for node in fresh if node in worker_nodes]
 
     def find(self) -> dict[str, KeeperHandle]:
@@ -182,7 +182,7 @@ class Keepers:
         )
 
     def standing(self, patience_s: float) -> Standing:
-        """How far the run is by what its keepers were told."""
+        """How far the run is by what its keepers heard."""
         told = list(self._ask(lambda keeper: keeper.standing.remote(), patience_s).values())
         return Standing(
             committed=max((s.committed for s in told), default=-1),

@@ -1,6 +1,6 @@
 """Where a generation starts: which of the held states is whole and newest, and what follows from it. Pure.
 
-recovery = recovery_of(inventories, checkpoint, log)    # `RunState.recover` asks who holds what
+recovery = recovery_of(inventories, checkpoint, log)    # `RunState.recover` asks which keeper holds what
 committer.go_on_from(recovery)                          # commits what it makes safe
 
 A step is committed when every shard of it is held where its worker's death cannot take it. Only then is its line of
@@ -64,7 +64,7 @@ def recovery_of(
 ) -> Recovery:
     """The newest state that can be put together of what keepers hold, or else the checkpoint (its step and folder).
 
-    States of steps after the log's newest are ignored. Every worker may have finished such a step, but its reports are
+    States of steps after the log's newest are ignored. Every worker may have finished one, but its reports are
     lost with a worker or with the controller: it has no metrics, so it is computed again.
     """
     found = newest_whole(held for one in inventories for held in one.shards if held.step <= log.newest)

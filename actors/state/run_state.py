@@ -49,7 +49,7 @@ from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-_POSITION_S = 30.0  # an older position of the data also serves, so nobody waits long for it
+_POSITION_S = 30.0  # an older position of the data also serves, so there is no long wait for it
 _ROOM_S = 5.0  # a forecast is no reason to wait for a busy keeper
 _HELD_S = 60.0  # for keepers to take note of what workers hand over, and to copy it where there are other nodes
 _REPAIR_PAUSE_S = 0.5  # after the first repair of the keepers; doubles with every further one that did not help
@@ -63,11 +63,11 @@ class Stuck:
     """Why the oldest finished step cannot be committed until its shards are given to others."""
 
     why: str
-    overdue: bool = False  # nobody has answered
+    overdue: bool = False  # no keeper has answered
 
 
 class PositionSource(Protocol):
-    """Who knows where the data stands (`actors.feed.step_source`)."""
+    """What knows where the data stands (`actors.feed.step_source`)."""
 
     def token(self, step: int) -> Position:
         """The data's position before this step. Raises DataLost, DataError or DataIOError."""
@@ -75,9 +75,9 @@ class PositionSource(Protocol):
 
 
 class RunState:
-    """Where a run's training state is held, and which of it is newest. Starts nothing, calls nobody but its parts.
+    """Where a run's training state is held, and which of it is newest. Starts nothing, calls nothing but its parts.
 
-    It is told how far the run is: what follows for finished steps is returned, as a `Recovery` or as the step that
+    Its caller says how far the run is: what follows for finished steps is returned, as a `Recovery` or as the step that
     went to disk.
     """
 
@@ -118,7 +118,7 @@ class RunState:
         return self._first
 
     def _find(self, commits: CommitLog) -> Recovery:
-        """What is held by anybody; a checkpoint that is chosen and turns out to be damaged is left out."""
+        """What any keeper holds; a checkpoint that is chosen and turns out to be damaged is left out."""
         while True:
             recovery = self._decide(self.on_disk(), commits)
             folder = recovery.origin.checkpoint if recovery.origin is not None else None
@@ -222,7 +222,7 @@ class RunState:
         return bool(self._verdicts[stamp])
 
     def _tell_torn(self) -> None:
-        """A person who looks for the newest checkpoint is told why another is used."""
+        """Says why another than the newest checkpoint is used."""
         for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), self.step_on_disk()):
             log.warning("%s is passed over: it is not complete", folder)
             self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
@@ -278,7 +278,7 @@ class RunState:
         return self.keepers.hold(done.snapshots)
 
     def look(self) -> Stuck | None:
-        """Whether a keeper is gone that nobody waits for."""
+        """Whether a keeper is gone that nothing waits for."""
         gone = self.keepers.gone()
         return Stuck(why=f"{', '.join(gone)} is gone") if gone else None
 
@@ -339,7 +339,7 @@ class RunState:
         workers that wait between two steps. Returns the step whose state is on disk now, -1: none.
 
         Finished steps up to it that no keeper has taken yet are safe, too, and counted next. A new checkpoint becomes
-        complete after that, by `seal_last`: who goes on from it would miss their metrics.
+        complete after that, by `seal_last`: a run that went on from it would miss their metrics.
         """
         if self._silent:
             return -1
@@ -406,7 +406,7 @@ class RunState:
         return keeper.forecast_bytes(self._total, ema=self._ema, copies=0, num_keepers=1) * copies
 
     def _bytes_kept(self, keepers: int) -> int:
-        """What each of so many keepers holds of the state."""
+        """Bytes of the state that each of `keepers` keepers holds."""
         copies = self._config.snapshot.copies if self._config.snapshot.enabled else 0
         return keeper.forecast_bytes(self._total, ema=self._ema, copies=copies, num_keepers=keepers)
 

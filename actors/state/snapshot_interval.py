@@ -19,7 +19,7 @@ _ENOUGH = 3  # measured steps and snapshots before the interval changes
 _KEPT = 9  # of the last ones, whose median counts: a first step compiles
 _STEPS_AHEAD = 2  # that may be finished and not committed
 _OFF = 1.25  # an interval that is off by less stays
-_NEWS = 2.0  # one that is off by less from what was told is not told again
+_NEWS = 2.0  # one that is off by less from the last one in an event is no news
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class SnapshotInterval:
     _steps_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _held_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    _told: int = 1  # the interval that was told last
+    _told: int = 1  # the interval of the last event
     _last: tuple[tuple[int, int], float] | None = None  # generation and step, and unix seconds of its end
 
     def __post_init__(self) -> None:
@@ -50,8 +50,8 @@ class SnapshotInterval:
         return step % self.every == 0
 
     def committed(self, step: tuple[int, int], ended_at: float, copy_s: float, held_s: float | None) -> bool:
-        """Learn from a committed step (its generation and number), and say whether `every` is news: another than the
-        one that was told last by a factor of two or more.
+        """Learn from a committed step (its generation and number), and say whether `every` is news: another than
+        the last one in an event by a factor of two or more.
 
         It ended at `ended_at` (unix seconds) on its workers, `copy_s` of which went into copies: of its own snapshot
         or, where it has none, of the last one, for which its update had to wait. A snapshot of it was held `held_s`

@@ -43,7 +43,7 @@ class Survivors:
         self._parting[handle.hand_over.remote(None)] = worker
 
     def poll(self) -> list[Parted]:
-        """Who has answered since the last call. Never waits."""
+        """Survivors that have answered since the last call. Never waits."""
         if not self._parting:
             return []
         done, _ = wait(list(self._parting), num_returns=len(self._parting), timeout=0)

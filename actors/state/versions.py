@@ -51,7 +51,7 @@ HasRoom = Callable[[Version], bool]
 
 @dataclass(kw_only=True)
 class VersionBook:
-    """`generation`: older ones are refused. `committed`: the newest committed step that it was told of. `expected`:
+    """`generation`: older ones are refused. `committed`: the newest committed step that it knows of. `expected`:
     ranges that workers of this node write, or that are copied here, in this generation."""
 
     generation: int = 0
@@ -160,7 +160,7 @@ class VersionBook:
         return self.versions.get(self._base) if self._base != self.next else None
 
     def garbage(self, bank: int, total: int) -> list[ShardRange]:
-        """Parts of the flat vector of which nobody needs what is in this bank."""
+        """Parts of the flat vector of which nothing needs what is in this bank."""
         held = self.versions.get(bank)
         base = self.base
         kept = set(held.ranges) if held is not None else set()

@@ -80,7 +80,7 @@ class Asides:
         clock: Callable[[], float] = time.monotonic,
         settle: Callable[[], None] = lambda: None,
     ) -> None:
-        """`settle` returns when nobody reads the trained parameters any more, as a snapshot's copy does."""
+        """`settle` returns when nothing reads the trained parameters any more, as a snapshot's copy does."""
         self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
         self._settle = settle
         self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
@@ -130,7 +130,7 @@ class Asides:
         return task.whole or self._allowance.allows(self._expected.get(kind, 0.0), task.gap_s, took_s)
 
     def _pieces(self, one: AsideThread, task: TurnTask, began: float) -> None:
-        """Those that fit into the turn, which began then; one does, as weights have been brought for it."""
+        """Make the pieces that fit into the turn, which began then; one does, as weights have been brought for it."""
         more = True
         while more and (kind := one.next_piece) is not None:
             piece = self._clock()
@@ -202,7 +202,7 @@ class Asides:
             torch.cuda.synchronize(self._device)
 
     def _is_short_of(self, size: int) -> bool:
-        """Whether the device has no room for so many bytes more."""
+        """Whether the device has no room for `size` bytes more."""
         room_gib = self._meter.room_gib()
         return room_gib is not None and size > room_gib * GIB
 
@@ -239,7 +239,7 @@ class AsideThread:
                 self._change.wait()
 
     def end(self) -> None:
-        """It is not wanted any more: it ends where it stands, or once its weights are read."""
+        """The aside is not wanted any more: it ends where it stands, or once its weights are read."""
         with self._change:
             self._abandoned = self.has_ended = True
             self.next_piece = None
@@ -268,7 +268,7 @@ class AsideThread:
             made = self.work.make(self._modules, self._device, self._before)
         except _Abandoned:
             return
-        except Exception as error:  # a thread's boundary: told by the turn, it never ends the run
+        except Exception as error:  # a thread's boundary: the turn reports it, and it never ends the run
             failure = error
         with self._change:
             if not self._abandoned:
@@ -277,4 +277,4 @@ class AsideThread:
 
 
 class _Abandoned(BaseException):
-    """Ends the thread of an aside that nobody wants any more."""
+    """Ends the thread of an aside that is not wanted any more."""

@@ -40,7 +40,7 @@ class Encoding:
     """The encode cascades of one worker, and where their results go."""
 
     def __init__(self, executor: Executor, on_encoded: Encoded = nobody) -> None:
-        """`on_encoded` is told the results of each encode cascade that this worker leads."""
+        """`on_encoded` is called with the results of each encode cascade that this worker leads."""
         self.executor, self._on_encoded = executor, on_encoded
 
     def text(
@@ -128,7 +128,7 @@ def encode_clips(
 ) -> list[Tensor]:
     """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3].
 
-    Where the transformer is told of first frames, these are encoded here, too, and stand in the same rows.
+    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows.
     """
     measure.phase("encode")
     if group.size == 1:
@@ -193,7 +193,7 @@ def _together(
 def _images(
     modules: Modules, pictures: Tensor, at_once: int, group: Group, measure: EncodeMeasure, device: torch.device
 ) -> list[Tensor]:
-    """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin, and encoded so many at a time."""
+    """[tokens, dim] of each picture of [B, H, W, 3]. They are dealt round robin, and encoded some at a time."""
     encoder = modules.image
     assert encoder is not None
     measure.phase("encode")

@@ -71,8 +71,8 @@ class Executor:
         meter: Meter | None = None,
         name: str = "",
     ) -> None:
-        """`on_phase` is told what the worker does now. With `copies`, on CUDA, published results are copied while the
-        next cascades run, and taken from there. `name` is the worker's."""
+        """`on_phase` is called with what the worker does now. With `copies`, on CUDA, published results are copied
+        while the next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
         self.meter, self.name = meter or Unmetered(), name
@@ -100,7 +100,8 @@ class Executor:
         shards: Sequence[ShardState] | None,
         banks: ShardBanks | None = None,
     ) -> None:
-        """Enter a generation: leave the old groups, take my range of the training state, forget half-done steps."""
+        """Enter a generation: leave the old groups, take this rank's range of the training state, forget half-done
+        steps."""
         self.leave()
         self.groups, self.world = groups, world
         self.sync.form(groups.world_group(), shards, banks)
@@ -193,8 +194,8 @@ class Executor:
 
     @contextmanager
     def beside_encodes(self) -> Iterator[None]:
-        """For the end of a step: on CUDA it does not queue behind an encode that goes on. All cascades of the step have
-        ended on the device by then (`CascadeMeasure` waits for them)."""
+        """A context for the end of a step: on CUDA it does not wait for an encode that goes on. All cascades of the
+        step have ended on the device by then (`CascadeMeasure` waits for them)."""
         if self._outlasting is None or self.device.type != "cuda":
             yield
             return

@@ -1,7 +1,7 @@
 """Where this process's GPU sits in its node: what PCIe (sysfs) and `nvidia-smi` say of it, as one `GpuPlace`.
 
 PCIe comes from sysfs, which also a container with some of the GPUs sees whole, so that rails have the same letters in
-all of them; NVLink from `nvidia-smi`, else from NVSwitches among the PCIe devices. What neither tells stays unknown.
+all of them; NVLink from `nvidia-smi`, else from NVSwitches among the PCIe devices. What neither shows stays unknown.
 """
 
 from __future__ import annotations

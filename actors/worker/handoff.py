@@ -7,7 +7,7 @@ waits for a copy.
 
 S samples, P = width of a row of the VAE's results, E text width. Latents travel as token rows `[tokens, P]` so that
 each rank of a bag receives its chunk only; text is needed whole by every rank, and so are the `tail` rows that may
-stand behind those of the tokens (ops/models/first_frame.py).
+stand after those of the tokens (ops/models/first_frame.py).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class HostCopies:
         return [result for result, _ in started]
 
     def clear(self) -> None:
-        """The generation has ended: nobody will ask for what is left."""
+        """The generation has ended: no worker will ask for what is left."""
         with self._changed:
             self._started.clear()
 
@@ -144,7 +144,7 @@ class Inputs:
     """What a rank of a bag holds when the DiT starts."""
 
     rows: list[torch.Tensor]  # per sample: this rank's chunk of the latent's token rows [n_local, P]
-    tails: list[torch.Tensor]  # per sample: what stands behind the token rows, whole [tail, P]
+    tails: list[torch.Tensor]  # per sample: what stands after the token rows, whole [tail, P]
     text: list[torch.Tensor]  # per sample: the whole text [text_tokens, E]
     ok: list[bool]
     bytes_received: int  # through the bag's group
@@ -165,7 +165,7 @@ def gather_inputs(
 ) -> Inputs:
     """Collect every sample's latent chunk and text on this rank. All ranks of the bag call it together.
 
-    `widths` is (P, E), `tail` the rows behind those of the tokens. Results a rank produced go to the others through the
+    `widths` is (P, E), `tail` the rows after those of the tokens. Results a rank produced go to the others through the
     group in one exchange for lengths and one for each kind of rows; nothing is exchanged when every result is in place
     or came from the store.
     """

@@ -68,7 +68,7 @@ class Heartbeat:
         threading.Thread(target=self._beat_for_ever, name="heartbeat", daemon=True).start()
 
     def begin(self, generation: int) -> CancelToken:
-        """The worker enters this generation; the token of the one before it is of no use any more."""
+        """The worker enters this generation; the token of the one before it ends."""
         self.groups = None
         self._now = (replace(self.progress, generation=generation), CancelToken())
         return self.cancel
@@ -122,7 +122,7 @@ class Heartbeat:
         orders = get(self._monitor.beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
-        elif groups is not None and (failure := groups.failure):  # on NCCL nobody else is told, and waits for ever
+        elif groups is not None and (failure := groups.failure):  # on NCCL no other worker learns of it, and waits
             cancel.set(f"{failure}, seen by a heartbeat of {self._worker}")
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")

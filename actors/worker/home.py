@@ -81,8 +81,8 @@ class HomeMemory:
         return Entered(banks=banks, shard=shard, made_in=joined.made_in)
 
     def leave(self) -> None:
-        """Nothing is written any more. Who has not said so is ended before others write in its place. Any number of
-        times."""
+        """Nothing is written any more. A worker that has not said so is ended before others write in its place. Any
+        number of times."""
         if self._memory is not None and self._seat is not None:
             self._memory.present[self._seat] = 0
         self._seat = None

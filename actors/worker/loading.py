@@ -140,7 +140,8 @@ class FirstWeights:
 
 
 def peak_tflops(device: torch.device, train: TrainConfig) -> float:
-    """Of a worker's device in the precision in which the DiT multiplies: from the table of devices, else measured."""
+    """The peak of a worker's device in the precision in which the DiT multiplies: from the table of devices, else
+    measured."""
     precision: str = "bfloat16" if train.autocast == "bfloat16" else train.parameter_dtype
     if precision == "float32" and train.allows_tf32:
         precision = "tf32"

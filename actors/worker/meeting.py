@@ -1,7 +1,7 @@
 """Before a generation's first collective: each worker brings its part of the state, then they wait for each other.
 
 A large state comes slowly over a slow network, and not equally slowly everywhere. Collectives have little patience,
-which is right for steps; so none begins before everybody holds its part. Both waits end at once with the generation.
+which is right for steps; so none begins before every worker holds its part. Both waits end at once with the generation.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ class Meter(Protocol):
         ...
 
     def stop(self) -> float | None:
-        """It has ended: GiB that it took beside what was there before; None where nobody counts."""
+        """The cascade has ended. Returns the GiB that it took beside what was there before; None where memory is not
+        counted."""
         ...
 
     def room_gib(self) -> float | None:
@@ -155,8 +156,8 @@ def release(error: BaseException | None) -> None:
 
 
 def collect() -> None:
-    """Free what nobody can reach any more: a graph whose backward was cut short refers to itself, and its tensors would
-    stay until Python happens to look."""
+    """Free what cannot be reached any more: a graph whose backward was cut short refers to itself, and its tensors
+    would stay until Python happens to look."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -164,7 +165,7 @@ def collect() -> None:
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """A cascade that fails leaves nothing of it behind, however long somebody keeps its error."""
+    """A cascade that fails leaves nothing of it behind, however long its error is kept."""
     try:
         yield
         return

@@ -1,4 +1,4 @@
-"""What `nvidia-smi` tells of a machine's GPUs: their addresses, and the matrix of links between them and network cards.
+"""What `nvidia-smi` shows of a machine's GPUs: their addresses, and the matrix of links between them and network cards.
 
 The matrix of `nvidia-smi topo -m` has a row and a column for each GPU and card, then a legend:
 

@@ -17,7 +17,7 @@ class Stopwatch(Protocol):
 
 
 class HostWatch:
-    """For the CPU, whose work has ended when a call returns."""
+    """A watch for the CPU, whose work has ended when a call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -28,8 +28,8 @@ class HostWatch:
 
 
 class StreamWatch:
-    """For CUDA, whose work is only queued when a call returns: a collective holds up the stream, not the host. To be
-    asked after the stream was synchronised."""
+    """A watch for CUDA, whose work is only queued when a call returns: a collective holds up the stream, not the host.
+    To be asked after the stream was synchronised."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

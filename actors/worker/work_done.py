@@ -77,7 +77,7 @@ class WorkDone:
 
     def check_complete(self, task: FinishTask) -> None:
         """Raise StepIncomplete unless all that the task names has run here. Ray does not run a call whose argument is
-        lost, and says so only to who asks for that call's result."""
+        lost, and says so only to a caller that asks for that call's result."""
         if missing := [cascade for cascade in task.cascades if cascade not in self._ran]:
             raise StepIncomplete(f"step {task.step} has not run {', '.join(missing)} here; it is computed again.")
         ran = self._weights.get(task.step, 0.0) + self._bad_weights.get(task.step, 0.0)

@@ -1,7 +1,7 @@
 """The actor that owns one GPU (or CPU slot): hosts text encoder, VAE and DiT, runs one cascade per call, in order.
 
 A worker has one task thread, so calls of the controller run in submission order, which is what keeps the collectives
-of overlapping bags in one order everywhere. A second thread sends heartbeats; their answer tells it when the current
+of overlapping bags in one order everywhere. A second thread sends heartbeats; the answer says when the current
 generation has ended, and then it cancels the collective the task thread may be waiting in.
 """
 
@@ -83,8 +83,8 @@ class Worker:
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
         self._home = HomeMemory()
         self._rank = 0
-        self._last: Snapshot | None = None  # of the state in this worker, once others were told of it
-        self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until somebody waits for it
+        self._last: Snapshot | None = None  # of the state in this worker, once others know of it
+        self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until it is waited for
         self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
@@ -135,9 +135,10 @@ class Worker:
         )
 
     def form(self, task: FormTask) -> None:
-        """Leave the old process groups, build the new ones in this process, take my range of the training state.
+        """Leave the old process groups, build the new ones in this process, take this worker's range of the training
+        state.
 
-        The node's keeper is told what of it came from elsewhere: another keeper, a checkpoint, the first weights.
+        The node's keeper learns which part of it came from elsewhere: another keeper, a checkpoint, the first weights.
         """
         if self.device.type == "cpu" and self.settings.workers.memory_gib:
             self._asides.drop()  # its weights would count with the worker's states
@@ -310,8 +311,8 @@ class Worker:
         return report, snapshot
 
     def copied(self, generation: int, step: int) -> None:
-        """Returns when the copy of my state after a step has ended. Runs beside the task thread, in thread group
-        SNAPSHOTS."""
+        """Returns when the copy of this worker's state after a step has ended. Runs beside the task thread, in thread
+        group SNAPSHOTS."""
         self._copying.pop((generation, step)).wait()
 
     def parameters_digest(self) -> str:
@@ -390,14 +391,14 @@ class Worker:
         return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody)
 
     def _gathering(self) -> Patience:
-        """For the first collectives of a generation, in which all get all parameters."""
+        """The patience for the first collectives of a generation, in which all get all parameters."""
         least, weights = self.settings.workers.collective_timeout_s, trainable(self.executor.modules.dit)
         moved_s = sum(p.numel() * p.element_size() for _, p in weights) / _GATHER_BYTES_PER_S
         why = f"workers.collective_timeout_s, and {moved_s:.0f} s for the parameters at 0.1 GB/s"
         return Patience(limit_s=round(least + moved_s, 3), why=why)
 
     def _gpu_gib(self) -> float:
-        """Of this worker's GPU; 0 on a CPU."""
+        """Memory of this worker's GPU; 0 on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
 
     def _room_gib(self) -> float | None:
@@ -406,7 +407,8 @@ class Worker:
         return None if room is None else room - self._late.device
 
     def _host_weights_gib(self) -> float:
-        """Of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share them."""
+        """GiB of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share
+        them."""
         if self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
             return 0.0
         return sum(p.nbytes for _, p in trainable(self.executor.modules.dit)) / GIB
@@ -416,7 +418,8 @@ class Worker:
         return HostCopies(PinnedCopy(self.device)) if self.device.type == "cuda" else None
 
     def _handed_out(self, step: int, export: ShardExport) -> Snapshot:
-        """What the controller is told of my state after this step. On CUDA it may say so before the copy has ended."""
+        """What the controller learns of this worker's state after this step. On CUDA it may say so before the copy has
+        ended."""
         self._phase("snapshot")
         generation, copied = self.executor.generation, None
         self._exporting = export

@@ -54,7 +54,7 @@ MODES = ("equal tokens", "dual constraint", "with re-sizing", "true costs")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Throughput:
-    """Of the second half of a run."""
+    """Throughput of the second half of a run."""
 
     mode: str
     tokens_per_s: float
@@ -129,7 +129,8 @@ def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strateg
 
 
 def limits_of(mode: str, every: int) -> BatchConfig:
-    """Of a run that begins with the wrong profile. The wanted seconds are what the longest clip truly takes."""
+    """The batch limits of a run that begins with the wrong profile. The wanted seconds are what the longest clip truly
+    takes."""
     if mode == "equal tokens":
         return LIMITS
     longest = max(BUCKETS, key=lambda b: GEOMETRY.tokens(b.frames, b.height, b.width))

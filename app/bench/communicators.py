@@ -95,7 +95,7 @@ class BagFigures:
 
 
 def figures(planned: Sequence[PlannedBags], most: int) -> BagFigures:
-    """Count with at most so many peers of a worker's bags; 0: no limit."""
+    """Count with at most `most` peers of a worker's bags; 0: no limit."""
     account, bags, made = Communicators(most), 0, 0
     for step in planned:
         made += account.step(step.bags).made
@@ -118,7 +118,7 @@ def profile_of_run(config: str) -> Profile:
 
 
 def planned_bags(config: str, cluster: Cluster, steps: int, budget_s: float, most: int) -> list[PlannedBags]:
-    """Plan so many steps of the buckets of Koala-36M, drawn equally often."""
+    """Plan `steps` steps of the buckets of Koala-36M, drawn equally often."""
     settings = RunConfig.load(CONFIGS / "data" / "koala36m.yaml", ["run.name=bench"])
     shape = RunConfig.load(CONFIGS / "models" / f"{config}.yaml", ["run.name=bench"]).model
     settings = replace(settings, data=replace(settings.data, items_per_step=cluster.num_workers))

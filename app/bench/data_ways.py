@@ -309,7 +309,7 @@ def probe(setting: Setting) -> Cost:
 
 
 def first_batch(setting: Setting) -> Cost:
-    """From shards without an index."""
+    """The first batch from shards without an index."""
     import tempfile
 
     import ray

@@ -102,7 +102,7 @@ def _ours(lab: Lab, kills: int) -> list[float]:
 
 
 def _join(lab: Lab) -> float:
-    """From the start of a new node to the first step with its worker, the worker's start included."""
+    """Seconds from the start of a new node to the first step with its worker, the worker's start included."""
     run = lab.start(lab.config("join", train={"steps": 2000}, workers={"min": 1, "max": 5}))
     run.wait_for_workers(4)
     started = time.time()

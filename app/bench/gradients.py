@@ -125,7 +125,7 @@ class Steps:
 
 
 def pss_bytes() -> int:
-    """Of this process: private pages, and its share of those that others map, too."""
+    """Proportional memory of this process: private pages, and its share of those that others map, too."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
 
@@ -168,7 +168,8 @@ def measure(elements: int, workers: int, dtype: str, steps: int, way: str | None
 
 
 def wanted_bytes(way: str, elements: int, workers: int, dtype: str) -> float:
-    """Of one worker by the layout: parameters, gradient, and its part of moments, EMA and, beside bf16, the master."""
+    """Bytes of one worker by the layout: parameters, gradient, and its part of moments, EMA and, beside bf16, the
+    master."""
     parameters, master = (4, 0) if dtype == "float32" else (2, 4)
     gradients, held = WAYS[way]
     gradient = 4 if gradients == "own" else 4 / workers
@@ -177,7 +178,7 @@ def wanted_bytes(way: str, elements: int, workers: int, dtype: str) -> float:
 
 
 def slowest(ranks: Sequence[RankFigures], way: str, end: bool = False) -> list[float]:
-    """Per step, the seconds of the step; with `end` those that its last worker waits behind its own backward."""
+    """Per step, the seconds of the step; with `end` those that its last worker waits after its own backward."""
     if end:
         return [min(times) for times in zip(*(rank.end_s[way] for rank in ranks))]
     return [max(times) for times in zip(*(rank.step_s[way] for rank in ranks))]

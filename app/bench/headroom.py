@@ -63,7 +63,7 @@ class Figures:
     fetched: float = 0.0
 
     def free(self, memory_gib: float, way: int = 0) -> float:
-        """Beside everything, and beside what is left for fragments."""
+        """GiB free beside everything, and beside what is left for fragments."""
         dit = self.dit if WAYS[way].parameters == "replicated" else self.fetched
         worst = max(dit, self.vae, self.text)
         return USABLE * (memory_gib - self.communicators[way]) - self.states[way] - worst
@@ -153,7 +153,7 @@ class Measured:
         self._known: dict[tuple[object, ...], float] = {}
 
     def figures(self, shape: PixelShape, workers: int, degree: int) -> Figures:
-        """With one clip of this shape per cascade."""
+        """Figures with one clip of this shape per cascade."""
         import torch
 
         from ops.models.forecast import GIB, pass_bytes, states_bytes, text_need, vae_need

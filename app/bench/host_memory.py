@@ -125,7 +125,7 @@ def _taken(lab: Lab, config: RunConfig) -> float:
 
 
 def _pss_bytes() -> int:
-    """Of this process and all below it."""
+    """Proportional memory of this process and all below it."""
     me, total = psutil.Process(), 0
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):

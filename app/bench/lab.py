@@ -58,7 +58,7 @@ TINY: Mapping[str, Mapping[str, object]] = {
 OPEN_END = 100_000  # steps of a run that the test or benchmark will stop
 _PACE_S = 0.5  # seconds added to a step while something other than steps is awaited
 _STARTS = 4  # of a Ray process that comes up too late
-_PACE_SHARE = 1 / 8  # or this share of the time already waited, if that is more, so that few steps go by
+_PACE_SHARE = 1 / 8  # of the time already waited; the larger of both counts, so that few steps go by
 
 
 class Timeout(RuntimeError):
@@ -329,8 +329,8 @@ class LabRun:
                 time.sleep(0.02)
 
     def _dispatch(self, dispatch: Callable[[StepRunner], None], runner: StepRunner) -> None:
-        """In place of the controller's. It is held here, where no step runs: a worker that updates waits for the commit
-        of the step before, and would answer nobody until then."""
+        """Dispatch in place of the controller's. It is held here, where no step runs: a worker that updates waits for
+        the commit of the step before, and would not answer until then."""
         if not self._hold.is_set():
             if runner.running or self.controller.committer.num_open:
                 return

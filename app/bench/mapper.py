@@ -36,7 +36,7 @@ SETS = ("A-16gpu", "B-32gpu", "C-32gpu")
 def run(
     budget: Annotated[float, typer.Option(help="Seconds of counted search per step.")] = 0.2,
     handoff: Annotated[float, typer.Option(help="Seconds that latents from other workers take.")] = 0.5,
-    every: Annotated[int, typer.Option(help="Plan only every so many steps.", min=1)] = 1,
+    every: Annotated[int, typer.Option(help="Plan one step of every N.", min=1)] = 1,
 ) -> None:
     """Mean seconds of a single step by set and mapper."""
     profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")

@@ -16,7 +16,7 @@ from ops.kernels.base.segments import Segments
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchCase:
-    """One op on one layout and width, and who is measured on it."""
+    """One op on one layout and width, and what is measured on it."""
 
     op: Contest
     layout: RowLayout

@@ -5,7 +5,7 @@ planner and processes of its own; then the demo, which begins without a profile.
 how much predicted seconds of a cascade are off its work (that of the bag's last member), and what a plan says of a
 step, its end and remainder included, over what the step took apart from waiting for data.
 
-More workers than cores slow each other down: a cascade then takes what it takes by who else computes, which plans do
+More workers than cores slow each other down: how long a cascade takes depends on what else runs, which plans do
 not know, and its error is that of a mean.
 """
 
@@ -82,7 +82,7 @@ def run(
 
 
 def of_tiny(lab: Lab, workers: int, steps: int, repeats: int = 3) -> Foretold:
-    """The tiny model on so many workers of one node, from a profile of this machine."""
+    """The tiny model on `workers` workers of one node, from a profile of this machine."""
     from app.device.profile import run_profile
 
     name = f"tiny{workers}"

@@ -29,7 +29,7 @@ _STEP = re.compile(r"([\d.e+-]+) s a step expected")
 
 @dataclass(kw_only=True)
 class WayTimes:
-    """When things were told of a way of making clips; seconds of any clock."""
+    """When a way of making clips reported its progress; seconds of any clock."""
 
     way: ClipWay
     ready_s: float | None = None  # all workers have loaded the model
@@ -37,7 +37,7 @@ class WayTimes:
     step_s: float | None = None  # expected
 
     def hear(self, line: str, now: float) -> None:
-        """A line that `spread` tells."""
+        """A line that `spread` prints."""
         if told := _CLIPS.match(line):
             self.clips_s += [now] * (int(told[1]) - len(self.clips_s))
         elif "have loaded the model" in line or "each clip is made by" in line:

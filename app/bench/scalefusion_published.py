@@ -38,7 +38,7 @@ class ClipSize:
 
     @property
     def positions(self) -> int:
-        """Of a frame."""
+        """Positions of a frame."""
         return self.height * self.width
 
 
@@ -54,8 +54,8 @@ REFERENCE = _clip(1080, 1920, 8)
 
 
 def flops(clip: ClipSize) -> tuple[float, float]:
-    """Of a spatial and of a temporal block, forward: projections of self- and cross-attention, MLP of four times the
-    width, and the two attention products."""
+    """FLOPs of a spatial and of a temporal block, forward: projections of self- and cross-attention, MLP of four times
+    the width, and the two attention products."""
     tokens = clip.frames * clip.positions
     linear = 2 * tokens * WIDTH**2 * (4 + 2 + 8)
     return linear + 4.0 * tokens * clip.positions * WIDTH, linear + 4.0 * tokens * clip.frames * WIDTH
@@ -73,7 +73,7 @@ def machine_bandwidth() -> float:
 
 
 def costs_of(clip: ClipSize, machines: int) -> LayerCosts:
-    """On so many machines of eight A100s."""
+    """Costs of a layer on `machines` machines of eight A100s."""
     return _costs(clip, machines, machine_bandwidth())
 
 

@@ -39,7 +39,7 @@ from ops.waiting import CancelToken, Pending
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"
 UNPACED = LayerCosts(spatial_s=0.0, temporal_s=0.0, exchange_s=0.0)
-_BLOCKED_S = 1e-3  # who has waited for longer was there before the message
+_BLOCKED_S = 1e-3  # a rank that has waited for longer was there before the message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class PacedDevice:
         return self._until if self.paced else self.clock.now()
 
     def reach(self, due: float) -> None:
-        """It has nothing to do until then."""
+        """The rank has nothing to do until then."""
         self._until = max(self._until, due)
         self.clock.sleep_until(due)
 

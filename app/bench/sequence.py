@@ -58,7 +58,7 @@ def ways_of(heads: int, degree: int) -> dict[str, float]:
 
 
 def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
-    """Of a clip at the load's degree."""
+    """Ways for a clip at the load's degree."""
     terms = [c * x for c, x in zip(fit.coefficients, FORMS[fit.form].features(load, fit.exponent), strict=True)]
     parts = dict(zip(FORMS[fit.form].names, terms, strict=True))
     link, attention = parts["comm"] / load.exchanged, parts["alpha2"]
@@ -70,8 +70,8 @@ def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
 
 
 def geometry_of(preset: str, model: ModelConfig) -> Geometry:
-    """By the usual numbers of the family's VAE, as no folder is read. Raises ConfigError where the transformer was
-    trained with another VAE."""
+    """The geometry by the usual numbers of the family's VAE, as no folder is read. Raises ConfigError where the
+    transformer was trained with another VAE."""
     if model.vae.kind == "diffusers":
         channels, stride = FAMILIES[model.dit.architecture].vae.numbers({})
         if channels != model.dit.out_channels:

@@ -47,7 +47,7 @@ class SoakResult:
     rss_first_gib: float  # largest resident set of a worker after the first tenth of the steps
     rss_last_gib: float
     store_first_mib: float  # largest sum over all nodes after a fault, in the first quarter of the faults
-    store_last_mib: float  # and in the last quarter
+    store_last_mib: float  # the same in the last quarter
     seconds: float
 
     @property
@@ -73,7 +73,7 @@ def run(
 
 
 def soak(lab: Lab, steps: int, faults: int, seed: int) -> SoakResult:
-    """Run under faults for at least so many steps, then as many undisturbed, and compare. Adds its own nodes."""
+    """Run under faults for at least `steps` steps, then as many undisturbed, and compare. Adds its own nodes."""
     started = time.time()
     for _ in range(2):
         lab.add_node(workers=WORKERS // 2)

@@ -97,7 +97,8 @@ class Tree:
 
     @property
     def services_s(self) -> float:
-        """Of `cpu_s`, what the services of a Ray cluster took, which run whatever it does (raylets not counted)."""
+        """The part of `cpu_s` that the services of a Ray cluster took, which run whatever it does (raylets not
+        counted)."""
         return sum(
             seconds - self._roles_before.get(key, 0.0) for key, seconds in self._roles_s.items() if key[1] in SERVICES
         )

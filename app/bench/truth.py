@@ -1,6 +1,6 @@
 """`heddle bench truth`: does a run learn what its cascades cost, and do its plans follow?
 
-A machine whose costs Heddle is not told (`app.bench.truth_machine`): its laws are not those that costs are fitted to.
+A machine whose costs Heddle does not know (`app.bench.truth_machine`): its laws are not those that costs are fitted to.
 It has bags of VAE and text, handoffs, an end of a step and a rest, a slow link between two nodes, one slow GPU, noise,
 ranks that come late, first runs of a shape that compile, and now and then a timing that is NaN or absurd. A run begins
 with a *wrong* profile (another device's FLOPs, a network of another speed), plans and executes 200 steps on this
@@ -90,13 +90,13 @@ class TrueProfile(Profile):
     def price(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Of the machine."""
+        """Seconds on the machine."""
         return _true(module, (batch, frames, height, width, text_tokens), degree)
 
     def penalty(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
-        """Of its slow link."""
+        """Seconds that its slow link adds."""
         part = (batch, frames, height, width, text_tokens)
         return _true(module, part, degree, spanning=degree > 1) - _true(module, part, degree)
 
@@ -107,7 +107,7 @@ class Learned:
 
     strategy: str
     before: float  # median relative error of predicted cascade seconds, with the wrong profile
-    median: float  # and after the steps
+    median: float  # the same after the steps
     worst: float  # of nine in ten cascades
     step_ratio: float  # predicted over taken seconds of a step, end and rest included: median of the last quarter
     plan_ratio: float  # seconds of its plans on the machine over those of plans made with the truth
@@ -199,7 +199,8 @@ class Predicted:
 
 
 def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Predicted:
-    """Of cascades whose shape was not measured, some at degrees that were not, in bags on one node or over two."""
+    """Predictions for cascades whose shape was not measured, some at degrees that were not, in bags on one node or over
+    two."""
     machine = _machine_of(seed)
     profile = profiled(machine)
     errors = []

@@ -1,4 +1,4 @@
-"""The machine of `heddle bench truth`: what its cascades, handoffs and ends of steps take, which Heddle is not told.
+"""The machine of `heddle bench truth`: what its cascades, handoffs and ends of steps take, which Heddle does not know.
 
 Its laws are not those that costs are fitted to. Products of matrices fill whole waves of tiles on 132 multiprocessors,
 so few rows leave them half idle and a row more may cost a wave; attention fills them by heads and tiles of queries, and
@@ -52,11 +52,11 @@ class Machine:
     # -- laws --------------------------------------------------------------------------------------------------------
 
     def seconds(self, module: Module, parts: Sequence[PartShape], workers: Sequence[int]) -> float:
-        """Of a cascade of these parts on these workers, without noise."""
+        """Seconds of a cascade of these parts on these workers, without noise."""
         return self.normal(module, parts, len(workers), self.spans(workers)) / min(map(self.speed, workers))
 
     def speed(self, worker: int) -> float:
-        """Of a worker, 1 for normal."""
+        """The speed of a worker, 1 for normal."""
         return SLOW_SPEED if worker == self.slow else 1.0
 
     def spans(self, workers: Sequence[int]) -> bool:
@@ -77,7 +77,7 @@ class Machine:
         return self._trained(parts, degree, spanning)
 
     def _encoded(self, part: PartShape, degree: int, spanning: bool) -> float:
-        """Of a VAE: the busiest member's tiles, and the latents that all members then get."""
+        """Seconds of a VAE cascade: the busiest member's tiles, and the latents that all members then get."""
         count, frames, height, width, _ = part
         dealt = TILING.dealt(count, (frames, height, width), degree)
         long = 1.12 if frames > 32 else 1.0
@@ -112,13 +112,13 @@ class Machine:
         return work * cached / filled / 5.2e14
 
     def exchange(self, sent: float, degree: int, spanning: bool = False) -> float:
-        """Of one all-to-all in which a member sends so many bytes: what goes to each peer has to be much to be
+        """Seconds of one all-to-all in which a member sends `sent` bytes: what goes to each peer has to be much to be
         quick."""
         half = 2**16 * (degree - 1)  # bytes at which half of the bandwidth is reached
         return 2e-5 * math.log2(degree) + (sent + half) / (4e10 if spanning else 1.6e11)
 
     def handoff(self, num_bytes: float, across: bool) -> float:
-        """Of encode results, by the object store."""
+        """Seconds of a handoff of encode results, by the object store."""
         return (0.03 + num_bytes / 2.5e8) if across else (0.01 + num_bytes / 8e8)
 
     def end_of_step(self, workers: int, spanning: bool) -> float:
@@ -126,11 +126,11 @@ class Machine:
         return 0.05 + 0.6 / workers + (0.5 if spanning else 0.2) * (workers - 1) / workers
 
     def rest_of_step(self, calls: int) -> float:
-        """Beside cascades and the end, where a worker has so many calls."""
+        """Seconds beside cascades and the end, where a worker has `calls` calls."""
         return 0.02 + 0.004 * calls
 
     def measured(self, seconds: float) -> float:
-        """With this machine's noise."""
+        """The seconds with this machine's noise."""
         return seconds * math.exp(self.rng.normal(0, self.noise))
 
     # -- execution ---------------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ class _Result:
 
 @dataclass(slots=True)
 class _Inputs:
-    """Of a DiT cascade: when they are there, what of them came by the store, and when that was made."""
+    """Inputs of a DiT cascade: when they are there, what of them came by the store, and when that was made."""
 
     there: float = 0.0
     num_bytes: float = 0.0
@@ -262,7 +262,7 @@ class Everything(set[tuple[int, CascadeShape]]):
 
 
 def in_waves(rows: float, outputs: int) -> float:
-    """Rows that a product with so many outputs costs, in full waves of tiles: at least those that it has."""
+    """Rows that a product with `outputs` outputs costs, in full waves of tiles: at least those that it has."""
     columns = -(-outputs // _TILE)
     tiles = math.ceil(rows / _TILE) * columns
     return max(rows, -(-tiles // _SMS) * _SMS * _TILE / columns)

@@ -3,7 +3,7 @@
 with Bag(config, degree=2, device="cuda") as bag:
     point = bag.measure("dit", shape, repeats=3)    # raises MemoryError when it ran out on a member
     end = bag.update(repeats=3)                     # of a step: gradient sum, optimizer, new parameters
-    seconds = bag.exchange(2**24)                   # all-to-all of so many bytes of a member
+    seconds = bag.exchange(2**24)                   # all-to-all of 16 MiB of each member
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Order = (
 
 
 class MeasuredBag:
-    """`degree` members that run cascades together. Who makes them says how they are told and heard."""
+    """`degree` members that run cascades together. The subclass that makes them says how calls and answers travel."""
 
     nodes = 1  # of its members
 
@@ -54,7 +54,7 @@ class MeasuredBag:
     ) -> PointTimes:
         """Forward and backward of a packed batch, or an encode with what its members then share. `rates`: by which
         spatial-temporal blocks are sliced, as a plan brings them. Raises MemoryError where a member ran out of memory:
-        the bag is of no use then."""
+        the bag cannot be used again."""
         answers = self._ask(("measure", module, shape, rates, repeats))
         times = [answer for answer in answers if isinstance(answer, PointTimes)]
         needs = [one.need_gib for one in times if one.need_gib is not None]
@@ -72,7 +72,7 @@ class MeasuredBag:
         return PointTimes(seconds=tuple(max(run) for run in zip(*(one.seconds for one in times), strict=True)))
 
     def exchange(self, num_bytes: int, repeats: int = 5) -> float:
-        """Seconds of an all-to-all of so many bytes of each member."""
+        """Seconds of an all-to-all of `num_bytes` of each member."""
         answers = self._ask(("exchange", num_bytes, repeats))
         return max(statistics.median(one.seconds) for one in answers if isinstance(one, PointTimes))
 
@@ -93,8 +93,8 @@ class MeasuredBag:
         return self._answers(ANSWER_S * (_WARM_UP + order[-1]))
 
     def _answers(self, patience_s: float) -> list[object]:
-        """Of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it, or fail
-        as it leaves them."""
+        """Answers of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it,
+        or fail as it leaves them."""
         found: dict[int, object] = {}
         waiting = set(range(self.degree))
         until, failed = time.monotonic() + patience_s, ""
@@ -201,7 +201,7 @@ def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pi
 
 
 def answer_of(work: Callable[[], object]) -> object:
-    """Its result, or what went wrong in a form that other processes can read."""
+    """The result of the work, or what went wrong in a form that other processes can read."""
     try:
         return work()
     except Exception as error:  # the process boundary: the command says why

@@ -173,7 +173,7 @@ class Bench:
             self._gradients = None
 
     def _let_go(self, gradients: Gradients) -> None:
-        """Of its memory, when no member of the bag writes into it any more. Collective."""
+        """Release its memory, when no member of the bag writes into it any more. Collective."""
         from ops.node_sum import meet
 
         gradients.leave()
@@ -284,7 +284,7 @@ class Bench:
         return lambda: encode_clips(modules, self.frame, video, self.group, _Unparted(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
-        """Forward and backward of one packed batch, gradients accumulated as in training; in a bag behind the handoff
+        """Forward and backward of one packed batch, gradients accumulated as in training; in a bag after the handoff
         of its inputs."""
         import torch
 

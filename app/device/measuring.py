@@ -107,7 +107,7 @@ class Measuring:
                 bag.close()
 
     def save(self) -> None:
-        """Write what is known, whole or not at all."""
+        """Write what is known, atomically."""
         if not self._profile.measured:
             return
         with_degrees(self._profile)
@@ -167,8 +167,8 @@ class Measuring:
         return self._bag(point.degree, point.nodes).measure(point.module, point.shape, self._repeats, rates)
 
     def _make_room(self, nodes: int) -> None:
-        """On the GPUs: modules of this process lie on the first one beside those of a member, and those of bags of this
-        machine beside those of a bag over nodes."""
+        """Make room on the GPUs: modules of this process lie on the first one beside those of a member, and those of
+        bags of this machine beside those of a bag over nodes."""
         self._bench.rest()
         if nodes > 1:
             for degree, over in [place for place in self._bags if place[1] == 1]:

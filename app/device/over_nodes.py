@@ -197,7 +197,7 @@ def _outcome(reference: Ref[object]) -> object:
 
 
 def _answer(reference: Ref[Any], patience_s: float, who: str) -> Any:
-    """Raises ConfigError where nobody answers."""
+    """Raises ConfigError where no worker answers."""
     if not wait([reference], timeout=patience_s)[0]:
         raise ConfigError(f"{who} has not answered in {patience_s:.0f} s: its node has no room, or is very busy.")
     found = _outcome(reference)
@@ -226,7 +226,7 @@ class HandoffEnd:
         self._copy = PinnedCopy(self._device) if device == "cuda" else None
 
     def make(self, num_bytes: int) -> list[PublishedResult]:
-        """One result of so many bytes, from its end on the device."""
+        """One result of `num_bytes`, from its end on the device."""
         import torch
 
         rows = torch.ones(1, num_bytes // 4, device=self._device)

@@ -51,7 +51,7 @@ class ProfilePoint:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """The point's name, for a person."""
         bucket, bag = self.shape.bucket, f" sp{self.degree}" if self.degree > 1 else ""
         bag += f" over {self.nodes} nodes" if self.nodes > 1 else ""
         return f"{self.module:4}  {bucket.frames:4d}f {bucket.height}x{bucket.width}  b{self.shape.batch:<4d}{bag}"
@@ -59,7 +59,7 @@ class ProfilePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideFigure:
-    """What else a plan counts on, to be measured once per degree. update: the end of a step, with so many workers.
+    """What else a plan counts on, to be measured once per degree. update: the end of a step, on that number of workers.
     exchange: the all-to-all of a bag. handoff: encode results from one worker to another by the object store."""
 
     kind: Literal["update", "exchange", "handoff"]

@@ -161,7 +161,7 @@ def points_of(
     shapes: Sequence[ProfiledShape], bags: Sequence[int], over: Mapping[int, int] | None = None
 ) -> list[ProfilePoint]:
     """Every module alone, and its largest batches in bags; also in bags `over` nodes (their number by degree). There a
-    single bucket of the DiT has its smallest batch, too: what a row and what a peer takes is told apart by two sizes.
+    single bucket of the DiT has its smallest batch, too: two sizes tell what a row takes from what a peer takes.
     Encoders have their largest cascade: what a bag of them sends is little, and one share of all stands for it.
     Captions are dealt whole: a bag has one for every member."""
     found = [ProfilePoint(module=module, shape=shape) for module in MODULES for shape in shapes]
@@ -236,7 +236,8 @@ def largest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Lar
 def by_information(points: Sequence[ProfilePoint], figures: Sequence[SideFigure] = ()) -> list[Measurable]:
     """The order in which a plan learns most: of every module and degree the smallest and the largest first, then the
     figures of each degree, then what lies in the middle of known points; one of each at a time. What has a bag over
-    nodes comes behind the same inside a node, one degree after the other: such a bag takes its workers for itself."""
+    nodes comes after the same inside a node, one degree after the other: a bag over nodes takes its workers for
+    itself."""
     ends, middles = _by_halves([point for point in points if point.nodes == 1])
     found: list[Measurable] = [*ends, *(one for one in figures if one.nodes == 1)]
     both: list[ProfilePoint | SideFigure] = [*points, *figures]

@@ -74,7 +74,7 @@ def _child(node: yaml.Node | None, name: str) -> yaml.Node | None:
 
 
 def _end(node: yaml.Node) -> int:
-    """Where its last word ends: a block ends at the next one, behind comments that are not its own."""
+    """Where its last word ends: a block ends at the next one, after comments that are not its own."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)

@@ -141,7 +141,7 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
         parts.origins[part] = f"random pair over bytes of seed {text.seed}"
     told: dict[str, object] = {"template": recipe.template, "crop_start": recipe.crop}
     if recipe.picture:
-        rows = text.picture_tokens  # behind one mark
+        rows = text.picture_tokens  # after one mark
         told |= {"image_emb_start": 1, "image_emb_end": 1 + rows, "image_emb_len": rows}
     template = f"prompt_template={json.dumps(told)} and " if recipe.crop else ""
     parts.notes.append(

@@ -43,7 +43,8 @@ def placed(
     memory_gib: float,
     per_node: int,
 ) -> MemoryForecast:
-    """With gradients and optimizer state where a run on `workers.min` GPUs of this size would have them."""
+    """The forecast with gradients and optimizer state where a run on `workers.min` GPUs of this size would have
+    them."""
     possible = found.possible(config.train, per_node)
     least = [demand.least_gib(one, degrees, config.workers.min) for one in possible]
     return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
@@ -67,7 +68,7 @@ def batch_room_gib(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> float:
     """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
-    profile is told; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
+    profile gets; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
     memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf
@@ -85,8 +86,8 @@ def batch_room_gib(
 def with_limits(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> tuple[RunConfig, Fit | None]:
-    """The config with numbers in place of every `auto` that has none yet, and the fit behind those of the run itself.
-    Raises ConfigError where the profile or the target allow none."""
+    """The config with numbers in place of every `auto` that has none yet, and the fit that gave those of the run
+    itself. Raises ConfigError where the profile or the target allow none."""
     data = config.data
     if not any(is_open(limits) for limits in batch_limits(config).values()):
         return config, None

@@ -98,8 +98,8 @@ def view_memory(
 
 
 def filled(rooms: Sequence[int], workers: int) -> tuple[int, ...]:
-    """So many workers on nodes with room for `rooms`: one node is filled after the other; what has no room yet comes on
-    nodes like the largest.
+    """Workers of each node, `workers` in all, on nodes with room for `rooms`: one node is filled after the other; what
+    has no room yet comes on nodes like the largest.
 
     >>> filled([8, 8, 2], 10), filled([8], 20), filled([], 4)
     ((8, 2), (8, 8, 4), (4,))

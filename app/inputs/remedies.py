@@ -28,7 +28,7 @@ class TrainedSetup:
         return self.train.sync == "flat"
 
     def remembering(self, **places: str) -> TrainedSetup:
-        """With other `train.memory`."""
+        """The setup with other `train.memory`."""
         memory = replace(self.train.memory, **places)  # type: ignore[arg-type]
         return replace(self, train=replace(self.train, memory=memory))
 

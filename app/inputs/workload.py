@@ -74,5 +74,5 @@ def read_workload(path: Path) -> Workload:
 
 
 def drawn_items(step: int, items: Sequence[Item]) -> tuple[DrawnItem, ...]:
-    """These items as a feeder without data tells of them: every sample has a key of its own."""
+    """These items as a feeder without data describes them: every sample has a key of its own."""
     return tuple(DrawnItem(plan=i, keys=tuple(f"0/{step}/{i.id}.{n}" for n in range(i.batch))) for i in items)

@@ -255,7 +255,7 @@ def degree_lines(plans: Sequence[Plan], profile: Profile) -> list[str]:
 
 
 def update_line(plans: Sequence[Plan], problem: PlanInputs) -> str:
-    """What is behind every step of the table; "" where nobody has measured it."""
+    """What comes after every step of the table; "" where nobody has measured it."""
     update_s = max((step.update_s for plan in plans for step in plan.steps), default=0.0)
     if not update_s:
         return ""

@@ -16,7 +16,7 @@ from app.records.tails import JsonObject, backwards, end_of_whole_lines, json_ob
 log = logging.getLogger(__name__)
 
 _ANCHOR = 256  # bytes kept from before the reading position: if they have changed, the file was cut and written again
-_MOST = 10_000  # lines searched from the end for new ones after such a cut
+_MOST = 10_000  # lines searched from the end for new ones after a cut
 
 
 class Follower:

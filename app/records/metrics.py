@@ -65,7 +65,7 @@ class Metrics:
         track: Sequence[str] = ("tensorboard",),
         config: Mapping[str, object] | None = None,
     ) -> None:
-        """`track` names trackers (`app.records.trackers`), which are told the run's `config`."""
+        """`track` names trackers (`app.records.trackers`), which get the run's `config`."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(self.path)

@@ -47,7 +47,7 @@ COLOURS = {
 
 
 class WindowTimes(NamedTuple):
-    """When an execution of a step began and ended, in unix seconds. A tuple: old files tell no beginning, and a tuple
+    """When an execution of a step began and ended, in unix seconds. A tuple: old files have no beginning, and a tuple
     with the NaN that stands for it equals itself."""
 
     start: float

@@ -118,7 +118,7 @@ class WandbTracker:
         self._run.log({"step": step, **dict(scalars)})
 
     def forget(self, step: int) -> None:
-        """It has no way to."""
+        """This tracker has no way to forget a step."""
 
     def close(self) -> None:
         self._run.finish()
@@ -170,7 +170,7 @@ class MlflowTracker:
         self._client.log_batch(self._run, [Metric(tag, value, int(time * 1000), step) for tag, value in scalars])
 
     def forget(self, step: int) -> None:
-        """It has no way to."""
+        """This tracker has no way to forget a step."""
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
@@ -190,7 +190,7 @@ class RayTracker:
 
     The tag perf/mfu is the gauge `heddle_perf_mfu`, which Prometheus sees as `ray_heddle_perf_mfu`, with the label
     `run`. Curves of workers and of buckets have the label `of`: workers/tflops/w0 is `heddle_workers_tflops{of="w0"}`.
-    A worker that has left stands at 0. In a process without Ray there is nobody to tell.
+    A worker that has left stands at 0. In a process without Ray nothing collects them.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:

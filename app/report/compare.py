@@ -146,7 +146,7 @@ def flops_by_step(run: RunDir) -> dict[int, float]:
     count = SampleFlops(model.dit, geometry)
     found: dict[int, dict[str, float]] = {}
     for span in run.spans():
-        if span.module == "dit":  # every worker of a bag tells it, and every attempt
+        if span.module == "dit":  # every worker of a bag reports it, and every attempt
             found.setdefault(span.step, {})[span.cascade] = count.of(span)
     return {step: sum(cascades.values()) for step, cascades in found.items()}
 

@@ -92,8 +92,8 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
 
 
 def join_lifeline() -> None:
-    """In the inner process: end it with all that it has started as soon as the outer process is gone, for whatever
-    reason."""
+    """Called in the inner process: end it with all that it has started as soon as the outer process is gone, for
+    whatever reason."""
     global _joined
     file, _joined = int(os.environ.pop(LIFELINE)), True  # popped: what Ray starts below is not the inner process
     os.set_inheritable(file, False)

@@ -166,7 +166,7 @@ def check_capacity(config: RunConfig) -> None:
 
 def check_nodes(config: RunConfig) -> None:
     """Raises ConfigError where `workers.cluster` describes none of the nodes with GPUs that are there: it is another
-    cluster's. Who of the others it describes is seen when the workers tell of their GPUs."""
+    cluster's. Which of the others it describes is seen when the workers report their GPUs."""
     from actors.pool.workers import uses_gpu
     from actors.ray_calls import nodes
 

@@ -205,7 +205,7 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
 
 
 def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
-    """For a controller that has left no outcome: write to disk, from this process, what the keepers hold."""
+    """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
     from actors.run.rescue import rescue
 
     reason = f"Ray Train gave the run up: {one_line(error)}"

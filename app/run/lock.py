@@ -4,9 +4,9 @@
         lock.take(wait_s=3.0, tell=print)          # raises FolderHeld when somebody else is alive
         ...
 
-The kernel frees a dead holder's lock at once, so on one machine nobody ever waits for one. File systems that are shared
-between machines may not pass such locks on. There a holder counts as alive while its stamp in the file keeps changing.
-Whoever asks watches the file, so that clocks of two machines are never compared.
+The kernel frees a dead holder's lock at once, so on one machine nothing ever waits for one. File systems that are
+shared between machines may not pass such locks on. There a holder counts as alive while its stamp in the file keeps
+changing. Whoever asks watches the file, so that clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Stamp:
 
 
 def lock_path(folder: Path, role: str) -> Path:
-    """Beside the folder, so that the lock also covers creating and emptying the folder."""
+    """The lock's path beside the folder, so that the lock also covers creating and emptying the folder."""
     return folder.parent / f".{folder.name}.{role}.lock"
 
 

@@ -40,7 +40,7 @@ class Recorder:
         changes: Sequence[str] = (),
     ) -> None:
         """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
-        them. `guard` raises once this process must no longer write here. `config` names the trackers, which are told
+        them. `guard` raises once this process must no longer write here. `config` names the trackers, which get
         of it; it is saved with the first step, and `changes` say what differs from the start before."""
         from app.records.metrics import Metrics
 
@@ -77,7 +77,7 @@ class Recorder:
             self._timeline.close()
             os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
             self._timeline = _appending(self._run_dir / TIMELINE)
-        self._metrics.step(metrics)  # at last: with this line the step counts, and keepers are told of it next
+        self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
 
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """Keep the newest plans and every 1,000th of the older ones, since a run may take millions of steps."""
@@ -88,7 +88,8 @@ class Recorder:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
     def _save_settings(self) -> None:
-        """Those of this start become the run's: a start that was refused before it got here has changed nothing."""
+        """The settings of this start become the run's: a start that was refused before it got here has changed
+        nothing."""
         config, self._unsaved = self._unsaved, None
         if config is not None and save_config(config, self._run_dir) and self._changes:
             self._write_event(SettingsChanged(time=time.time(), settings=self._changes))
@@ -108,7 +109,8 @@ class Recorder:
             return
         import ray.train
 
-        # Without the checkpoint itself: at the next start Ray Train would insist that all it was told of still exist.
+        # Without the checkpoint itself: at the next start Ray Train would insist that all that was reported still
+        # exist.
         ray.train.report({"step": step})
         try:
             self._samples.on_checkpoint(step)

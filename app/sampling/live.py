@@ -78,7 +78,8 @@ class LiveSamples:
         return found
 
     def ended(self, report: TurnReport) -> RunEvent | None:
-        """A clip is made: its file is written. The last one of a round, or the first that fails, is told."""
+        """A clip is made: its file is written. Returns an event for the last one of a round, or the first that
+        fails."""
         clip = next((one for one in self._round.clips if one.name == report.aside), None) if self._round else None
         if self._round is None or clip is None:
             return None

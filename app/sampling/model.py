@@ -69,7 +69,7 @@ class SavedModel:
         return replace(self, config=replace(self.config, model=replace(model, dit=model.dit.at_rate(fps))))
 
     def encode(self, prompts: Sequence[str], negative: str, first: Sequence[np.ndarray] = ()) -> EncodedPrompts:
-        """By the encoders, of which nothing is left on the device afterwards."""
+        """The prompts as encoded, by encoders of which nothing is left on the device afterwards."""
         model, target = self.config.model, pick_device(self.device)
         text = build_text(model.text, target)
         image = build_image(model.image, target) if len(first) else None

@@ -1,4 +1,4 @@
-"""How busy the workers of a job were while prompts waited. Pure: who calls says what the time is."""
+"""How busy the workers of a job were while prompts waited. Pure: the caller says what the time is."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ class _Attendance:
     """One worker, from the moment it could begin."""
 
     since: float
-    until: float | None = None  # it died; what it did then counts for nobody
+    until: float | None = None  # it died; what it did then does not count
     works: list[tuple[float, float]] = field(default_factory=list)  # begin and end
 
 
 class Occupancy:
     """The share of its time that each worker computes before the tail, which begins when the last prompt is given out:
-    from then on somebody must wait, however prompts are shared."""
+    from then on a worker must wait, however prompts are shared."""
 
     def __init__(self) -> None:
         self._workers: dict[object, _Attendance] = {}
@@ -24,11 +24,11 @@ class Occupancy:
         self._ended_at = 0.0
 
     def ready(self, worker: object, now: float) -> None:
-        """It has loaded the model."""
+        """The worker has loaded the model."""
         self._workers[worker] = _Attendance(since=now)
 
     def answered(self, worker: object, seconds: float, now: float) -> None:
-        """It has made clips, and computed for so long."""
+        """The worker has made clips, and computed for `seconds`."""
         self._workers[worker].works.append((now - seconds, now))
         self._ended_at = now
 
@@ -44,7 +44,7 @@ class Occupancy:
             self._tail_at = now
 
     def shares(self) -> list[float]:
-        """Of every worker that was there before the tail, in the order in which they came."""
+        """The busy share of every worker that was there before the tail, in the order in which they came."""
         end = self._ended_at if self._tail_at is None else self._tail_at
         found = []
         for one in self._workers.values():

@@ -50,8 +50,8 @@ def encode_prompts(
     negative: str,
     first: Sequence[np.ndarray] = (),
 ) -> EncodedPrompts:
-    """By encoders of a resolved model. `first` are the pictures uint8 [H, W, 3] that clips start from, one for each
-    prompt, or none. An encoder that sees pictures is shown a black one beside the negative prompt, as
+    """Encode by the encoders of a resolved model. `first` are the pictures uint8 [H, W, 3] that clips start from, one
+    for each prompt, or none. An encoder that sees pictures is shown a black one beside the negative prompt, as
     HunyuanVideoImageToVideoPipeline does."""
     texts = [*prompts, negative]
     seen = [*first, np.zeros_like(first[0])] if first and model.text.sees_picture else []

@@ -4,7 +4,7 @@ Workers are Ray actors. The first of them encodes all prompts before any weights
 load the checkpoint once. Apart, each takes a few neighbouring prompts whenever it is free; one that dies gives its
 prompts back and is replaced. Together, all denoise every clip as one bag or two (`app.sampling.ways`) and decode its
 tiles, where its VAE has any (`ops.models.decoding`), so that the first one is there sooner. A clip depends on its
-prompt and seed alone, to rounding, so it does not matter who makes it.
+prompt and seed alone, to rounding, so it does not matter which worker makes it.
 
 Every finished clip is a file and a line in STEM.clips.jsonl; the same command continues after whatever stopped it.
 """
@@ -59,7 +59,7 @@ class CrewError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipJob:
-    """What every worker is told. `checkpoint` is one complete checkpoint or an exported folder, seen by all nodes."""
+    """What every worker gets. `checkpoint` is one complete checkpoint or an exported folder, seen by all nodes."""
 
     checkpoint: str
     other: str | None = None
@@ -70,7 +70,7 @@ class ClipJob:
 
     @staticmethod
     def of(order: ClipOrder, device: str) -> ClipJob:
-        """On "cpu", "cuda" or "auto"."""
+        """The job on "cpu", "cuda" or "auto"."""
         other = None if order.other is None else str(order.other)
         return ClipJob(
             checkpoint=str(order.checkpoint), other=other, ema=order.ema, device=device, settings=order.settings
@@ -95,8 +95,8 @@ class MadeClip:
 
 
 class PromptQueue:
-    """Which prompts are still to be made, and who has lost some. Chunks are neighbours, and become smaller to the end,
-    so that all workers end at about the same time."""
+    """Which prompts are still to be made, and which workers have lost some. Chunks are neighbours, and become smaller
+    to the end, so that all workers end at about the same time."""
 
     def __init__(self, total: int, finished: Iterable[int], limit: int) -> None:
         done = set(finished)
@@ -111,7 +111,7 @@ class PromptQueue:
         return bool(self._waiting)
 
     def take(self, workers: int) -> list[int]:
-        """The next chunk for one of so many workers; empty when nothing waits."""
+        """The next chunk for one of `workers` workers; empty when nothing waits."""
         size = max(1, min(self._limit, len(self._waiting) // (2 * workers)))
         if self._waiting and self._waiting[0] in self._losses:
             size = 1  # which of the chunk was it?
@@ -124,7 +124,7 @@ class PromptQueue:
         self.unfinished -= len(chunk)
 
     def lose(self, chunk: Sequence[int]) -> list[int]:
-        """Its worker died: the chunk waits again, first. Returns prompts that have ended too many workers."""
+        """The chunk's worker died: the chunk waits again, first. Returns prompts that have ended too many workers."""
         for index in chunk:
             self._losses[index] = self._losses.get(index, 0) + 1
         self._waiting.extendleft(reversed(chunk))
@@ -140,7 +140,8 @@ class ClipRecord:
         self._header = json.dumps({**asdict(job), "prompts": list(prompts), "first": pictures}, sort_keys=True)
 
     def finished(self) -> set[int]:
-        """Of the same job; none where the record is of another one, which is begun anew."""
+        """Numbers of the clips that the same job has finished; none where the record is of another one, which is begun
+        anew."""
         try:
             header, *lines = self.path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError):
@@ -219,7 +220,7 @@ class ClipWorker:
         assert self._job is not None and self._model is not None, "load comes first"
         begin = time.perf_counter()
         given, train = self._job.settings, self._model.config.train
-        # a published pipeline is in bfloat16 on a GPU, which who asks for clips may not have
+        # a published pipeline is in bfloat16 on a GPU, which the machine that makes clips may not have
         sampler = replace(given.sampler, autocast=train.autocast == "bfloat16")
         settings = replace(given, seed=given.seed + work.number, sampler=sampler)
         prompts = EncodedPrompts(prompts=told, negative=negative)
@@ -270,8 +271,8 @@ def spread(
     """Makes what is missing of the prompts' clips on the Ray that this process has joined; returns the files: the clips
     in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once.
 
-    Raises ConfigError where the cluster has no room for so many workers, what a worker raised, and CrewError. What is
-    finished stays, and the same call continues.
+    Raises ConfigError where the cluster has no room for all workers asked for, what a worker raised, and CrewError.
+    What is finished stays, and the same call continues.
     """
     files, sheet = clip_files(out, len(prompts))
     record = ClipRecord(sheet.with_name(f"{sheet.stem}.clips.jsonl"), job, prompts, first)
@@ -382,7 +383,7 @@ class _Orders:
 
     @staticmethod
     def encoded(crew: _Crew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> _Orders:
-        """With the prompts of these numbers."""
+        """The orders with the prompts of these numbers."""
         pictures = [first[index] for index in wanted] if first else []
         negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
         return _Orders(prompts, first, negative, dict(zip(wanted, rows, strict=True)))
@@ -518,7 +519,8 @@ def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
 
 
 def _answers(crew: _Crew, calls: Sequence[Any], patience_s: float, what: str) -> list[Any]:
-    """Of calls to workers. Raises what any of them has raised, at once, and CrewError, naming who has not answered."""
+    """Results of calls to workers. Raises what any of them has raised, at once, and CrewError, naming the workers that
+    have not answered."""
     import ray
 
     waiting, until = list(calls), time.monotonic() + patience_s

@@ -4,7 +4,7 @@
     one.join(rank, way, host, port)                                 # the same on every rank
 
 Two halves compute as much as one bag that has as many workers, and their exchanges have half the ends; an odd worker
-has no half. Pure: who calls knows the costs.
+has no half. Pure: the caller knows the costs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class BagWay:
         return self.bags * self.size
 
     def describe(self) -> str:
-        """For a person."""
+        """The way in words, for a person."""
         parts = f"two halves of {self.size}" if self.bags == 2 else f"one bag of {self.size}"
         return f"{parts}, {self.step_s:.3g} s a step expected"
 
@@ -51,7 +51,7 @@ def has_two_branches(dit: DiTConfig, sampler: SamplerConfig) -> bool:
 
 
 def most_members(dit: DiTConfig, grid: tuple[int, int, int]) -> int | None:
-    """Of a bag for clips of this token grid; None: as many as there are."""
+    """The most members of a bag for clips of this token grid; None: as many as there are."""
     return None if dit.deals_heads else max(grid[0], grid[1] * grid[2])
 
 
@@ -87,7 +87,7 @@ def cheapest_way(
     profile: Profile,
     halves: Halves = "auto",
 ) -> BagWay:
-    """By a profile of the model on the device of these workers. `check_together` comes before."""
+    """The cheapest way by a profile of the model on the device of these workers. `check_together` comes before."""
     dit, sampler = model.dit, settings.sampler
     grid = geometry.token_grid(settings.frames, settings.height, settings.width)
     rates = None if dit.deals_heads else profile.slice_rates()

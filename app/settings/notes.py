@@ -37,7 +37,7 @@ def sample_notes(config: RunConfig) -> list[str]:
         return []
     try:
         text = resolve(config.model)[0].text
-    except (OSError, ValueError):  # the start refuses such a folder with the reason
+    except (OSError, ValueError):  # the start refuses this folder with the reason
         return []
     return prompt_notes(sample.prompts, text, sample.long_prompts)
 
@@ -45,7 +45,7 @@ def sample_notes(config: RunConfig) -> list[str]:
 def _least_tokens(model: ModelConfig) -> int:
     """Rows of text that every caption has; those of a first frame are known when folders have been read."""
     if model.text.sees_picture:
-        with suppress(OSError, ValueError):  # the start refuses such a folder with the reason
+        with suppress(OSError, ValueError):  # the start refuses this folder with the reason
             model = resolve(model)[0]
     return model.text.least_tokens
 
@@ -57,7 +57,7 @@ def _unused_numbers(config: RunConfig) -> list[str]:
         return []
     try:
         true = resolve(config.model)[0].dit
-    except (OSError, ValueError):  # the start refuses such a folder with the reason
+    except (OSError, ValueError):  # the start refuses this folder with the reason
         return []
     if true.architecture != dit.architecture:
         return [

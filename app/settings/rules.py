@@ -96,7 +96,7 @@ def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
     """What is said of a flow is for a transformer that is trained by one, and its times are those of the weights."""
     if model.dit.told_signal and flow.num_train_timesteps != 1000:
         raise ConfigError(
-            f"train.flow.num_train_timesteps is {flow.num_train_timesteps}, and the transformer of model.dit is told "
+            f"train.flow.num_train_timesteps is {flow.num_train_timesteps}, and the transformer of model.dit takes "
             f"the share of signal of 1000. Leave it out."
         )
     if model.dit.diffusion is None:

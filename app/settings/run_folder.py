@@ -65,7 +65,7 @@ def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = F
 
 
 def save_config(config: RunConfig, folder: Path) -> bool:
-    """Write the resolved config into the run's folder, whole or not at all. Returns whether it was another one."""
+    """Write the resolved config into the run's folder, atomically. Returns whether it was another one."""
     path, text = folder / CONFIG, _true_numbers(config) + config.to_yaml()
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
@@ -81,7 +81,7 @@ def _true_numbers(config: RunConfig) -> str:
     model = config.model
     try:
         resolved = resolve(model)[0]
-    except (OSError, ValueError):  # the start refuses such a folder with the reason
+    except (OSError, ValueError):  # the start refuses this folder with the reason
         return ""
     said, true = (dict(_leaves(as_plain(m), "model")) for m in (model, resolved))
     found = [f"#   {name}: {value}" for name, value in true.items() if said.get(name) != value]

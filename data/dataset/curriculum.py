@@ -169,8 +169,8 @@ class Curriculum:
 
 
 def _choices(table: BucketTable, shapes: Sequence[ClipShape], fps: float) -> list[tuple[Choice, ...] | Refusal]:
-    """Of every shape. A million clips have a hundred thousand shapes, but few differ in size and in the bucket lengths
-    that they fill."""
+    """The choices of every shape. A million clips have a hundred thousand shapes, but few differ in size and in the
+    bucket lengths that they fill."""
     lengths = sorted({entry.frames for entry in table.entries})
     known: dict[tuple[int, int, bool, int], tuple[Choice, ...] | Refusal] = {}
     found = []

@@ -36,8 +36,8 @@ from data.types import Bucket
 TOKEN_VERSION = 2
 PACK_ABOVE_BYTES = 2048  # a longer token is compressed
 LISTED_MOST = 256  # most waiting rows that a token lists; if there are more, a restore draws them again
-MARK_EVERY = 2048  # draws between positions from which they can be drawn again
-MARKS_KEPT = 32  # so that a token is restored in a second
+MARK_EVERY = 2048  # draws between two marks, positions to draw from again
+MARKS_KEPT = 32  # marks of a source: a token is restored in a second
 START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
 
 

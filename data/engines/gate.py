@@ -40,7 +40,7 @@ class GateHandle(Protocol):
 class Gate:
     """Decode tasks ask it whether a microbatch may begin, and report its faults and failures of the storage.
 
-    A clip that crashes libav ends the process of its task, and Ray starts the task again. The gate tells such a task
+    A clip that crashes libav ends the process of its task, and Ray starts the task again. The gate tells that task
     that it is a second attempt; it then decodes each clip in a process of its own.
     """
 

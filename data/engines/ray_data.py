@@ -97,7 +97,7 @@ def decode_block(rows: JobColumns, gate: GateHandle, clip_timeout_s: float) -> p
         ray.get(gate.fail.remote(str(error)))
         raise
     told = gate.end.remote(job.item, [fault_to_json(fault) for fault in batch.faults])
-    if batch.faults:  # who gets the block asks the gate for them
+    if batch.faults:  # the one that gets the block asks the gate for them
         ray.get(told)
     return to_block(batch)
 

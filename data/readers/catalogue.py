@@ -58,7 +58,7 @@ class Catalogue:
         return len(self._by_path)
 
     def files(self) -> dict[str, FileStat]:
-        """By path relative to the root, in order."""
+        """The files by path relative to the root, in order."""
         return self._by_path
 
     def named(self, stem: str) -> FileStat | None:

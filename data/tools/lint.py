@@ -40,7 +40,7 @@ def lint(
     """File one draw of every usable row into the ledger: delivered, or skipped with a reason.
 
     The ledger already holds the rows of the indexes. `admitted` masks those that a run's filters and buckets take, and
-    says that the ledger holds them as planned. `progress(done, total)` is told after each batch.
+    says that the ledger holds them as planned. `progress(done, total)` is called after each batch.
     """
     if admitted is None:
         admitted = [index.columns("ok")["ok"] for index in indexes]

@@ -14,7 +14,7 @@ from ops.attention.names import BackendName
 from ops.attention.sdpa import batched
 
 MOST = 128  # head size: more needs a newer cuDNN than the oldest PyTorch that we take brings
-MOST_HEADS = 65535  # and sequences: PyTorch's own limits of this call
+MOST_HEADS = 65535  # heads, and sequences, at most: PyTorch's own limits of this call
 
 
 class Cudnn:

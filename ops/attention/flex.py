@@ -87,7 +87,8 @@ def document_mask(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device
 
 
 def _block_list(chosen: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Of a bool [rows, columns]: how many columns each row has, and which (those first): [1, 1, R], [1, 1, R, C]."""
+    """The list of chosen columns of a bool [rows, columns]: how many columns each row has, and which (those first): [1,
+    1, R], [1, 1, R, C]."""
     count = chosen.sum(axis=1, dtype=np.int32)
     order = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
     return tuple(torch.from_numpy(part)[None, None].to(device) for part in (count, order))  # type: ignore[return-value]

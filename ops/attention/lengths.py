@@ -28,7 +28,7 @@ class Lengths:
         return bool(self.longest) and len(set(self.host)) == 1
 
     def cut(self, sequences: slice) -> Lengths:
-        """Those of some neighbouring sequences."""
+        """The lengths of some neighbouring sequences."""
         host, (first, last, _) = self.host[sequences], sequences.indices(len(self.host))
         return Lengths(host, self.offsets[first : last + 1] - self.offsets[first], max(host, default=0))
 

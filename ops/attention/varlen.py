@@ -73,8 +73,8 @@ def attention(
     """
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
-    if not q_lengths.host:  # a rank of a bag without rows
-        return q * 0  # which stays in the graph, so that backward reaches the rank's collectives
+    if not q_lengths.host:  # a rank of a bag that has no rows
+        return q * 0  # stays in the graph, so that backward reaches the rank's collectives
     if len(q_lengths.host) > MOST_SEQUENCES:
         return torch.cat([attention(*part, backend) for part in _parts(q, k, v, q_lengths, k_lengths)])
     lengths = q_lengths, k_lengths

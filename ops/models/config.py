@@ -78,7 +78,7 @@ class VAEConfig:
 
 
 EncoderPlace = Literal["device", "host"]
-TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most so many tokens at a time, padding included
+TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most this number of tokens at a time, padding included
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,7 @@ class TextConfig:
     num_heads: int = 4
     pooled_dim: int = 32  # the random CLIP only
     picture_tokens: int = 16  # the random LLaVA only: patches of a picture, a square number
-    picture_every: int = 0  # every so many-th of their rows is text; follows model.dit.first_frame
+    picture_every: int = 0  # n: every n-th of their rows is text; follows model.dit.first_frame
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class TextConfig:
 
     @property
     def tail(self) -> int:
-        """Rows of a caption's result behind those that the transformer sees: they hold the pooled vector."""
+        """Rows of a caption's result after those that the transformer sees: they hold the pooled vector."""
         return -(-self.pooled // self.d_model)
 
     @property

@@ -1,7 +1,7 @@
 """Two transformers in one module, for high and for low noise, as Wan2.2 A14B has them: one run trains both.
 
 A forward pass is that of one of them (`transformers`), for clips whose noise levels are its own. Parameters are
-`high.NAME` and `low.NAME`, so in the flat vector those of one expert lie behind those of the other.
+`high.NAME` and `low.NAME`, so in the flat vector those of one expert lie after those of the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
 class ExpertPair(nn.Module):
-    """Holds both. Nobody calls it: a pass is of one of them."""
+    """Holds both. It is never called: a pass is of one of them."""
 
     def __init__(self, high: nn.Module, low: nn.Module) -> None:
         super().__init__()

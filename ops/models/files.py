@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:  # as `Json`
 
 
 def index_name(stem: str, variant: str | None = None) -> str:
-    """Of the index of a component in shards."""
+    """The file name of the index of a component in shards."""
     return f"{stem}.safetensors.index.{variant}.json" if variant else f"{stem}.safetensors.index.json"
 
 

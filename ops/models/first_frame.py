@@ -1,4 +1,4 @@
-"""How a transformer is told of the first frame of a clip: as channels behind the noisy ones or in place of the first
+"""How a transformer gets the first frame of a clip: as channels after the noisy ones or in place of the first
 latent frame, and as an image embedding.
 
     frame = FirstFrame.of(model)                         # of a resolved model
@@ -29,19 +29,19 @@ GREY = 127.5  # what VAEs see as zero
 class FirstFrame:
     """What is added to the latents of clips of one model. Nothing, for text to video."""
 
-    channels: int  # of conditions, behind those of the latent
+    channels: int  # of conditions, after those of the latent
     width: int  # of a row: latent and condition channels of one token
     image_tokens: int
     image_dim: int
     stride_t: int  # of the VAE
     tell: Callable[[Tensor, int], Tensor] | None
-    alone: bool  # the VAE sees the frame without grey behind it
+    alone: bool  # the VAE sees the frame without grey frames after it
     given: bool  # its latent stands in place of the clip's first latent frame
     hint_share: float  # of its latent in the noise that sampling begins with
 
     @staticmethod
     def of(model: ModelConfig) -> FirstFrame:
-        """For a resolved model."""
+        """What a resolved model takes of the first frame."""
         dit, image, family = model.dit, model.image, FAMILIES[model.dit.architecture]
         channels = dit.in_channels - dit.out_channels
         return FirstFrame(
@@ -69,7 +69,7 @@ class FirstFrame:
 
     @property
     def tail(self) -> int:
-        """Rows behind those of the tokens."""
+        """Rows after those of the tokens."""
         return -(-self.image_tokens * self.image_dim // self.width)
 
     def still_frames(self, frames: int) -> int:

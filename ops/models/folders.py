@@ -169,7 +169,7 @@ def tiling_by(fields: Json, vae: VAEConfig) -> Tiling:
 
 
 def is_of_pictures(vae: VAEConfig) -> bool:
-    """Whether an autoencoder takes the frames of a clip as so many pictures."""
+    """Whether an autoencoder takes each frame of a clip as a picture."""
     if vae.path is None:
         return False
     name = class_of(read_json(component(vae.path, "vae") / "config.json"))
@@ -241,8 +241,8 @@ def _resolve_text(text: TextConfig) -> TextConfig:
 
 
 def _resolve_picture(text: TextConfig, fields: Json, where: str) -> TextConfig:
-    """With the rows that a LLaVA's vision tower makes of a picture. Raises ValueError for a kind that is not
-    computed."""
+    """The text config with the rows that a LLaVA's vision tower makes of a picture. Raises ValueError for a kind that
+    is not computed."""
     vision, layer = fields.get("vision_config", {}), fields.get("vision_feature_layer", -2)
     kind = vision.get("model_type", "clip_vision_model")
     select = fields.get("vision_feature_select_strategy", "default")
@@ -268,12 +268,12 @@ def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
 
 
 def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
-    """With as many rows of the first frame as the transformer was trained on. Raises ValueError where only one of them
-    knows of it."""
+    """The text config with as many rows of the first frame as the transformer was trained on. Raises ValueError where
+    only one of them knows of it."""
     if text.sees_picture and not dit.picture_every:
         raise ValueError(
             f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and this transformer of "
-            f"architecture {dit.architecture} is told of none by its text. Use the text encoders of its own pipeline."
+            f"architecture {dit.architecture} takes none by its text. Use the text encoders of its own pipeline."
         )
     if dit.picture_every and not text.sees_picture:
         kinds = [name for name, recipe in TEXT_RECIPES.items() if recipe.picture]

@@ -311,7 +311,7 @@ def states_bytes(
     per_node: int = 0,
     fetched: bool = False,
 ) -> tuple[int, int]:
-    """What the first of so many workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
+    """What the first of `workers` workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
     parameters, gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is
     its own or, with `per_node` workers on each node, the part that it holds in its GPU's memory for its node. With
     `fetched` parameters of lower precision than the state lie in memory of the host, but for those outside of blocks.
@@ -331,7 +331,7 @@ def states_bytes(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderNeed:
-    """Of a frozen encoder: its weights, and the peak of one call beside them."""
+    """Memory of a frozen encoder: its weights, and the peak of one call beside them."""
 
     weights_gib: float
     peak_gib: float
@@ -348,7 +348,7 @@ def vae_need(
     device: str = "cpu",
     frame: FirstFrame | None = None,
 ) -> EncoderNeed:
-    """Need of encoding `batch` clips at once on a kind of device, and what `frame` tells of their first frames; the
+    """Memory for encoding `batch` clips at once on a kind of device, with what `frame` says of their first frames; the
     rows that it leaves are in the peak. Raises ValueError for a folder without a known autoencoder, FileNotFoundError
     without a folder."""
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -374,8 +374,8 @@ def vae_need(
 
 
 def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype) -> EncoderNeed:
-    """Of encoding captions of so many tokens each, at most `TEXT_BATCH_TOKENS` of them at a time. Rows of first frames
-    are among them where the encoder sees these."""
+    """Memory for encoding captions of `tokens` tokens each, at most `TEXT_BATCH_TOKENS` of them at a time. Rows of
+    first frames are among them where the encoder sees these."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -412,7 +412,8 @@ def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
 
 
 def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:
-    """Of encoding so many pictures at once. Raises FileNotFoundError without the folder of `config.path`."""
+    """Memory for encoding this number of pictures at once. Raises FileNotFoundError without the folder of
+    `config.path`."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         encoder = clip_skeleton(config)
         encoder.train(False)

@@ -25,7 +25,7 @@ def home_of(place: EncoderPlace, device: torch.device) -> torch.device:
 
 @contextmanager
 def visiting(modules: Sequence[nn.Module], place: EncoderPlace, device: torch.device) -> Iterator[None]:
-    """With weights that lie in host memory, copies of them on the device; afterwards the modules are as before."""
+    """Copies on the device of weights that lie in host memory; afterwards the modules are as before."""
     if place == "device":
         yield
         return

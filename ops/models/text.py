@@ -50,7 +50,8 @@ class TextEncoder(Protocol):
         `pictures` are uint8 [H, W, 3], one for each caption, for an encoder that sees them (`TextConfig.sees_picture`),
         and for no other.
 
-        Behind them stand `TextConfig.tail` rows where a second encoder makes a vector (`ops.models.text_pair.split`).
+        After a caption's tokens stand `TextConfig.tail` rows where a second encoder makes a vector
+        (`ops.models.text_pair.split`).
         """
         ...
 
@@ -103,7 +104,7 @@ class T5Text:
                 mask[row, : self.unmasked or len(tokens[i])] = 1
             states = self.encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
             for row, i in enumerate(group):
-                # what is encoded of the rows behind a caption counts as its own where these are asked for
+                # what is encoded of the rows after a caption counts as its own where these are asked for
                 state = states[row, : max(len(tokens[i]), min(self.pad_to, self.unmasked))]
                 missing = max(self.pad_to - len(state), 0)
                 result[i] = torch.nn.functional.pad(state, (0, 0, 0, missing)).clone()  # a view would keep the batch

@@ -105,7 +105,7 @@ class LlamaText:
             ids = torch.zeros(len(group), max(len(tokens[i]) for i in group), dtype=torch.long)
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
-            # Causal and padded behind: no row sees padding, so no mask is needed.
+            # Causal and padded at the end: no row sees padding, so no mask is needed.
             states = self.encoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
             for row, i in enumerate(group):
                 result[i] = states[row, self.recipe.crop : len(tokens[i])].clone()  # a view would keep the batch
@@ -117,7 +117,7 @@ class LlamaText:
 
 
 class PooledText:
-    """The text of one encoder, and behind its rows the vector that CLIP makes of the caption.
+    """The text of one encoder, and after its rows the vector that CLIP makes of the caption.
 
     Deterministic; a caption's result does not depend on its batch.
     """
@@ -167,7 +167,7 @@ class PooledText:
         return found
 
     def parameters(self) -> chain[nn.Parameter]:
-        """Of both encoders."""
+        """The parameters of both encoders."""
         return chain(self.encoder.parameters(), self.second.parameters())
 
 
@@ -218,7 +218,8 @@ def recipe_of(config: TextConfig) -> TextRecipe:
 
 
 def byte_tokenizer(config: TextConfig) -> ByT5Tokenizer:
-    """Of a random encoder: bytes, and one token each for a picture and for the mark where it sees pictures."""
+    """The tokenizer of a random encoder: bytes, and one token each for a picture and for the mark where it sees
+    pictures."""
     from transformers import ByT5Tokenizer
 
     tokens = ByT5Tokenizer()

@@ -1,7 +1,7 @@
 """Text of a caption and a picture: a LLaVA's states of both, as HunyuanVideo's image-to-video pipeline takes them.
 
 P rows of a picture (its patches), E text width. The prompt has one token for the picture, in whose place P rows of the
-vision tower stand; causal states behind them know the picture.
+vision tower stand; causal states after them know the picture.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Eyes(NamedTuple):
 
 
 def eyes_of(tokenizer: Any, processor: Preprocessor, picture: PictureRecipe) -> Eyes:
-    """Of a tokenizer of Transformers that knows the mark."""
+    """The eyes for a tokenizer of Transformers that knows the mark."""
     return Eyes(processor, tokenizer.convert_tokens_to_ids(picture.mark))
 
 
@@ -120,12 +120,12 @@ class LlavaText:
         patches = tower.hidden_states[config.vision_feature_layer][:, 1:]  # without CLIP's class token
         rows = model.multi_modal_projector(patches)
         embeds = torch.cat([embeds[:, : self._at], rows, embeds[:, self._at + self.picture_tokens :]], dim=1)
-        # Causal and padded behind: no row sees padding, so no mask is needed.
+        # Causal and padded at the end: no row sees padding, so no mask is needed.
         states: Tensor = model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
         return states
 
     def _rows_of(self, ids: list[int]) -> list[int]:
-        """Places of the prompt's tokens that are text: behind what is dropped, without the answer's beginning. Of a
+        """Places of the prompt's tokens that are text: after what is dropped, without the answer's beginning. Of a
         prompt that was cut before its last mark the last ones are left out instead, as the pipeline does."""
         marks = [place for place, token in enumerate(ids) if token == self.eyes.mark]
         end = marks[-1] + 1 if len(marks) >= self._marks else len(ids)

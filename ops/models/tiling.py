@@ -54,7 +54,7 @@ class Tiling:
         return times, rows, columns
 
     def dealt(self, clips: int, shape: tuple[int, int, int], members: int) -> DealtTiles:
-        """What the busiest member of a bag encodes of so many clips of this shape (frames, height, width): tiles are
+        """What the busiest member of a bag encodes of `clips` clips of this shape (frames, height, width): tiles are
         dealt round robin, clip by clip."""
         sizes = [(t[1] - t[0], h[1] - h[0], w[1] - w[0]) for t, h, w in product(*self.spans(*shape))]
         pixels = [math.prod(size) for size in sizes]

@@ -145,7 +145,7 @@ def fill(
     check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, found, str(folder))
     for file_path in weight_files(folder):
         with _opened(file_path) as file:
-            # A copy also where the dtype is right: a file that somebody changes later must not change the model.
+            # A copy also where the dtype is right: a file that is changed later must not change the model.
             names = [name for name in file.keys() if name in found]  # noqa: SIM118  (not a dict)
             state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in names}
         module.load_state_dict(state, strict=False, assign=True)

@@ -63,7 +63,7 @@ class SliceRates:
         return SliceRates(**{name: float(f"{getattr(self, name):.1e}") for name in self.__dataclass_fields__})
 
     def layer_costs(self, frames: int, positions: int, samples: int, text_rows: int, degree: int) -> LayerCosts:
-        """Of a stack of so many samples of one grid, each with so many rows of text, on a bag."""
+        """Costs of the layers on a bag, for a stack of samples of one grid, each with `text_rows` rows of text."""
         rows = samples * frames * positions
         return LayerCosts(
             spatial_s=rows * (self.row_s + self.key_s * (positions + text_rows)),
@@ -76,7 +76,7 @@ class SliceRates:
 
 
 WHOLE = SliceRates(row_s=1.0, key_s=0.0, moved_s=0.0, slice_s=1.0, part_s=1.0, backward=2.0)
-"""By these `auto` slices nothing, which takes the most memory."""
+"""Rates by which `auto` slices nothing, which takes the most memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class ScheduleOf:
     training: bool = False
 
     def stack(self, frames: int, positions: int, samples: int, text_rows: int, degree: int) -> Schedule:
-        """For so many samples of one grid with a mean of so many rows of text."""
+        """The schedule for `samples` samples of one grid with a mean of `text_rows` rows of text."""
         if self.rates is None or self.slicing.fixed:
             return self.slicing.usual()
         costs = self.rates.layer_costs(frames, positions, samples, text_rows, degree)
@@ -100,8 +100,8 @@ class ScheduleOf:
 def choose(
     frames: int, positions: int, degree: int, costs: LayerCosts, training: bool, slicing: Slicing = AUTO
 ) -> ChosenSchedule:
-    """For T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the same one.
-    Among schedules within a hundredth of the shortest the one with the fewest parts."""
+    """The schedule for T frames and S positions on `degree` ranks: a pure function, so that all ranks of a bag take the
+    same one. Among schedules within a hundredth of the shortest the one with the fewest parts."""
     own_T, own_S = -(-frames // degree), -(-positions // degree)  # of the rank with most
     slices_T, slices_S, lead_T, lead_S = _candidates(slicing, _most(frames, own_T), _most(positions, own_S))
     total, compute, link = np.zeros(len(slices_T)), np.zeros(len(slices_T)), 0.0
@@ -136,8 +136,8 @@ def _layer_s(
     row_s: np.ndarray,
     part: np.ndarray,
 ) -> np.ndarray:
-    """Seconds of a layer of so many slices behind one of `before` slices: the latest of its slices that may decide,
-    the first ones with and without lead, and the last. No slice with rows takes less than one of its rows."""
+    """Seconds of a layer of each number of slices after one of `before` slices: the latest of its slices that may
+    decide, the first ones with and without lead, and the last. No slice with rows takes less than one of its rows."""
     left = (before - 1) * np.maximum(0.0, lead * part - before_s)  # of the lead, when the layer before has ended
     led = left + lead * part
     ends = [
@@ -151,8 +151,8 @@ def _layer_s(
 
 
 def _most(rows: int, own: int) -> int:
-    """Slices of so many rows: no more than a rank has of them, as some would wait for others in every one. With a row
-    each, ranks may begin one after the other."""
+    """The most slices of `rows` rows: no more than a rank has of them, as some would wait for others in every one. With
+    a row each, ranks may begin one after the other."""
     return own if own > 1 else rows
 
 

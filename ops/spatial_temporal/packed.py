@@ -52,7 +52,8 @@ class Rest:
     @staticmethod
     @lru_cache(maxsize=8)  # a sampler asks for the same one in every step
     def of(layout: Layout, how: ScheduleOf) -> Rest:
-        """For the rank and degree of the layout, each stack by its own schedule. Reads nothing of the device."""
+        """The rest for the rank and degree of the layout, each stack by its own schedule. Reads nothing of the
+        device."""
         stacks = tuple(
             Stack(members, grid, split, torch.from_numpy(_positions(split)).to(layout.device))
             for members, grid, split in _stacks(layout, how, layout.rank)
@@ -153,7 +154,7 @@ def _move(
 
 
 class _Way(Context, Protocol):
-    """Between whom rows were moved."""
+    """What backward needs: between which ranks rows were moved."""
 
     rest: Rest
     group: Group

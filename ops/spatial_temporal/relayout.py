@@ -2,7 +2,7 @@
 
 B samples, C width. A part is what a slice of the layer before (`source`) holds of a slice of the layer after
 (`target`); it travels as rows [cut, own source, B, C], rank by rank. Sending is asynchronous: NCCL runs it on a stream
-of its own behind the work that was queued before, Gloo in its own threads.
+of its own after the work that was queued before, Gloo in its own threads.
 
 Autograd runs functions in the reverse order of their creation, on every rank alike. So the backward of `_Arrive` (a
 slice's gradient is there: send its parts) and of `_Depart` (a slice needs its gradient: wait) follow
@@ -27,7 +27,7 @@ from ops.waiting import Pending
 
 @dataclass(slots=True)
 class PartInFlight:
-    """A part between two ranks' slices: who sent it may not touch `sent` before it has arrived."""
+    """A part between two ranks' slices: the sender may not touch `sent` before it has arrived."""
 
     pending: Pending
     received: Tensor

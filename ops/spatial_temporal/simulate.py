@@ -121,7 +121,7 @@ def _part_seconds(grid: Grid, layer: int, costs: LayerCosts) -> list[list[float]
 
 
 def _slice_seconds(grid: Grid, layer: int, costs: LayerCosts) -> list[np.ndarray]:
-    """Of every slice, forward, for every rank."""
+    """Seconds of every slice, forward, for every rank."""
     axis = axis_of(layer)
     full = grid.frames if axis == "temporal" else grid.positions
     rows = [

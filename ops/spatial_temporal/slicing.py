@@ -39,7 +39,7 @@ class Slicing:
         return "auto" not in (self.temporal_slices, self.spatial_slices, self.temporal_lead, self.spatial_lead)
 
     def usual(self) -> Schedule:
-        """With the paper's numbers in place of every `auto`, as far as those that are given allow."""
+        """The schedule with the paper's numbers in place of every `auto`, as far as those that are given allow."""
         usual = Schedule()
         slices, leads = {}, {}
         for axis in ("temporal", "spatial"):

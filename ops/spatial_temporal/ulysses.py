@@ -31,8 +31,8 @@ def run_in_place(x: Tensor, layers: Sequence[LayerFunction], positions: Tensor) 
 def frames_exchange(
     batch: int, frames: int, positions: int, degree: int, rank: int, device: torch.device | str = "cpu"
 ) -> Exchange:
-    """For `sequence_parallel_attention` over the rows of x [B, T, s, C] in their order: every frame is a sequence of S
-    positions, of which each rank holds the same contiguous chunk in all frames."""
+    """The exchange for `sequence_parallel_attention` over the rows of x [B, T, s, C] in their order: every frame is a
+    sequence of S positions, of which each rank holds the same contiguous chunk in all frames."""
     bounds = [chunk_bounds(positions, degree, one) for one in range(degree)]
     rows = np.array([high - low for low, high in bounds])[:, None, None]
     return exchange_of(np.broadcast_to(rows, (degree, 1, batch * frames)), rank, device)

@@ -40,7 +40,7 @@ from tests.actors.fakes import step_items
 from tests.families.kit import MODEL
 
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
-HANGS_S = 120.0  # who waits for longer waits for ever, also on a busy machine
+HANGS_S = 120.0  # what waits for longer waits for ever, also on a busy machine
 CAPTIONS = ("a red circle moves right", "", "two blue squares drift slowly upwards", "a dot")
 
 

@@ -1,4 +1,4 @@
-"""Parts of a run for tests that bring up no cluster: each answers as it is told, and remembers what it was asked."""
+"""Parts of a run for tests that bring up no cluster: each answers as it was set up, and remembers what it was asked."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Handle:
 
 
 class Listening:
-    """Collects what is told."""
+    """Collects events."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -95,7 +95,7 @@ def inventories_of(**held: list[HeldShard]) -> list[KeeperInventory]:
 
 
 class KeepersHere:
-    """Stands for the keepers of a run, by their names: what each holds, and how far they were told the run is."""
+    """Stands for the keepers of a run, by their names: what each holds, and how far they know the run is."""
 
     def __init__(self, standing: Standing | None = None, **inventories: list[HeldShard]) -> None:
         self._inventories, self._standing = inventories_of(**inventories), standing or Standing()

@@ -90,7 +90,7 @@ def assert_same_training(run: LabRun, expected: Sequence[float]) -> None:
 
 
 def assert_same_losses(run: LabRun, expected: Sequence[float]) -> None:
-    """Of every step among those that the undisturbed run took, however often it came."""
+    """The losses are the same for every step among those that the undisturbed run took, however often it came."""
     taken = [(m.step, m.loss) for m in run.metrics if m.step < len(expected)]
     assert taken and [loss for _, loss in taken] == pytest.approx([expected[step] for step, _ in taken], rel=FP32)
 
@@ -250,7 +250,7 @@ def test_random_cascades_run_out_of_memory_and_the_training_is_the_same(lab: Lab
     run = lab.start(lab.config("short", model=MODEL, train={"steps": 12}, workers=workers), chaos.ShortWorker)
     assert run.join(600).code == 0
     told = [event for event in run.events if isinstance(event, MemoryRanOut)]
-    # Two that come at once end one generation, which may be told by one of them.
+    # Two that come at once end one generation, which may be reported for one of them.
     assert len(told) > 1, "nothing ran out of memory, or once"
     assert run.steps() == list(range(12))
     assert run.losses() == pytest.approx(alone.losses(12), rel=FP32)

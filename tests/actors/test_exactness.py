@@ -392,7 +392,7 @@ def test_between_nodes_a_worker_meets_no_more_peers_than_memory_is_set_aside_for
 def test_a_step_in_which_a_collective_failed_without_a_word_counts_nowhere(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its last one, in a bag that is used no more, in the sum or behind the update: the worker that knows ends the
+    """Its last one, in a bag that is used no more, in the sum or after the update: the worker that knows ends the
     generation, and from the state before it the step becomes what it would have been."""
     items = items_of(np.random.default_rng(6), 2)
     plan = random_cascades(np.random.default_rng(7), items, 2)

@@ -31,7 +31,7 @@ def spread(items: list[Item]) -> list[Cascade]:
 
 
 def assert_refused(hosts: list[Host], items: list[Item], plan: list[Cascade], lost: Cascade) -> None:
-    """Who was to run it says so, which ends the others' wait for it; nobody has applied the step."""
+    """The worker that was to run it says so, which ends the others' wait for it; nobody has applied the step."""
     before = [weights(host.executor) for host in hosts]
     with pytest.raises((StepIncomplete, HandoffError, GroupError)):
         run_step(hosts, items, plan, lost=frozenset((worker, lost.id) for worker in lost.workers))

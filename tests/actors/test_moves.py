@@ -56,7 +56,7 @@ ROUND = list(pairwise([*list(MODES)[:4], "own"]))  # each of four to the next
 def steps(
     make: Make, nodes: Sequence[int], first: int, count: int, shards: Sequence[ShardState] | None
 ) -> tuple[list[float], list[ShardState]]:
-    """Losses of so many steps on workers of these nodes, and the state behind them."""
+    """Losses of `count` steps on workers of these nodes, and the state after them."""
     losses = [[0.0] * len(nodes) for _ in range(count)]
     written: dict[int, ShardState] = {}
     dits = [model("wan") for _ in nodes]  # here: threads would draw from one seed

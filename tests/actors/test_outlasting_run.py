@@ -20,7 +20,7 @@ SECONDS = {"text": (0.02, 0.02), "vae": (1.4, 0.1), "dit": (2.0, 0.5)}  # of a l
 
 
 def profile() -> dict[str, object]:
-    """Of machines on which the VAE of a long clip, begun beside the DiT of the step before, ends after it."""
+    """A profile of machines on which the VAE of a long clip, begun beside the DiT of the step before, ends after it."""
     points = [
         {"module": module, "batch": 1, "frames": f, "height": h, "width": w, "degree": 1, "seconds": seconds}
         for module, both in SECONDS.items()

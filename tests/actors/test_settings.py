@@ -109,7 +109,7 @@ def test_parameters_leave_a_gpu_where_nothing_else_helps(
         ("auto", 60.0, ("node", "device")),
         ("auto", 50.0, ("own", "host")),
         ("auto", 20.0, ("node", "host")),
-        ("auto", 1.0, ("node", "host")),  # fits nowhere: what takes least is what a refusal is told of
+        ("auto", 1.0, ("node", "host")),  # fits nowhere: what takes least is what a refusal names
         ("auto", 0.0, ("own", "device")),  # of a device of unknown size
         ("host", 80.0, ("own", "host")),
         ("device", 1.0, ("node", "device")),

@@ -15,7 +15,7 @@ import pytest
 from app.run.apart import run_apart
 
 ROOT = Path(__file__).resolve().parents[2]
-# The inner process starts a child, as Ray is started, and says what it is told.
+# The inner process starts a child, as Ray is started, and prints what it reads.
 INNER = """
 import os, signal, subprocess, sys, time
 from app.run.apart import join_lifeline

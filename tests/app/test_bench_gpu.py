@@ -84,7 +84,7 @@ OOM = torch.OutOfMemoryError("CUDA out of memory")
 def test_a_failure_is_a_line_and_the_rest_goes_on(tmp_path: Path) -> None:
     run([Fake(name="a"), Fake(name="b", error=OOM), Fake(name="c", reason="No such thing."), Fake(name="d")], tmp_path)
     a, b, c, d = read_lines(tmp_path)
-    assert a.good and d.figures == {"value": 1.0}, "d is told of a, the only one that succeeded before it"
+    assert a.good and d.figures == {"value": 1.0}, "d gets the result of a, the only one that succeeded before it"
     assert b.error is not None and "OutOfMemoryError: CUDA out of memory" in b.error and not b.good
     assert c.left_out == "No such thing."
     text = (tmp_path / runner.REPORT).read_text()

@@ -74,7 +74,7 @@ def test_a_loop_tells_the_transformer_the_vector_of_two_text_encoders(tmp_path: 
     (tmp_path / "pair.yaml").write_text(f"run: {{name: pair}}\nmodel: {{dit: {dit}, text: {text}}}\n")
     recipe = Recipe(tmp_path / "pair.yaml")
     words = recipe.words(["a dot", ""])
-    assert [len(one) for one in words] == [14, 14]  # two rows behind the twelve hold 20 numbers
+    assert [len(one) for one in words] == [14, 14]  # two rows after the twelve hold 20 numbers
     latents = torch.randn(2, 48, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     micro = MicroBatch(step=0, job=None, keys=("a", "b"), weight=0.5)  # type: ignore[arg-type]
     told = recipe.loss(recipe.dit, micro, latents, words)

@@ -1,4 +1,4 @@
-"""What `heddle bench sampling` counts, by the lines that are told while clips are made."""
+"""What `heddle bench sampling` counts, by the lines that are printed while clips are made."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(folder: Path, case: str, name: str) -> list[float]:
-    """Of the steps of a run on a Ray of its own."""
+    """Losses of the steps of a run on a Ray of its own."""
     model = MODELS[case]
     place = case.replace(" ", "-")
     table = "[1x64x96, 1x32x48]" if model.dit.images_only else "[1x64x96, 9x64x96]"

@@ -65,7 +65,7 @@ def test_files_appear_as_they_are_made_and_the_last_one_is_told(tmp_path: Path) 
     files = ["samples/step-39-00.mp4", "samples/step-39-01.mp4", "samples/step-39.png"]
     assert list(event.samples) == files and all((tmp_path / file).is_file() for file in files)
     assert json.loads((folder / "step-39.json").read_text()) == ["a disc", "a square"]
-    assert live.ended(report(first)) is None, "it has been told"
+    assert live.ended(report(first)) is None, "it has been reported"
     live.on_checkpoint(79)
     assert len(live.wanted()) == 2
 

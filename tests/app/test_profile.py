@@ -527,7 +527,7 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
 
 
 class Pipes:
-    """Members of a bag that say what they are given, after so many seconds; None: nothing."""
+    """Members of a bag that say what they are given, after these seconds; None: nothing."""
 
     def __init__(self, *answers: tuple[float, object] | None) -> None:
         self.bag = Bag.__new__(Bag)

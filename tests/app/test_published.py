@@ -52,7 +52,7 @@ def test_a_pipeline_is_the_model_that_a_run_on_it_would_have(name: str, folders:
 def test_a_transformer_of_open_sora_beside_the_parts_of_another_pipeline_is_sampled_as_open_sora_does(
     tmp_path: Path,
 ) -> None:
-    """Its own noise levels, not those of a scheduler, which the folder need not have; what its clips are is told."""
+    """Its own noise levels, not those of a scheduler, which the folder need not have; what its clips are is printed."""
     folder = test_stdit3.publish(tmp_path / "open-sora")
     saved = saved_model(folder, device="cpu")
     config, geometry = saved.config, saved.geometry

@@ -1,4 +1,4 @@
-"""What a run that does not fit is told: what is enough alone, what together, or that nothing is."""
+"""The advice for a run that does not fit: what is enough alone, what together, or that nothing is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GAINS: dict[str, Callable[[TrainedSetup], bool]] = {  # of each change, how the 
 
 
 def told(*wanted: str, setup: TrainedSetup = SETUP, workers: int | None = None) -> str:
-    """The advice where a run fits that has all of these, or where they help on so many workers."""
+    """The advice where a run fits that has all of these, or where they help on `workers` workers."""
 
     def has_all(changed: TrainedSetup) -> bool:
         return all(GAINS[name](changed) for name in wanted)

@@ -184,7 +184,7 @@ def test_a_slow_step_is_blamed_on_data_or_on_heavy_items_when_they_are_the_cause
 
 
 def test_waiting_for_others_is_not_mistaken_for_work(run_folder: Path) -> None:
-    """The gradient sum makes all workers end together; the cascade behind it is the one to name."""
+    """The gradient sum makes all workers end together; the cascade after it is the one to name."""
     window = next(w for w in windows(RunDir.open(run_folder).spans()) if w.step == 12)
     late = late_cascade(window.spans)
     assert late is not None and late.worker == "w1"

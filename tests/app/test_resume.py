@@ -1,4 +1,4 @@
-"""A resume trains on what was trained: other values of these settings are refused by name, the rest is told."""
+"""A resume trains on what was trained: other values of these settings are refused by name, the rest is reported."""
 
 from __future__ import annotations
 

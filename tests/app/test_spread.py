@@ -207,8 +207,8 @@ class Doomed(ClipWorker):
 
 
 def assert_same(files: Sequence[Path], alone: Sequence[np.ndarray], fps: float = 8.0) -> None:
-    """Of the same pixels but for rounding before 8 bits and H.264, which answers one changed level with some more:
-    up to 1.6 of 255 in the mean were seen. Another clip is tens away."""
+    """The files hold the same pixels but for rounding before 8 bits and H.264, which answers one changed level with
+    some more: up to 1.6 of 255 in the mean were seen. Another clip is tens away."""
     encoded = [as_encoded(clip, files[0].parent, fps).astype(int) for clip in alone]
     for index, file in enumerate(files):
         away = [np.abs(read_mp4(file).astype(int) - one).mean() for one in encoded]

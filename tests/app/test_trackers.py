@@ -23,7 +23,7 @@ RUN = "run: {name: tracked}\ndata: {sources: [{path: clips.tar}]}\n"
 
 
 class Spy:
-    """A tracker that remembers, and fails where it is told to."""
+    """A tracker that remembers, and fails where it is made to."""
 
     made: list["Spy"] = []  # noqa: RUF012
     fails_at = ""

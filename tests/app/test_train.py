@@ -66,7 +66,7 @@ def train(folder: Path, *more: str, address: str = "") -> subprocess.CompletedPr
 
 
 def metrics(folder: Path, name: str) -> list[dict]:
-    """Of every committed step; all clips here decode, so each step is whole."""
+    """Metrics of every committed step; all clips here decode, so each step is whole."""
     lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
     assert [line["good_weight"] for line in lines] == [1] * len(lines)
     return lines
@@ -184,7 +184,7 @@ def test_rays_timeline_has_a_bar_for_every_cascade(folder: Path, whole: list[dic
 
 
 def least_gib(folder: Path, workers: int) -> float:
-    """GiB that a worker must have, on so many of them."""
+    """GiB that a worker must have, on `workers` of them."""
     config = RunConfig.load(folder / "run.yaml")
     model, geometry = resolve(config.model)
     degrees = model.dit.degrees(4)
@@ -228,7 +228,7 @@ def _ended() -> Iterator[None]:
 
 
 def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen[str]:
-    """A run that has taken so many steps and goes on."""
+    """A run that has taken `steps` steps and goes on."""
     process = subprocess.Popen(
         command(folder, "--set", f"run.name={name}", *more),
         cwd=ROOT,

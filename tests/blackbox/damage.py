@@ -22,7 +22,7 @@ def truncate(path: Path, rng: random.Random) -> str:
 
 
 def flip(path: Path, rng: random.Random) -> str:
-    """64 bytes somewhere behind the header are others; the size is the same."""
+    """64 bytes somewhere after the header are others; the size is the same."""
     data = bytearray(path.read_bytes())
     at = rng.randrange(min(600, len(data) // 2), max(len(data) - 64, len(data) // 2 + 1))
     for index in range(at, min(at + 64, len(data))):
@@ -95,7 +95,7 @@ class Away:
 
 @contextmanager
 def small_disk(at: Path, mib: int) -> Iterator[bool]:
-    """A file system of so many MiB. False where this machine does not let us mount one."""
+    """A file system of `mib` MiB. False where this machine does not let us mount one."""
     at.mkdir(parents=True, exist_ok=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(at)], capture_output=True)
     try:

@@ -19,7 +19,7 @@ _DISK_MIB = 24
 _TWO_STARTS = 0.3  # of the episodes begin so
 _LEAST_LEFT = 4  # steps that a run must have ahead of it to be struck
 _MAX_STARTS = 12
-_UNDER_WAY = 3  # so many steps may be committed that were dispatched before the fault
+_UNDER_WAY = 3  # this number of steps may be committed that were dispatched before the fault
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def reference(place: Place, name: str = "calm") -> Truth:
 
 
 class Episode:
-    """Draws faults from a seed until there were so many, then lets the run end."""
+    """Draws faults from a seed until `faults` of them struck, then lets the run end."""
 
     def __init__(
         self,

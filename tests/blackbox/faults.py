@@ -359,7 +359,7 @@ def _newest_removed(scene: Scene) -> str:
 
 
 def _newest_folder(scene: Scene) -> Path | None:
-    """Of the newest whole checkpoint; another whole one stays."""
+    """The folder of the newest whole checkpoint; another whole one stays."""
     whole = scene.whole()
     return scene.run.folder / "checkpoints" / f"step-{whole[-1]}" if len(whole) > 1 else None
 

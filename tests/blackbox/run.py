@@ -129,7 +129,7 @@ class Run:
         return True
 
     def wait_for_start(self, number: int, timeout_s: float = START_S) -> bool:
-        """Whether so many `start` events stand in events.jsonl while the driver lives."""
+        """Whether `number` `start` events stand in events.jsonl while the driver lives."""
         wait_for(lambda: len(self.events("start")) >= number or not self.alive, timeout_s)
         return len(self.events("start")) >= number
 
@@ -143,7 +143,7 @@ class Run:
         os.kill(self.pid, number)
 
     def address(self) -> str:
-        """Of the run's own Ray cluster, from the command line of its raylet."""
+        """The address of the run's own Ray cluster, from the command line of its raylet."""
         assert self.processes is not None
         for pid in self.processes.of("raylet"):
             for word in Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0"):

@@ -29,7 +29,7 @@ PER_EPISODE = 30
 def soak(
     place: Place, truth: Truth, faults: int, seed: int, minutes: float = 1e9, only: Sequence[str] = ()
 ) -> list[Result]:
-    """Episodes with seeds from `seed` on until so many faults struck, or the time is up."""
+    """Episodes with seeds from `seed` on until `faults` faults struck, or the time is up."""
     deadline = time.monotonic() + minutes * 60
     found: list[Result] = []
     while (left := faults - sum(len(r.struck) for r in found)) > 0 and time.monotonic() < deadline:

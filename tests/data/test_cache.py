@@ -181,7 +181,7 @@ def test_a_slow_disk_costs_entries_and_not_memory(tmp_path: Path, monkeypatch: p
 
 
 def wait_for(writer: CacheWriter, entries: int) -> None:
-    """Until so many were written or failed."""
+    """Wait until `entries` were written or failed."""
     deadline = time.monotonic() + 60
     while writer.counts["kept"] + writer.counts["failed"] < entries and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -158,7 +158,7 @@ def test_a_pack_on_a_bag_gives_what_each_clip_gives_alone(run_ranks: Callable) -
 
 
 def test_a_bag_of_any_size_slices_each_stack_by_what_it_costs(run_ranks: Callable) -> None:
-    """Five ranks for four heads, five frames and fewer; `auto` by the rates that all ranks were told. By Ulysses, which
+    """Five ranks for four heads, five frames and fewer; `auto` by the rates that all ranks got. By Ulysses, which
     deals out heads instead, the same."""
     module = build_dit(DIT, 0).double()
     numbers = torch.Generator().manual_seed(0)

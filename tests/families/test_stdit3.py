@@ -208,7 +208,7 @@ CASES = FamilyCases(
 
 
 def test_names_and_shapes_are_the_published_ones() -> None:
-    """Of XL/2 as its report lists them; every block of a kind is alike."""
+    """The model is XL/2 as its report lists it; every block of a kind is alike."""
     config = replace(STDiT3Config(), num_layers=28, num_heads=16, head_dim=72, ffn_dim=4608, text_dim=4096)
     config = replace(config, in_channels=4, out_channels=4)
     found = {name: tuple(value.shape) for name, value in dit_skeleton(config).state_dict().items()}

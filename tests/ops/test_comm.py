@@ -32,8 +32,8 @@ from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending, W
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 120.0  # of who waits for others that come: nothing takes as long, also on a machine with other work
-SOON_S = 60.0  # at once, on such a machine: long before the limit of who waits on
+LIMIT_S = 120.0  # of a wait for others that come: nothing takes as long, also on a machine with other work
+SOON_S = 60.0  # at once, on such a machine: long before the limit of a rank that waits on
 
 
 def run_ranks(
@@ -140,7 +140,7 @@ def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int
 
 
 def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the backend's own time-out; only who waits has a limit."""
+    """Longer than the backend's own time-out; only a rank that waits has a limit."""
     monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.0)
     bounds = [(0, 5), (5, 5)]  # all of it belongs to rank 0
 
@@ -384,7 +384,7 @@ def on_nccl(communicator: Communicator) -> Group:
 
 @pytest.mark.parametrize("error", ["", "unhandled cuda error"])
 def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends(error: str) -> None:
-    """Else the device waits in it for ever: nobody has the communicator any more who could abort it."""
+    """Else the device waits in it for ever: nothing that could abort it has the communicator any more."""
     communicator = Communicator(error)
     group = on_nccl(communicator)
     pending = group.all_reduce_async(torch.ones(3))
@@ -483,7 +483,7 @@ def test_a_collective_whose_holder_has_dropped_it_still_counts_as_running() -> N
 
 @pytest.mark.parametrize("closed", ["before it is made", "when it is made"])
 def test_a_bag_that_nobody_took_is_given_back(closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while the error of who waited for it is held: its open connections let the peers wait for ever."""
+    """Also while the error of a rank that waited for it is held: its open connections let the peers wait for ever."""
     go, asked, token, made = threading.Event(), threading.Event(), CancelToken(), []
 
     def make(*_: Any) -> Communicator:
@@ -827,7 +827,7 @@ def test_a_sum_that_was_left_half_done_gives_its_tensors_back_when_all_members_h
 
 
 def test_the_count_of_collectives_does_not_fall_when_a_bag_is_left() -> None:
-    """Of waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
+    """Among waiting workers the one with the lowest count is late: leaving a bag must not make anybody late."""
 
     def work(rank: int, groups: Groups) -> list[int]:
         counts = []

@@ -43,7 +43,7 @@ class Driver:
         self.closed: list[int] = []
         self.freed: list[int] = []
         self.pinned: list[tuple[int, int, int]] = []
-        self.pins_no_more = 0  # after so many calls
+        self.pins_no_more = 0  # after this number of calls
         self.unpinned: list[int] = []
         self.unequal: set[frozenset[bytes]] = set()  # pairs of GPUs without atomic additions
         self.asked: list[int] = []

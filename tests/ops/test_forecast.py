@@ -51,7 +51,7 @@ def in_default_run(*families: str, of: Iterable[str]) -> list[object]:
 
 
 def real_peak(config: DiTConfig, autocast: bool) -> int:
-    """Of the same pass on tensors with data."""
+    """The peak of the same pass on tensors with data."""
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -197,7 +197,7 @@ def test_an_autoencoder_needs_what_it_takes_on_tensors_with_data(shape: tuple[in
 
 
 def test_a_text_encoder_needs_what_it_takes_on_tensors_with_data() -> None:
-    """Of captions of different lengths: where nothing is padded, Transformers makes no mask and takes less."""
+    """The captions have different lengths: where nothing is padded, Transformers makes no mask and takes less."""
     config = TextConfig(max_length=40, d_model=32, num_layers=1, num_heads=2)
     text = build_text(config)
     peaks = []

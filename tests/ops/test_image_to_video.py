@@ -1,4 +1,5 @@
-"""Image to video as Wan's pipeline does it: what is told of the first frame, and a whole sampling, to its numbers."""
+"""Image to video as Wan's pipeline does it: the condition from the first frame, and a whole sampling, to its
+numbers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.ops.test_comm import LIMIT_S, SOON_S, run_ranks
 
 @pytest.fixture(autouse=True)
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a rank that has raised gives up soon."""
+    """A rank that waits for one that has raised gives up soon."""
     monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.2)
 
 
@@ -122,7 +122,7 @@ def test_bags_that_are_prepared_connect_in_any_order_while_their_members_work_in
 
 
 def test_a_member_that_stops_while_its_communicator_is_made_holds_up_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread may wait for ever; who asked for the bag is told at once that the generation has ended."""
+    """Its thread may wait for ever; the worker that asked for the bag learns at once that the generation has ended."""
     token, stuck, found = CancelToken(), Event(), []
     entered = Event()
 
@@ -202,7 +202,7 @@ def test_an_error_of_a_collective_is_told_by_the_communicator_and_not_by_the_wai
         world, bag = groups.world_group(), groups.get(FIRST)
         world.all_reduce(torch.ones(1))
         before, found = bag.failure, torch.ones(1)
-        bag.all_reduce(found)  # rank 1 meets the error here, and is told nothing
+        bag.all_reduce(found)  # rank 1 meets the error here, and hears nothing
         return found.item(), before, bag.failure
 
     with nccl_rules(monkeypatch) as rules:

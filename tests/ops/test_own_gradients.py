@@ -93,7 +93,7 @@ class Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert context.event.wait(LIMIT_S), "the buckets behind this layer were not summed while it waited"
+        assert context.event.wait(LIMIT_S), "the buckets after this layer were not summed while it waited"
         return gradient, None
 
 
@@ -207,7 +207,7 @@ def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
 
 
 def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() -> None:
-    """Rank 1 never starts. Rank 0 is told so, and trains alone in the next generation like one never disturbed."""
+    """Rank 1 never starts. Rank 0 learns this, and trains alone in the next generation like one never disturbed."""
     token, models = CancelToken(), [copy.deepcopy(START).float() for _ in range(2)]
     store, sync = dist.HashStore(), FlatSync(models[0], FULL, TOTAL_STEPS, SUM_ELEMENTS)
     formed, raised = threading.Event(), []

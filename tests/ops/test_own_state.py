@@ -59,7 +59,7 @@ class Home:
 
 
 def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: int = -1) -> list[np.ndarray]:
-    """Two steps in every generation, of so many workers; a version for others after every so many steps and at a
+    """Two steps in every generation, of these numbers of workers; a version for others after `every` steps and at a
     generation's end. Weights and state at the end of each generation."""
     models = [copy.deepcopy(START).float() for _ in range(max(sizes))]
     syncs = [FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS, state="host") for model in models]

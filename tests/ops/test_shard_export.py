@@ -61,7 +61,7 @@ def test_a_device_forgets_a_bank_that_was_used_for_a_checkpoint_before_its_pages
     spare = {array.data_ptr() for array in bank_of(memory, 2).values()}
     assert not spare & set(device.pinned) and len(device.pinned) == len(ARRAYS) * len(set(banks[-2:]))
     targets.pin(bank_of(memory, 2).values())
-    assert spare <= set(device.pinned), "the device is told of it anew"
+    assert spare <= set(device.pinned), "the device learns of it anew"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
-"""Versions of a state in memory of a node: where they lie, what processes of the node see, and who may write where."""
+"""Versions of a state in memory of a node: where they lie, what processes of the node see, and which may write
+where."""
 
 from __future__ import annotations
 

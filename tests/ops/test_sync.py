@@ -43,7 +43,7 @@ from tests.ops.peers import in_host, in_peers
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
-LIMIT_S = 120.0  # of who waits for others that come
+LIMIT_S = 120.0  # of a wait for others that come
 SUM_ELEMENTS = 40  # the 174 + 70 + 70 elements of Net are several buckets
 SAMPLES, TOTAL_STEPS = 12, 20
 # Against an fp64 reference after 8 steps of size 1e-2; fp32 alone is 2e-7 off.

@@ -176,7 +176,7 @@ def test_rows_and_vector_are_those_of_the_pipeline(variant: str, folders: dict[s
         assert len(text) == len(seen) == encoder.count(caption)
         torch.testing.assert_close(text, seen, atol=ATOL * float(seen.abs().max()), rtol=0)
         torch.testing.assert_close(vector, pooled[0], atol=ATOL, rtol=0)
-    assert not torch.allclose(texts[0][-1], texts[3][-1], atol=1e-2), "the text behind a picture depends on it"
+    assert not torch.allclose(texts[0][-1], texts[3][-1], atol=1e-2), "the text after a picture depends on it"
 
 
 def test_long_captions_are_cut_as_by_the_pipeline(folders: dict[str, Path]) -> None:
@@ -223,7 +223,7 @@ def test_the_random_encoder_tells_captions_and_pictures_apart() -> None:
     texts, vectors = split(encoder.encode(captions, shown), config)
     again, _ = split(build_text(config).encode(captions, shown), config)
     assert vectors is not None and all(torch.equal(a, b) for a, b in zip(texts, again))
-    # the caption, the byte and the end behind the last mark
+    # the caption, the byte and the end after the last mark
     assert [len(text) for text in texts] == [8 + 12, 8 + 13, 8 + 12, 8 + 36] == [encoder.count(c) for c in captions]
     assert [token_counter(config)(c) - 4 for c in captions] == [12, 13, 12, 102], "before any is cut"
     assert torch.equal(texts[0][:8], texts[1][:8]) and not torch.allclose(texts[0], texts[2], atol=1e-3)
@@ -292,7 +292,7 @@ def test_folders_that_do_not_fit_are_named(folders: dict[str, Path], tmp_path: P
         resolve(
             ModelConfig(dit=replace(DIT, first_frame="token_replace"), text=TextConfig(kind="hunyuan", pooled_dim=64))
         )
-    with pytest.raises(ValueError, match=r"shows the first frame of a clip to its encoder.*is told of none"):
+    with pytest.raises(ValueError, match=r"shows the first frame of a clip to its encoder.*takes none"):
         resolve(ModelConfig(dit=DIT, text=TextConfig(kind="hunyuan_i2v")))
     with pytest.raises(ValueError, match=r"is a llava encoder; model.text.kind hunyuan needs the llama"):
         resolve(replace(config, text=replace(config.text, kind="hunyuan")))

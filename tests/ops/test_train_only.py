@@ -23,7 +23,7 @@ WAN = WanConfig(num_layers=4, num_heads=2, head_dim=16, ffn_dim=64, freq_dim=16,
 
 
 def gradients(config: DiTConfig) -> dict[str, torch.Tensor | None]:
-    """Of every parameter; all weights are random, also those that start at zero."""
+    """The gradient of every parameter; all weights are random, also those that start at zero."""
     module = build_dit(config, seed=0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -49,7 +49,7 @@ class CallLatency:
 
     @classmethod
     def of(cls, found: Iterable[ExchangePoint]) -> CallLatency:
-        """By measured all-to-alls; nothing where nobody has measured two sizes."""
+        """The latency by measured all-to-alls; zeros where nobody has measured two sizes."""
         known = {math.log2(workers) - 1: line[0] for (workers, _), line in _lines(found, across=False).items()}
         if not known:
             return cls()
@@ -60,7 +60,7 @@ class CallLatency:
         return cls(of_two=mean - slope * middle, per_doubling=slope)
 
     def seconds(self, degree: int) -> float:
-        """Of a bag of at least two; 0 of one."""
+        """Seconds of a call in a bag of at least two; 0 for one."""
         return self.of_two + self.per_doubling * (math.log2(degree) - 1) if degree > 1 else 0.0
 
 

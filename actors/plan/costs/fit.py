@@ -225,7 +225,8 @@ def with_residual(found: Fit, loads: Sequence[Load], seconds: Sequence[float]) -
 
 
 def _of_tiles(load: Load) -> tuple[float, ...]:
-    """What trees see of a VAE's cascade: the largest tile, how many the busiest member has, and who else there is."""
+    """What trees see of a VAE's cascade: the largest tile, how many the busiest member has, and how many members there
+    are."""
     assert load.dealt is not None, "a load of a VAE has its tiles"
     return *map(float, load.dealt.shape), float(load.dealt.count), float(load.batch), float(load.degree)
 

@@ -55,7 +55,7 @@ def text_cost(dit: DiTConfig) -> TextCost:
 
 
 def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
-    """The coefficient of a transformer's all-to-alls, in training, where a member sends so many bytes a second."""
+    """The coefficient of a transformer's all-to-alls, in training, where a member sends `bytes_per_s`."""
     nothing = {"vae_flops_per_pixel": 0.0, "text_flops_per_token": 0.0, "launch_s": 0.0}
     return flop_coefficients(dit, 1.0, exchange_gbps=bytes_per_s / 1e9, **nothing)["dit"].coefficients[-1]
 
@@ -88,7 +88,7 @@ class DiTWork:
         return cls(forward=dit.flops, recomputes=dit.gradient_checkpointing, frozen=frozen)
 
     def model_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
-        """TFLOP of forward and backward of so many samples of video tokens and rows of text: three times the forward,
+        """TFLOP of forward and backward of `samples` samples of video tokens and rows of text: three times the forward,
         without what checkpointing computes again. This is what MFU counts (PaLM, appendix B). Blocks that attend in
         turn also ask over how many frames the tokens lie."""
         linear, attention = self.forward.linear(tokens, text), self.forward.attention(tokens, text, frames)

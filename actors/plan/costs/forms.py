@@ -82,7 +82,7 @@ def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:
-    """The same, where all-to-alls take time however little they send: so many calls of a cascade."""
+    """The same, where all-to-alls take time however little they send: the calls of a cascade."""
     return *_arachne(load, exponent), load.call_s
 
 

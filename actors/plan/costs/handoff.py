@@ -61,7 +61,8 @@ class HandoffEstimate:
 
 
 def estimate_of(found: Sequence[HandoffPoint]) -> HandoffEstimate:
-    """Of the handoffs across nodes where any were timed, as most other workers are on another node then."""
+    """An estimate from the handoffs across nodes where any were timed, as most other workers are on another node
+    then."""
     farthest = max((point.nodes for point in found), default=1)
     estimate = HandoffEstimate()
     for point in found:

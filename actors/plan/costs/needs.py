@@ -58,8 +58,8 @@ def footprint(
     tokens: Callable[[int, int, int], int],
     needs: Needs | None = None,
 ) -> Footprint:
-    """Of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs` says
-    what a row counts."""
+    """Memory of a cascade of these samples on `degree` workers; `tokens` of a clip of (frames, height, width). `needs`
+    says what a row counts."""
     if module == "dit":
         kind = SOLO if degree == 1 else BAG
         share = degree * needs.text_rows[kind] if needs and kind in needs.text_rows else 1.0
@@ -80,7 +80,7 @@ def footprint(
 class ClipBatches(NamedTuple):
     """How a VAE takes the clips of a cascade."""
 
-    together: float  # so many at a time
+    together: float  # at a time
     kept: float = 0.0  # what the rows of a clip that is encoded take on, as a part of what encoding it takes
 
 
@@ -119,7 +119,7 @@ def line_through(units: tuple[float, float], gib: tuple[float, float]) -> NeedLi
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedPeak:
-    """The highest peak of cascades of so many units."""
+    """The highest peak of cascades of one number of units."""
 
     units: float
     gib: float
@@ -131,7 +131,7 @@ class NeedPeak:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedTry:
-    """How often a cascade of so many units has run out of memory, and what it lacked at least."""
+    """How often a cascade of this number of units has run out of memory, and what it lacked at least."""
 
     units: float
     times: int

@@ -118,7 +118,7 @@ class LivePoint:
 
     @classmethod
     def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
-        """A point of so many equal measurements."""
+        """A point of `count` equal measurements."""
         kept = min(count, NEWEST)
         return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
 
@@ -128,7 +128,7 @@ class LivePoint:
 
     @property
     def text_tokens(self) -> int:
-        """Of a sample, where known: the median."""
+        """Text tokens of a sample, where known: the median."""
         return round(statistics.median([text for text in self.texts if text] or [0]))
 
     def after(self, seconds: float, text_tokens: int) -> LivePoint:
@@ -331,8 +331,9 @@ class Profile:
         return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
 
     def _by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
-        """What a point that was measured with so many text tokens of a sample is to be multiplied by for as many as are
-        wanted, by the module's model, or by that of the file's points alone; 1 where either is not known."""
+        """What a point that was measured with `measured_with` text tokens of a sample is to be multiplied by for as
+        many as are wanted, by the module's model, or by that of the file's points alone; 1 where either is not
+        known."""
         if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
             return 1.0
         module = cast(Module, key[0])
@@ -472,11 +473,11 @@ class Profile:
         return self.handoff.latency_s + gib / self.handoff.gib_per_s
 
     def update_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Of the end of a step, behind its last backward; 0 where nobody has measured it."""
+        """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""
         return self.update.seconds(workers, nodes) or 0.0
 
     def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Of a step beside its cascades and its end; 0 where no run has measured it."""
+        """Seconds of a step beside its cascades and its end; 0 where no run has measured it."""
         return remainder_of(self.remainders, workers, nodes)
 
     def model_of(self, module: Module) -> Fit | None:
@@ -493,8 +494,8 @@ class Profile:
     def measure(
         self, key: PointKey, seconds: float, text_tokens: int | None = None, spread: float | None = None
     ) -> None:
-        """Add a point as a file has it: measured apart from any run, with so many text tokens of each sample. `spread`
-        of its runs: longest less shortest over the median."""
+        """Add a point as a file has it: measured apart from any run, with `text_tokens` text tokens of each sample.
+        `spread` of its runs: longest less shortest over the median."""
         self.measured[key] = seconds
         if text_tokens is not None:
             self.text_tokens[key] = text_tokens
@@ -528,7 +529,7 @@ class Profile:
         self._forget("vae")
 
     def count_exchange(self, exchange_s: float, calls: float = 0.0) -> None:
-        """The all-to-alls of the DiT have been measured, of which a cascade makes so many."""
+        """The all-to-alls of the DiT have been measured, of which a cascade makes `calls`."""
         self.exchange_s, self.exchange_calls = exchange_s, calls
         self._forget("dit")
 
@@ -670,7 +671,7 @@ class Profile:
             self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
 
     def observe_update(self, workers: int, nodes: int, seconds: float) -> None:
-        """Learn what the end of a step took on so many workers. Raises ValueError for what cannot have been
+        """Learn what the end of a step took on `workers` workers. Raises ValueError for what cannot have been
         measured."""
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"the end of a step took {seconds} s; a duration must be positive and finite.")
@@ -682,8 +683,8 @@ class Profile:
         self.update = self.update.with_point(found)
 
     def observe_remainder(self, workers: int, nodes: int, seconds: float) -> None:
-        """Learn what a step on so many workers took beside its cascades and its end. Raises ValueError for what cannot
-        have been measured."""
+        """Learn what a step on `workers` workers took beside its cascades and its end. Raises ValueError for what
+        cannot have been measured."""
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"a step took {seconds} s beside its cascades; a duration must be finite and at least 0.")
         place = (workers, nodes)
@@ -697,7 +698,7 @@ class Profile:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def candidate_degrees(self, module: Module) -> tuple[int, ...]:
-        """The profile's degrees of the module; without such a list, those that were measured."""
+        """The profile's degrees of the module; without that list, those that were measured."""
         return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
 
     def points(self, module: Module) -> tuple[list[Load], list[float]]:
@@ -797,7 +798,7 @@ class Profile:
         return {key: point for key in keys if (point := self._on_one_node(key)) is not None}
 
     def _file_drift(self, module: Module) -> Drift:
-        """Of the file's points, by those of them that ran."""
+        """The drift of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
             loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
@@ -811,7 +812,7 @@ class Profile:
         return self._drifts[module, "file"]
 
     def _model_drift(self, module: Module, model: Fit) -> Drift:
-        """Of the cost model, by all points that ran."""
+        """The drift of the cost model, by all points that ran."""
         if (module, "model") not in self._drifts:
             seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
             loads = [self._load(key, point.text_tokens) for key, point in seen.items()]
@@ -820,7 +821,8 @@ class Profile:
         return self._drifts[module, "model"]
 
     def _learn_cross_node(self) -> None:
-        """From bags that ran over nodes, beside the same cascade on one node; where none did, beside its model."""
+        """Learn from bags that ran over nodes, beside the same cascade on one node; where none did, beside its
+        model."""
         pairs = [
             self._spread(key, point, self.live[key].seconds, spanned.overlap)
             for (key, spanned), point in self.spanning.items()

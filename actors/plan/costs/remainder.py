@@ -15,7 +15,7 @@ from actors.plan.types import refuse_below
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemainderPoint:
-    """Median seconds of so many steps."""
+    """Median seconds of several steps."""
 
     workers: int
     nodes: int = 1
@@ -28,7 +28,7 @@ class RemainderPoint:
 
 
 def remainder_of(points: Sequence[RemainderPoint], workers: int, nodes: int) -> float:
-    """Seconds on so many workers: as learned, else of the nearest number of workers that was; 0 where none was."""
+    """Seconds on `workers` workers: as learned, else of the nearest number of workers that was; 0 where none was."""
     nearest = min(
         points,
         key=lambda one: (abs(math.log(one.workers / workers)), abs(one.nodes - nodes), one.workers, one.nodes),

@@ -45,8 +45,9 @@ class SlicedBlocks:
         exchanges: Sequence[ExchangePoint],
         exchange_s: float,
     ) -> SliceRates:
-        """By the points of one device and measured all-to-alls, as far as there are any: of the rest by the FLOP model.
-        `exchange_s` is the coefficient `comm`; 0: not measured. What a block has fixed stands for a slice's kernels."""
+        """The rates by the points of one device and measured all-to-alls, as far as there are any: of the rest by the
+        FLOP model. `exchange_s` is the coefficient `comm`; 0: not measured. What a block has fixed stands for a slice's
+        kernels."""
         found = model_from("dit", self.prior, loads, seconds, device, False, exchange_s)[0] if loads else self.prior
         constant, linear, attention, comm = with_exchange(found, exchange_s or self.prior.coefficients[-1]).coefficients
         forwards = self.passes * self.blocks

@@ -20,7 +20,7 @@ CLEAR = 0.5  # of the squared errors a part for each peer may leave: one made of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpanningPoint:
-    """One cascade on a bag with equal shares of so many nodes."""
+    """One cascade on a bag with equally many workers on each of its nodes."""
 
     module: Module = "dit"
     batch: int

@@ -35,7 +35,7 @@ class CrossNode:
         return self.row_s > 0 or self.peer_s > 0
 
     def sending(self, rows: float, peers: int) -> float:
-        """Seconds more of a bag whose members send so many rows to so many peers each, without a common rail."""
+        """Seconds more of a bag whose members send `rows` rows to `peers` peers each, without a common rail."""
         return self.row_s * rows + self.peer_s * peers
 
     def fall(self, overlap: float) -> float:
@@ -48,9 +48,10 @@ class CrossNode:
 
 
 def cross_of(found: Sequence[tuple[float, float, int]], known: CrossNode) -> CrossNode:
-    """The law behind measured bags over nodes: (overlap of their rails, seconds over those on one node, how many).
+    """The law that follows from measured bags over nodes: (overlap of their rails, seconds over those on one node, how
+    many).
 
-    Overlaps that are not far apart tell no decay; the known one stays then.
+    Overlaps that are not far apart show no decay; the known one stays then.
     """
     excess = {o: max(_middle([(r, n) for at, r, n in found if at == o]) - 1.0, 0.0) for o in {o for o, _, _ in found}}
     low, high = min(excess), max(excess)
@@ -186,7 +187,7 @@ def _hops(places: tuple[GpuPlace, ...]) -> tuple[tuple[int, ...], ...]:
 
 
 class _Neighbours:
-    """Workers of one node, and who of them is near whom."""
+    """Workers of one node, and which of them are near which."""
 
     def __init__(self, places: Sequence[GpuPlace], workers: Sequence[int]) -> None:
         own = tuple(places[w] for w in workers)
@@ -219,7 +220,7 @@ class _Neighbours:
         rows = [self._apart[w - self._first] for w in wished]
         columns = [w - self._first for w in wished]
         base = [sum(row[w - self._first] for w in beside) for row in rows]
-        best: tuple[int, list[int]] | None = None  # how far apart, and who, by place among the wished
+        best: tuple[int, list[int]] | None = None  # how far apart, and which, by place among the wished
         for seed in range(len(wished)):
             more, left, own, total = base, list(range(len(wished))), [], 0
             nearest = seed

@@ -1,6 +1,6 @@
 """What the end of a step takes: gradient sum, optimizer update, new parameters for all. Measured, and a law between.
 
-Behind a step's last backward every worker waits for the sum of all gradients, updates its range of the flat vector
+After a step's last backward pass every worker waits for the sum of all gradients, updates its range of the flat vector
 (ZeRO-1, Rajbhandari et al. 2020, sec. 5.1) and gathers those of the others. With N workers the update is 1 / N of the
 weights and what a worker sends (N - 1) / N of them. Pure.
 """
@@ -32,7 +32,7 @@ class UpdatePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UpdateCosts:
-    """What is known of the end of a step, for one way to do it and so many trained weights."""
+    """What is known of the end of a step, for one way to do it and one number of trained weights."""
 
     kind: str = ""  # engine, precision, EMA, places of gradients and state (`update_kind`)
     weights: int = 0
@@ -45,14 +45,14 @@ class UpdateCosts:
         return UpdateCosts(kind=kind, weights=weights)
 
     def with_point(self, point: UpdatePoint) -> UpdateCosts:
-        """With this one in place of what was known of so many workers on so many nodes."""
+        """The costs with this point in place of what was known of as many workers on as many nodes."""
         place = (point.workers, point.nodes)
         others = [one for one in self.points if (one.workers, one.nodes) != place]
         return replace(self, points=tuple(sorted([*others, point], key=lambda one: (one.nodes, one.workers))))
 
     def seconds(self, workers: int, nodes: int = 1) -> float | None:
-        """Of the end of a step: as measured, else by the law a / N + b (N - 1) / N + c through the points of as many
-        nodes, or of any where there are none (b and c would be those of another network). None where nothing is
+        """Seconds of the end of a step: as measured, else by the law a / N + b (N - 1) / N + c through the points of as
+        many nodes, or of any where there are none (b and c would be those of another network). None where nothing is
         known."""
         for point in self.points:
             if (point.workers, point.nodes) == (workers, nodes):

@@ -81,7 +81,7 @@ class PlannedJob:
     worth_s: float = 0.0
     """Step time that a later step saves when this encode of it runs now. Above 0 the job may be left out."""
     slack_s: float = 0.0
-    """Such a job may end this long after the step without delaying its own."""
+    """How much an optional job may end after the step without delaying its own."""
 
     @property
     def optional(self) -> bool:
@@ -89,7 +89,7 @@ class PlannedJob:
         return self.worth_s > 0
 
     def seconds(self, degree: int) -> float:
-        """On one node, at normal speed."""
+        """Seconds on one node, at normal speed."""
         return dict(self.modes)[degree]
 
     def penalty(self, degree: int) -> float:
@@ -221,7 +221,7 @@ class Problem:
         return degree <= self.cluster.num_workers and (not allowed or degree in allowed)
 
     def _connectable(self, modes: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-        """Those whose bag keeps to the limit of peers; where there is none, the smallest."""
+        """The modes whose bag keeps to the limit of peers; where there is none, the smallest."""
         most = self.options.bag_peers
         small = [(k, s) for k, s in modes if not most or k <= most + 1]
         return tuple(small or modes[:1])

@@ -1,6 +1,6 @@
 """The default strategy: every cascade gets its own degree, place and time; encodes of the next steps fill the gaps.
 
-Consecutive steps are planned in order: each is told which encodes have run already and how long workers are busy. A
+Consecutive steps are planned in order: each knows which encodes have run already and how long workers are busy. A
 long horizon is planned by beam search: the best few plans of the steps so far are kept, and each is continued with
 different values of running ahead. What the rest of the horizon needs at least decides between them. The trials of a
 step share its budget.

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class _Meeting:
-    """Who has come to one place, and what they brought."""
+    """The members that have come to one place, and what they brought."""
 
     came: int = 0
     brought: float = 0.0
@@ -62,7 +62,7 @@ class Meetings:
         return place.brought
 
     def end(self, generation: int, why: str) -> None:
-        """Who waits in this generation or an older one waits in vain."""
+        """Whatever waits in this generation or an older one waits in vain."""
         self._over = max(self._over, generation)
         for key in [key for key in self._places if key[0] <= generation]:
             place = self._places.pop(key)
@@ -119,7 +119,7 @@ class Host:
         self._meetings.end(generation, "Connection closed by peer")
 
     async def together(self, key: MeetingKey, count: int, total: int, brought: float) -> float:
-        """So many members on another host have come to a meeting."""
+        """`count` members on another host have come to a meeting."""
         return await self._meetings.meet(key, count, total, brought)
 
     async def inventory(self) -> dict[str, list[HeldShard]]:
@@ -148,7 +148,7 @@ class Host:
             del self._local[old]
 
     async def meet_first(self, key: MeetingKey, total: int) -> None:
-        """One of all workers of a generation has come, who do not know yet who is on which host."""
+        """One of all workers of a generation has come; they do not know yet which of them is on which host."""
         await resolve(self._hosts[0].together.remote(key, 1, total, 0.0))
 
     async def meet(self, key: MeetingKey, bag: Sequence[int] | None, total: int, brought: float = 0.0) -> float:

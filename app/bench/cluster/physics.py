@@ -18,7 +18,7 @@ class Physics:
     update_s: float = 0.2  # gradient sum and update, after all workers have come
     load_s: float = 20.0  # from the start of a worker until its modules are there
     restore_s: float = 2.0  # for its part of the state when a generation forms
-    text_tokens: int = 226  # of every sample: tasks do not tell them
+    text_tokens: int = 226  # of every sample: tasks do not say them
     heartbeat_s: float = 2.0  # real seconds between two of a worker
     seed: int = 0
 

@@ -77,7 +77,7 @@ class Recovered:
 
     what: str
     form_s: float  # from the disturbance until the next generation forms; of a join from when its workers are loaded
-    step_s: float  # virtual seconds from the disturbance to the end of the step that it has broken, or of the first one
+    step_s: float  # virtual seconds from the disturbance to the end of the step that it broke, or of the next one
     workers: int  # of the new generation
 
 
@@ -160,7 +160,7 @@ class ClusterFigures:
 
 
 class VirtualRunFailed(RuntimeError):
-    """It ended early or not at all, or a step was committed twice, never, or without some of its samples."""
+    """The run ended early or not at all, or a step was committed twice, never, or without some of its samples."""
 
 
 def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
@@ -173,7 +173,7 @@ def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
     from app.bench.cluster.parts import VirtualFeeder
 
     class FeederHere(VirtualFeeder):
-        """Its process is this one."""
+        """A feeder whose process is this one."""
 
         def pulse(self) -> ProcessId:
             return ProcessId(node="", pid=os.getpid(), born="")
@@ -229,7 +229,7 @@ def _run(
 
 
 def _train(controller: Controller, timeout_s: float) -> Outcome:
-    """In a thread, so that a controller that hangs is noticed."""
+    """Train in a thread, so that a controller that hangs is noticed."""
     ended: list[Outcome | BaseException] = []
 
     def train() -> None:
@@ -297,7 +297,7 @@ class _NoStore:
 
 
 def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequence[Any]) -> None:
-    """Called by the controller's thread; what happens is not told to the controller."""
+    """Called by the controller's thread; the controller does not hear what happens."""
     if what == "join":
         machines.add()
         return
@@ -448,6 +448,6 @@ def recoveries(watching: Watching, speed: float) -> list[Recovered]:
 
 
 def resident_mib() -> float:
-    """Of this process."""
+    """Resident memory of this process."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 2**20

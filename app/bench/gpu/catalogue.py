@@ -22,11 +22,11 @@ from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.push import PushedAddition
 
-FEW = 6  # so many of a list come early, the rest of it at the end
+FEW = 6  # measurements of a list that come early, the rest of it at the end
 
 
 def catalogue(place: Place) -> list[Measurement]:
-    """In the order in which they run; names are unique."""
+    """All measurements in the order in which they run; names are unique."""
     ops, attention = ops_speed.measurements(), attention_speed.measurements()
     small, large = train_step.measurements("wan-1.3b"), train_step.measurements("wan-14b")
     if place.rehearse:  # other sizes of the same code
@@ -57,7 +57,7 @@ def catalogue(place: Place) -> list[Measurement]:
 
 
 def chosen(measurements: Sequence[Measurement], prefixes: Sequence[str]) -> list[Measurement]:
-    """Those whose name begins with one of the prefixes. Raises ValueError for a prefix that none has."""
+    """The measurements whose name begins with one of the prefixes. Raises ValueError for a prefix that none has."""
     for prefix in prefixes:
         if not any(one.name.startswith(prefix) for one in measurements):
             subjects = dict.fromkeys(one.name.split(".")[0] for one in measurements)

@@ -33,7 +33,7 @@ class Ceilings:
 
 
 def matmul_tflops(place: Place, rows: int, inner: int, columns: int) -> float:
-    """Of [rows, inner] times [inner, columns] on random data (on zeros a GPU clocks higher)."""
+    """TFLOP/s of [rows, inner] times [inner, columns] on random data (on zeros a GPU clocks higher)."""
 
     def make(index: int) -> Closure:
         a = torch.randn(rows, inner, device=place.device, dtype=torch.bfloat16)

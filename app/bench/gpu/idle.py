@@ -16,7 +16,7 @@ Interval = tuple[int, int]  # begin and end in nanoseconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUse:
-    """From the begin of the first kernel to the end of the last one."""
+    """A device's use from the start of the first kernel to the end of the last one."""
 
     idle_share: float
     longest_gap_s: float

@@ -111,7 +111,7 @@ def add_gradients(answers: Answers, rank: int, port: int, device: str, elements:
             one.release()
             groups.close()
         answers.put(("added", right, seconds))
-    except Exception as error:  # told to the process that waits
+    except Exception as error:  # reported to the process that waits
         answers.put((f"{type(error).__name__}: {error}", False, []))
 
 

@@ -127,7 +127,7 @@ def _idle(step: Callable[[], object], place: Place) -> dict[str, Figure]:
 
 
 def first_norm(config: DiTConfig, place: Place) -> float:
-    """Of the gradient of the first step, with all weights on the device."""
+    """The norm of the gradient of the first step, with all weights on the device."""
     step, _ = make_step(config, AS_TRAINED, place)
     return step().grad_norm
 

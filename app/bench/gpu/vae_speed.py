@@ -57,7 +57,7 @@ def measurements() -> list[VaeSpeed]:
 
 
 def psnr(actual: Tensor, expected: Tensor) -> float:
-    """Of the range of what was expected, in dB."""
+    """The peak signal-to-noise ratio, by the range of what was expected, in dB."""
     expected = expected.double()
     error = float((actual.double() - expected).square().mean())
     span = float(expected.max() - expected.min())

@@ -98,5 +98,5 @@ def read_paper(path: Path) -> PublishedPaper:
 
 
 def papers() -> dict[str, PublishedPaper]:
-    """By name."""
+    """The papers by name."""
     return {path.stem: read_paper(path) for path in sorted(HOME.glob("*.yaml"))}

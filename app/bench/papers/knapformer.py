@@ -207,12 +207,12 @@ def hfu(quick: bool) -> Reproduction:
 
 
 def flops_of(lengths: list[int]) -> list[float]:
-    """Of one block, forward: Eq. 1 for each sequence."""
+    """FLOPs of one block, forward: Eq. 1 for each sequence."""
     return [1e12 * workload(length, WIDTH, 1.0) for length in lengths]
 
 
 def utilisation(flops: float, seconds: float) -> float:
-    """Percent of the peak of all GPUs, for a step whose sequences take so many FLOPs in one block."""
+    """Percent of the peak of all GPUs, for a step whose sequences take `flops` in one block."""
     return 100 * BLOCKS * PASSES * flops / (PEAK * GPUS * seconds)
 
 

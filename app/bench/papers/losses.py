@@ -20,7 +20,7 @@ BATCHES: Mapping[str, Mapping[str, float]] = {"equal tokens": {}, "dual constrai
 
 
 def losses_by_batches(steps: int, clips: int = 120) -> dict[str, list[float]]:
-    """The loss of every step on a data set of so many clips, by how batches are sized."""
+    """The loss of every step on a data set of this number of clips, by how batches are sized."""
     from app.bench.peers.contest import prepare
 
     found = {}

@@ -106,8 +106,8 @@ class RankPeaks:
 
 
 def peaks_of(clip: ClipSize, ranks: int, pairs: int = 2) -> RankPeaks:
-    """By the model's own code in bf16 on tensors without data, attention as FlashAttention allocates. A forward without
-    gradients takes as much of a deep model as of `pairs` pairs of layers; all weights are counted."""
+    """Peaks by the model's own code in bf16 on tensors without data, attention as FlashAttention allocates. A forward
+    without gradients takes as much of a deep model as of `pairs` pairs of layers; all weights are counted."""
     import torch
 
     from ops.models.forecast import GIB, Precision, forward_bytes

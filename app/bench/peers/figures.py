@@ -1,4 +1,4 @@
-"""From what was seen of a loop while it ran to its figures, and from those of several rounds to tables."""
+"""Turns what was seen of a running loop into its figures, and those of several rounds into tables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LoopRun:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerFigures:
-    """Of the counted steps of one run. CPU seconds are those of all its processes."""
+    """Figures of the counted steps of one run. CPU seconds are those of all its processes."""
 
     start_s: float  # from the command to the end of the first step, less one step
     step_s: float

@@ -96,7 +96,7 @@ class Recipe:
 
     @torch.no_grad()
     def words(self, captions: Sequence[str]) -> list[Tensor]:
-        """One [L, dim] per caption, and behind it `TextConfig.tail` rows of a second encoder's vector."""
+        """One [L, dim] per caption, and after it `TextConfig.tail` rows of a second encoder's vector."""
         return self.text.encode(list(captions))
 
     def loss(

@@ -1,4 +1,4 @@
-"""What an op is checked and measured by: its inputs, what it means, and who else computes it.
+"""What an op is checked and measured by: its inputs, what it means, and what else computes it.
 
 `MEASURED` of an op's folder has its cases, which `python -m app.bench.gpu` checks on a GPU, and its contests, which
 `heddle bench ops` times.

@@ -1,6 +1,6 @@
 """The second stage of every backward that sums over tokens: the slots that its programs filled, added in one order.
 
-Such a backward is one pass: P programs walk R = ceil(N / P) consecutive rows each and keep their column sums in fp32
+The backward is one pass: P programs walk R = ceil(N / P) consecutive rows each and keep their column sums in fp32
 registers. A program that meets the end of a run writes its sums to slot `program + run`. Walking the rows, either the
 program or the run grows at every write, so slots are unique, those of a run are contiguous, there are fewer than P + R
 of them, and neither atomics nor the host are needed. `sum_slots` adds the slots of each table row in a fixed order: the

@@ -1,6 +1,7 @@
 """One-sided addition of a gradient into fp32 memory that may belong to another GPU of the node.
 
-Who adds makes no call on the other's side; any number of GPUs may add into the same memory at a time, in any order.
+The worker that adds makes no call on the other's side; any number of GPUs may add into the same memory at a time, in
+any order.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from ops.kernels.push.reference import ALIGN, ALIGN_BYTES, PROGRAMS
 
 def push(gradient: Tensor, address: int, programs: int = PROGRAMS) -> None:
     """Add gradient [n], fp32, bf16 or fp16, contiguous and n a multiple of ALIGN, to fp32 memory [n] at `address`, a
-    multiple of ALIGN_BYTES; on a GPU in the current stream, with so many programs. On the CPU it is the reference, no
-    addition that several may do at a time.
+    multiple of ALIGN_BYTES; on a GPU in the current stream, with `programs` programs. On the CPU it is the reference,
+    no addition that several may do at a time.
 
     Raises ValueError for another length, layout or address, RuntimeError on a GPU without triton.
     """

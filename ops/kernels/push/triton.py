@@ -26,8 +26,8 @@ def push(gradient: Tensor, address: int, programs: int) -> None:
 def push_kernel(grad_ptr, address, blocks, BLOCK: tl.constexpr):
     """grad [blocks * BLOCK] is added to the fp32 memory at `address`, a multiple of 16, of this GPU or of another.
 
-    `relaxed` is enough: a barrier comes before anybody reads. Offsets are multiples of BLOCK, which lets the compiler
-    load 64 bits and add 128 bits at a time. An address below 2^31, of a host, comes as an int32.
+    `relaxed` is enough: a barrier comes before any worker reads. Offsets are multiples of BLOCK, which lets the
+    compiler load 64 bits and add 128 bits at a time. An address below 2^31, of a host, comes as an int32.
     """
     at = tl.arange(0, BLOCK)
     target = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.float32)), 16)

@@ -32,7 +32,7 @@ class DiTConfig:
     ffn_dim: int = 512
     freq_dim: int = 64  # width of the sinusoidal timestep embedding, where the family has a choice
     text_dim: int = 64  # width of the text encoder's output
-    in_channels: int = 16  # latent channels of the VAE, and behind them those of conditions
+    in_channels: int = 16  # latent channels of the VAE, and after them those of conditions
     out_channels: int = 16
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
@@ -100,7 +100,8 @@ class DiTConfig:
         return 0
 
     def with_pooled(self, dim: int) -> Self:
-        """The same for a text encoder that makes such a vector. Raises ValueError where the transformer takes none."""
+        """The same for a text encoder that makes a pooled vector. Raises ValueError where the transformer takes
+        none."""
         raise ValueError(
             f"model.text.kind makes a pooled vector of {dim} numbers, and a transformer of architecture "
             f"{self.architecture} takes none. Use kind: t5."
@@ -108,7 +109,7 @@ class DiTConfig:
 
     @property
     def takes_guidance(self) -> bool:
-        """Whether the weights are distilled: told the guidance scale, they need no second forward to sample."""
+        """Whether the weights are distilled: given the guidance scale, they need no second forward to sample."""
         return False
 
     @property
@@ -118,7 +119,7 @@ class DiTConfig:
 
     @property
     def encodes_frame_alone(self) -> bool:
-        """Whether the VAE sees the first frame that a clip is made from without grey behind it."""
+        """Whether the VAE sees the first frame that a clip is made from without grey frames after it."""
         return False
 
     @property
@@ -128,7 +129,7 @@ class DiTConfig:
 
     @property
     def picture_every(self) -> int:
-        """Of the rows that a text encoder makes of the first frame, every so many-th is text; 0: it sees no frame."""
+        """n: every n-th row that a text encoder makes of the first frame counts as text; 0: it sees no frame."""
         return 0
 
     @property
@@ -138,7 +139,7 @@ class DiTConfig:
 
     @property
     def told_signal(self) -> bool:
-        """Whether its weights are told the share of signal, of 1000, where those of others are told that of noise. It
+        """Whether its weights take the share of signal, of 1000, where those of others take that of noise. It
         is turned inside the transformer."""
         return False
 
@@ -149,7 +150,8 @@ class DiTConfig:
 
     @property
     def clip_rate(self) -> float | None:
-        """Frames per second that all clips must have, where positions are counted in seconds or the rate is told."""
+        """Frames per second that all clips must have, where positions are counted in seconds or the rate is an
+        input."""
         return None
 
     def at_rate(self, frame_rate: float) -> Self:

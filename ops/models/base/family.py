@@ -27,7 +27,8 @@ Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are 
 
 
 def config_normalisation(fields: Json, channels: int, module: object) -> tuple[list[float], list[float]]:
-    """From config.json alone: latents_mean and latents_std, or scaling_factor and shift_factor."""
+    """The normalisation that config.json alone gives: latents_mean and latents_std, or scaling_factor and
+    shift_factor."""
     del module
     mean, std = fields.get("latents_mean"), fields.get("latents_std")
     if mean is not None and std is not None:
@@ -101,7 +102,8 @@ class Scheduler:
 
 
 def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
-    """Of a pipeline that passes even sigmas, and the shift of the clip's tokens to a dynamic FlowMatchEuler."""
+    """The scheduler of a pipeline that passes even sigmas, and the shift of the clip's tokens to a dynamic
+    FlowMatchEuler."""
     del config
     line = flow.token_shift
     if line is None or line.law != "line":
@@ -212,7 +214,7 @@ class Family:
     converter: str = ""
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
-    # stride over time) -> the channels of `config.fitted` behind the noisy ones, [Q, t, h, w]
+    # stride over time) -> the channels of `config.fitted` after the noisy ones, [Q, t, h, w]
     first_frame: Callable[[Tensor, int], Tensor] | None = None
     hint_share: float = 0.0  # of the first frame in the noise that sampling begins with
 

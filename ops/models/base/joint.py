@@ -50,7 +50,8 @@ def joint_rope(layout: Layout, axes: tuple[int, int, int], theta: float, dtype: 
 
 
 def pooled_of(conditions: Conditions, mean: Tensor, width: int) -> Tensor:
-    """[S, width]: the pooled vectors that are told, or the mean of each text [S, E] where that is as wide, or zeros."""
+    """[S, width]: the pooled vectors that are given, or the mean of each text [S, E] where that is as wide, or
+    zeros."""
     if conditions.pooled is not None:
         return conditions.pooled
     return mean if mean.shape[1] == width else mean.new_zeros(len(mean), width)
@@ -74,7 +75,7 @@ class ConditionEmbedding(nn.Module):
         return out + self.guidance_embedder.precise(sinusoidal_embedding(guidance, _TIME_DIM, out.dtype))
 
     def unguided(self, timesteps: Tensor, pooled: Tensor) -> Tensor:
-        """Without the guidance: of clean frames, which are not told of it."""
+        """The embedding without guidance: for clean frames, which do not get it."""
         sinusoids = sinusoidal_embedding(timesteps, _TIME_DIM, self.timestep_embedder.linear_1.weight.dtype)
         return self.timestep_embedder.precise(sinusoids) + self.text_embedder.precise(pooled)
 

@@ -28,7 +28,7 @@ JOINT_PROJECTIONS = (  # of these blocks, without the way out of the single-stre
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointDiTConfig(DiTConfig):
-    """Double-stream blocks, then single-stream ones, told of a pooled text vector (HunyuanVideo, FLUX.1).
+    """Double-stream blocks, then single-stream ones, that take a pooled text vector (HunyuanVideo, FLUX.1).
 
     A base, as `DiTConfig` is. Sinusoids have 256 numbers whatever `freq_dim` says, as in the published code.
     """

@@ -46,7 +46,8 @@ class StackInputs:
 
     @staticmethod
     def of(members: Sequence[int], modulation: Tensor, texts: Sequence[Tensor], layout: Layout) -> StackInputs:
-        """Those of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all sequences."""
+        """The inputs of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all
+        sequences."""
         chosen = [texts[member] for member in members]
         return StackInputs(
             modulation=modulation[torch.tensor(members, device=layout.device)],
@@ -70,19 +71,20 @@ class StackInputs:
         return self._segments[rows]
 
     def lengths(self, length: int, count: int) -> Lengths:
-        """Of `count` sequences of attention."""
+        """Lengths of `count` sequences of attention."""
         if (length, count) not in self._lengths:
             self._lengths[length, count] = Lengths.of([length] * count, self.device)
         return self._lengths[length, count]
 
 
 class SpatialTemporalTransformer(PackedTransformer):
-    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for who calls what."""
+    """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for what calls what."""
 
     def inputs_of(
         self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group
     ) -> StackInputs:
-        """Those of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the layout."""
+        """The inputs of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the
+        layout."""
         shared = StackInputs.of(stack.members, modulation, texts, layout)
         if self.config.deals_heads and group.size > 1:
             size = len(stack.members), stack.split.frames, stack.split.positions
@@ -138,7 +140,7 @@ def frame_positions(rows: Tensor, columns: Tensor, dim: int) -> Tensor:
 
 
 def first_channels(rows: Tensor, patch: int, channels: int) -> Tensor:
-    """Of [n, patch (C, more)], channel last as in published heads, the first `channels`: [n, channels patch], channel
+    """The first `channels` of [n, patch (C, more)], channel last as in published heads: [n, channels patch], channel
     first. The rest are learned variances, which are not trained."""
     first: Tensor = rows.unflatten(-1, (patch, -1))[..., :channels].transpose(-1, -2).flatten(-2)
     return first

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to so many pixels of all their frames
+VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to this number of pixels
 
 
 def clips_at_once(frames: int, height: int, width: int) -> int:

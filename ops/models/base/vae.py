@@ -62,7 +62,7 @@ class VAE(Protocol):
 
 
 class ToldFrame(Protocol):
-    """What a transformer is told of a clip's first frame (`ops.models.first_frame.FirstFrame`)."""
+    """What a transformer gets of a clip's first frame (`ops.models.first_frame.FirstFrame`)."""
 
     @property
     def is_told(self) -> bool: ...
@@ -262,11 +262,11 @@ class DiffusersVAE:
         return [(0, frames)]
 
     def _latents_of(self, segments: list[Tensor], frames: int) -> Tensor:
-        """So many latent frames of all segments."""
+        """The first `frames` latent frames of all segments."""
         return segments[0]
 
     def _clip_of(self, segments: list[Tensor], frames: int) -> Tensor:
-        """So many frames of all decoded segments, the last of what was decoded of them."""
+        """The last `frames` frames of what was decoded of all segments."""
         return segments[0][:, :, -frames:]
 
     def _decoded(self, latents: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ def _grid_of(times: list[tuple[int, int]], rows: list[tuple[int, int]], columns:
 
 
 def _ordered(parts: list[tuple[Tile, Tensor]], planned: list[Tile], what: str) -> list[tuple[Tile, Tensor]]:
-    """In the order of the plan. Raises ValueError unless each tile is there once."""
+    """The parts in the order of the plan. Raises ValueError unless each tile is there once."""
     ordered = sorted(parts, key=lambda part: part[0].index)
     if [tile.index for tile, _ in ordered] != list(range(len(planned))):
         raise ValueError(

@@ -2,7 +2,7 @@
 
 S sequences, n video rows and m text rows of this rank, D width, H heads, d head size. Text and video are one sequence
 with one set of weights; each has a modulation of its own ("expert adaptive LayerNorm", Yang et al. 2024), so tables
-have 2 S rows, those of the text behind.
+have 2 S rows, those of the text last.
 """
 
 from __future__ import annotations

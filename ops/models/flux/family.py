@@ -39,7 +39,7 @@ def _model() -> type[nn.Module]:
 
 
 def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As FluxPipeline is called in its documentation: dev is told its guidance, schnell takes four steps."""
+    """As FluxPipeline is called in its documentation: dev gets its guidance, schnell takes four steps."""
     dev = bool(fields.get("guidance_embeds"))
     return Published(
         text={"kind": "flux", "max_length": 512 if dev else 256},

@@ -15,7 +15,7 @@ from ops.ranges import between, check_numbers
 class LatteConfig(SpatialTemporalDiTConfig):
     """Latte-1, text to video, trained by diffusion.
 
-    `out_channels` are those of the predicted noise; the learned variances behind them in published weights are kept as
+    `out_channels` are those of the predicted noise; the learned variances after them in published weights are kept as
     they are and not trained.
     """
 

@@ -72,7 +72,7 @@ class LatteDiT(SpatialTemporalTransformer):
         return from_rest(finished, rest, group)
 
     def _layers(self, stack: Stack, shared: StackInputs) -> list[LayerFunction]:
-        """Spatial and temporal blocks in turn, as `run_layers` calls them. Frames are numbered behind the first spatial
+        """Spatial and temporal blocks in turn, as `run_layers` calls them. Frames are numbered after the first spatial
         block, pictures are not."""
         moments = None
         if stack.split.frames > 1:

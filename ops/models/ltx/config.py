@@ -38,7 +38,7 @@ class LTXConfig(DiTConfig):
 
     @property
     def rope_split(self) -> tuple[int, int, int]:
-        """Of the whole width; what a sixth of it does not divide stays as it is."""
+        """How the rotation is split over the whole width; what a sixth of it does not divide stays as it is."""
         each = 2 * (self.dim // 6)
         return each, each, each
 

@@ -71,7 +71,7 @@ def _scheduler(config: MochiConfig, flow: FlowConfig) -> Scheduler:
 def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     """As MochiPipeline is called by default."""
     if not scheduler.get("invert_sigmas"):
-        raise ValueError("its scheduler has no invert_sigmas, by which Mochi is told the share of signal.")
+        raise ValueError("its scheduler has no invert_sigmas, by which Mochi gets the share of signal.")
     return Published(
         text={"max_length": 256, "cleaned": False, "empty": "none" if index.get(_EMPTY_IS_NONE) else "encoded"},
         clips={"frames": 19, "height": 480, "width": 848, "fps": 30.0, "steps": 64, "guidance_scale": 4.5},

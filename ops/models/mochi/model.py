@@ -5,8 +5,8 @@ text's stream, H heads, d head size, f = d / 2. Text and video attend to each ot
 under Ulysses both are cut into chunks. Norms are RMSNorm without weights, also on what a branch gives before its gate,
 which is a tanh. Frequencies of positions are trained, for every head its own (Genmo 2024, "Mochi 1").
 
-The published weights are told the share of signal and predict signal minus noise. Here, as in every family, a
-transformer is told the share of noise and predicts noise minus signal: both are turned at its ends.
+The published weights take the share of signal and predict signal minus noise. Here, as in every family, a
+transformer gets the share of noise and predicts noise minus signal: both are turned at its ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ops.packing import Layout
 from ops.precision import precise_linear, precise_product
 from ops.sequence_parallel import sequence_parallel_attention
 
-_WHOLE = 1000.0  # what the published weights are told of a clip without noise
+_WHOLE = 1000.0  # what the published weights get for a clip without noise
 _QK_EPS = 1e-5
 _OUT_EPS = 1e-6
 _AREA = 192.0 * 192.0  # tokens of the frame to whose size all frames are scaled
@@ -214,12 +214,12 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def gated_mlp(dim: int) -> FeedForward:
-    """With two thirds of `4 dim` numbers between its layers, which have no biases."""
+    """An MLP with two thirds of `4 dim` numbers between its layers, which have no biases."""
     return FeedForward(dim, 8 * dim // 3, swiglu, gated=True, bias=False)
 
 
 class ScaledNorm(nn.Module):
-    """One scale [S, C], in at least fp32, of the last block's text, where the stream ends."""
+    """The norm of the last block's text: one scale [S, C], in at least fp32; the stream ends there."""
 
     def __init__(self, config: MochiConfig) -> None:
         super().__init__()

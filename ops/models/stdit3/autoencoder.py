@@ -29,7 +29,7 @@ class VideoAutoencoder(nn.Module):
     scale: Tensor
 
     def __init__(self, fields: Json) -> None:
-        """By its config.json: what that does not say is as published."""
+        """Built from its config.json: what that does not say is as published."""
         super().__init__()
         pictures, over_time = spatial(fields), temporal(fields)
         self.chunk = chunk_of(fields)
@@ -47,7 +47,7 @@ class VideoAutoencoder(nn.Module):
 
     @property
     def encoders(self) -> tuple[nn.Module, nn.Module]:
-        """Of frames, and over time."""
+        """The encoder of frames and the one over time."""
         return self.spatial_vae.module.encoder, self.temporal_vae.encoder
 
     def encode_chunk(self, pixels: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class VideoAutoencoder(nn.Module):
         return (self.temporal_vae.encode(frames) - self.shift) / self.scale
 
     def decode_chunk(self, latents: Tensor, frames: int) -> Tensor:
-        """The inverse, of a chunk that had so many frames: [B, z, t, h, w] -> [B, 3, T, H, W]."""
+        """The inverse, of a chunk that had `frames` frames: [B, z, t, h, w] -> [B, 3, T, H, W]."""
         scaled = (latents * self.scale + self.shift).to(self.temporal_vae.post_quant_conv.conv.weight.dtype)
         pictures = self.temporal_vae.decode(scaled, frames)
         return torch.stack([self.spatial_vae.decode(picture) for picture in pictures.unbind(2)], dim=2)

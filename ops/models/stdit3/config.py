@@ -14,8 +14,8 @@ from ops.ranges import above, between, check_numbers
 class STDiT3Config(SpatialTemporalDiTConfig):
     """STDiT3, text to video, trained by a rectified flow.
 
-    It is told the frame rate of a clip, and sees the size of a frame in its positions, so it must know the VAE's
-    strides. `out_channels` are those of the velocity; the learned variances behind them in published weights are kept
+    It gets the frame rate of a clip, and sees the size of a frame in its positions, so it must know the VAE's
+    strides. `out_channels` are those of the velocity; the learned variances after them in published weights are kept
     as they are and not trained. Frames given clean, the mask training of its report, are not offered.
     """
 

@@ -80,7 +80,7 @@ class STDiT3(SpatialTemporalTransformer):
         return from_rest(finished, rest, group)
 
     def _told(self, timesteps: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        """What all blocks are told of each sequence, its time and frame rate: [S, D], and as modulation [S, 6, D].
+        """What all blocks get for each sequence, its time and frame rate: [S, D], and as modulation [S, 6, D].
 
         In at least fp32, also with weights in bf16 and under autocast: modulation multiplies every activation.
         """

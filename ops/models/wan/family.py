@@ -35,7 +35,7 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("z_dim", 16), (stride_t, stride_s, stride_s)
 
 
-_IMAGE_TO_VIDEO_TEXT = 512  # Diffusers' class takes all rows but so many of its context for those of the image
+_IMAGE_TO_VIDEO_TEXT = 512  # Diffusers' class takes all rows of its context but these for those of the image
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:

@@ -246,7 +246,7 @@ def test_plans_count_the_rows_that_captions_are_padded_with(pad_to: int, rows: i
 
 
 def test_latents_of_image_to_video_have_names_of_their_own() -> None:
-    """They hold what is told of the first frame, too: shapes, frames and names of a text-to-video run do not fit."""
+    """They hold the condition of the first frame, too: shapes, frames and names of a text-to-video run do not fit."""
     plain = resolve(MODEL)[0]
     told = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16))
     models = [MODEL, told, replace(told, image=ImageConfig(d_model=16, seed=1)), replace(told, image=None)]
@@ -502,7 +502,7 @@ def test_counts_are_exact_after_any_restart_of_feeder_and_controller(
 
 
 def counted(plan: Dataset, steps: int, judged: int | None = None) -> dict[int, Counts]:
-    """What the ledger must say after so many steps, of which only the first `judged` were looked at."""
+    """What the ledger must say after `steps` steps, of which only the first `judged` were looked at."""
     each = [drawn(plan, step) for step in range(steps)]
     bad = [fault.source for step, of in enumerate(each[:judged]) for fault in faults(step, of)]
     return total(sum(each, Counter()), Counter(bad))
@@ -510,7 +510,7 @@ def counted(plan: Dataset, steps: int, judged: int | None = None) -> dict[int, C
 
 @pytest.mark.parametrize("known", [0, 7, 30, None])
 def test_steps_that_are_walked_over_are_counted_from_the_plan(clips: Path, known: int | None) -> None:
-    """Nobody has counted them here: all are scheduled, none is missing; only who was bad among them is not known."""
+    """Nobody has counted them here: all are scheduled, none is missing; only which were bad among them is not known."""
     plain = two_sources(clips)
     first, then = (Dataset.open(plain, Geometry(), 0) for _ in range(2))
     engine = Engine(first, plain, lambda item: True)

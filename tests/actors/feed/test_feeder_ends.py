@@ -1,4 +1,4 @@
-"""A feeder that is told to end does so, also in the middle of a window that waits for it."""
+"""A feeder that is asked to end does so, also in the middle of a window that waits for it."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_the_latency_of_a_call_is_the_line_over_doublings_of_the_bag() -> None:
 
 @pytest.mark.parametrize("known", [False, True])
 def test_measured_latencies_price_short_loads_of_large_bags(known: bool) -> None:
-    """Of a machine that spends 400 calls of 0.1 ms and doubling of it on every cascade."""
+    """The machine is one that spends 400 calls of 0.1 ms and doubling of it on every cascade."""
     profile = of_one_worker()
     if known:
         profile.exchanges = tuple(

@@ -148,7 +148,7 @@ def counted_for_wan_14b(
     rows, text = sum(s.tokens for s in sequences) / degree, 8.01e-5 * (sequences[0].text_tokens - 1)
     if degree == 1:
         return 0.13214 + 6.325133e-4 * rows + text
-    return max(0.00206 + 6.544329e-4 * rows, 0.1326 + 6.4205e-4 * rows) + text  # in the exchange, or behind it
+    return max(0.00206 + 6.544329e-4 * rows, 0.1326 + 6.4205e-4 * rows) + text  # in the exchange, or after it
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 4, 5, 8), (1, 2, 4, 5, 8, 10, 20), (1, 4)])

@@ -129,7 +129,7 @@ def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
 
 
 def test_bags_over_two_nodes_and_over_three_are_not_the_same() -> None:
-    """Of one degree, with rails alike: the median of both would be that of neither."""
+    """Both have one degree, with rails alike: the median of both would be that of neither."""
     profile = Profile.from_flops(WanConfig(num_heads=6))
     planner, cluster = Planner(profile, PlannerConfig()), Cluster(nodes=(6, 6, 6))
     two, three = (0, 1, 2, 6, 7, 8), (0, 1, 6, 7, 12, 13)

@@ -1,4 +1,4 @@
-"""Where GPUs sit in their nodes: how far they are apart, who is taken for a bag, and what islands cost."""
+"""Where GPUs sit in their nodes: how far they are apart, which are taken for a bag, and what islands cost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def bag(
     held: tuple[int, ...] = (),
     detour: float = 0.0,
 ) -> tuple[int, ...]:
-    """Workers of a dit of one second where it ends first; `free`: busy until then, `held`: who has its latents."""
+    """Workers of a dit of one second where it ends first; `free`: busy until then, `held`: the workers that have its
+    latents."""
     problem = Problem([[ITEM]], profile, cluster, PlanOptions())
     encode = PlannedJob("vae", 0, (0, "a"), 0, 1, ((len(held) or 1, 0.0),))
     dit = PlannedJob("dit", 0, (0, "a"), 0, 1, ((degree, 1.0),), preds=(0,), detours=((degree, detour),))

@@ -13,7 +13,7 @@ from actors.planning.client import PlannerClient
 
 
 class Planner:
-    """Its answers hold what it had been told when it was asked."""
+    """Its answers hold what it knew when it was asked."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -105,7 +105,7 @@ def test_workers_choose_what_was_priced() -> None:
 @pytest.mark.parametrize("dit", [DIT, replace(DIT, temporal_slices=4, spatial_slices=4)])
 @pytest.mark.parametrize(("frames", "degree"), [(1, 2), (29, 3), (29, 8)])
 def test_slices_are_priced_that_a_member_has_rows_in(dit: LatteConfig, frames: int, degree: int) -> None:
-    """Of four slices of a picture's single frame three are empty, and eight workers have one frame of eight each."""
+    """Three of four slices of a picture's single frame are empty, and eight workers have one frame of eight each."""
     profile = latte(dit)
     load = profile.load_of("dit", 1, frames, 64, 64, degree, 20)
     rows = load.token_frames, load.tokens // load.token_frames

@@ -47,7 +47,7 @@ class Looks:
 
 
 def seconds(device: WorkersDevice) -> float:
-    """Of a clip by the profile that a run on it begins with."""
+    """Seconds of a clip by the profile that a run on it begins with."""
     profile = profile_of(PlannerConfig(), MODEL, Geometry(), device.name, measured=device.measured)
     return profile.seconds("dit", 1, 81, 480, 832, 1, 100)
 
@@ -161,7 +161,7 @@ def test_only_a_gpu_that_no_table_lists_is_timed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.cluster
 @pytest.mark.long
 def test_a_gpu_is_looked_at_by_a_task_on_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ray is told of a GPU that torch does not see, then of one that somebody else has: both leave a name."""
+    """Ray has a GPU that torch does not see, then one that somebody else has: both leave a name."""
     config = config_of(workers=WorkersConfig(device="auto"))
     with local_ray(num_cpus=1, num_gpus=1, resources={"accelerator_type:Foo-1": 1}, log_to_driver=False):
         assert look_at("Foo-1") is None

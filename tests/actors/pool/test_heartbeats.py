@@ -1,4 +1,4 @@
-"""Heartbeats tell who is silent, who leaves and who is late."""
+"""Heartbeats tell which workers are silent, leaving or late."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
 
 
 def heartbeat(device: str = "cpu") -> Heartbeat:
-    """Of a worker in generation 1."""
+    """A heartbeat of a worker in generation 1."""
     config = WorkersConfig(collective_timeout_s=30)
     made = Heartbeat("w0", config, Handle(), waits_on_device=device == "cuda")  # type: ignore[arg-type]
     made.begin(1)

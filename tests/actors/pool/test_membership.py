@@ -457,7 +457,8 @@ EVENTS = st.one_of(
 
 
 class Model:
-    """What the outside world knows: who is alive, who last said it is ready. Checks every decision against it."""
+    """What the outside world knows: which workers are alive, which last said that they are ready. Checks every decision
+    against it."""
 
     def __init__(self) -> None:
         self.alive: set[int] = set()

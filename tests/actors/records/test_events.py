@@ -1,4 +1,4 @@
-"""Every kind of event has a name of its own, is read back from its line, and is told or knowingly left out."""
+"""Every kind of event has a name of its own, is read back from its line, and is shown or knowingly left out."""
 
 from __future__ import annotations
 

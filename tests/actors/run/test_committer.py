@@ -23,7 +23,7 @@ LOST = ray.exceptions.ActorDiedError()
 
 
 class Told:
-    """State, data and metrics of a run; `heard` is what they were told, in order."""
+    """State, data and metrics of a run; `heard` is what they were called with, in order."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
@@ -96,7 +96,7 @@ def ray_answers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def committer_of(*finished: int, committed: int, listener: Listening | None = None) -> tuple[Committer, Any]:
-    """One with these finished steps, which nobody has to hold, and what its parts are told."""
+    """One with these finished steps, which nobody has to hold, and the calls that its parts get."""
     told: Any = Told()
     listener = listener or Listening()
     made = Committer(
@@ -108,7 +108,7 @@ def committer_of(*finished: int, committed: int, listener: Listening | None = No
 
 
 def waiting(*answers: str, patience_s: float = 60.0, listener: Listening | None = None) -> tuple[Any, Any]:
-    """A committer whose step 7 waits for these, and what its parts are told."""
+    """A committer whose step 7 waits for these, and the calls that its parts get."""
     committer, told = committer_of(committed=6, listener=listener)
     committer.patience_s = patience_s
     committer.add(collected(7, 1, held_as(7, *answers)))

@@ -15,7 +15,7 @@ from ops.models.wan.config import WanConfig
 
 
 def test_random_steps_never_have_more_peers_than_the_limit() -> None:
-    """Replayed as workers do it: closed before the step, made at the first use, left behind a cascade."""
+    """Replayed as workers do it: closed before the step, made at the first use, left after a cascade."""
     source, account = random.Random(0), Communicators(7)
     opened: set[tuple[int, ...]] = set()
     made = 0

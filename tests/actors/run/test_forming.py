@@ -1,4 +1,4 @@
-"""What the workers of a generation are told."""
+"""What the workers of a generation get."""
 
 from __future__ import annotations
 

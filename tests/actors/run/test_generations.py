@@ -1,4 +1,4 @@
-"""What the membership is told of the steps that run."""
+"""What the membership learns of the steps that run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.actors.fakes import Handle, config_of
 
 
 def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> None:
-    """The step behind one that compiles is dispatched with a short limit, while the long one still runs."""
+    """The step after one that compiles is dispatched with a short limit, while the long one still runs."""
     heard: list[Any] = []
     manager = GenerationManager.__new__(GenerationManager)
     manager.observe = heard.append  # type: ignore[method-assign]

@@ -20,7 +20,7 @@ IMAGE, CLIP = Bucket(1, 64, 96), Bucket(17, 64, 96)
 
 
 class Answer:
-    """Of a planner that takes its time."""
+    """The answer of a planner that takes its time."""
 
     def __init__(self, best: dict[Bucket, int] | None, late: int) -> None:
         self._best, self._late = best, late
@@ -85,7 +85,7 @@ def test_a_resume_follows_what_was_decided_and_asks_again_only_for_later_steps(t
     steps(loop(first, tmp_path), first, 20)
     second = Asked({IMAGE: 20, CLIP: 6})
     resumed = loop(second, tmp_path)
-    assert second.resized == first.resized, "the feeder is told before it is opened"
+    assert second.resized == first.resized, "the feeder knows them before it is opened"
     steps(resumed, second, 20)
     assert second.events == [], "nothing has moved since"
 

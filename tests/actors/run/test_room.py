@@ -98,7 +98,7 @@ def need(cascade: Cascade, items: dict[str, Item], profile: Profile) -> float:
 
 
 def simulate(workers: int, steps: int, first: bool = True, later: bool = True) -> tuple[Gpus, float]:
-    """A run of so many steps, and the share of the room that its largest cascade took. `first`: its first plans know
+    """A run of `steps` steps, and the share of the room that its largest cascade took. `first`: its first plans know
     what the generation takes; `later`: the others know what bags will take."""
     gpus, profile, source = Gpus(workers), profile_of(), random.Random(0)
     room = GenerationRoom(sizes=SIZES, degrees=(1, 2, 4, 8), bag_peers=BAG_PEERS)

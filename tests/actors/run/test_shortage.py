@@ -34,7 +34,7 @@ def shortage_of(places: Places) -> Shortage:
 
 
 def gpus(counts: tuple[int, ...], places: Places, room_gib: float, host_gib: float | None = None) -> list[WorkerInfo]:
-    """Workers on nodes of so many, with `room_gib` of each GPU when they have loaded."""
+    """Workers on nodes with these counts, with `room_gib` of each GPU when they have loaded."""
     nodes = [f"n{node}" for node, count in enumerate(counts) for _ in range(count)]
     return [
         replace(
@@ -70,7 +70,7 @@ def test_workers_without_a_limit_lack_nothing() -> None:
 
 
 def of_each(nodes: int, places: Places) -> float:
-    """GiB that each of so many nodes of eight needs."""
+    """GiB that each of `nodes` nodes of eight needs."""
     infos = gpus((8,) * nodes, places, 50.0, 1e6)
     (_, need, _), *_ = needs_of_hosts(infos, SIZES.state_gib, SIZES.state_bytes, SNAPSHOT)
     return need.total

@@ -291,7 +291,7 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A controller that is killed between would leave a checkpoint of a step whose metrics nobody has written. Keepers
-    are told first: one that is killed while it begins would leave a step with metrics that nobody knows to count."""
+    hear of it first: one that is killed while it begins would leave a step with metrics that nobody knows to count."""
     tasks, keepers = Tasks(monkeypatch), KeepersHere()
     tasks.on_begin = lambda: begun_after.append(list(keepers.told))
     begun_after: list[Any] = []
@@ -330,7 +330,7 @@ def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> No
 
 
 class Told(KeepersHere):
-    """Holds what it is told to."""
+    """Holds what it was made with."""
 
     def hold(self, snapshots: Sequence[Snapshot]) -> list[Any]:
         held = [

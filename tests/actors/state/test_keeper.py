@@ -195,7 +195,7 @@ def test_a_copy_waits_until_its_source_knows_of_the_shard_and_until_the_last_ste
 ) -> None:
     home, other = begun(keepers()), begun(keepers())
     worker = Writing(home)
-    for step, first in ((0, home), (1, other)):  # the home is told late; then the other one of the commit before
+    for step, first in ((0, home), (1, other)):  # the home hears of it late; then the other one of the commit before
         sent = worker.finish(step)
         answers: list[bool] = []
         thread = holding(other, sent, home, answers)
@@ -440,7 +440,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     return condition()
 
 
-# -- the node's memory, and who copies what ----------------------------------------------------------------------------
+# -- the node's memory, and what copies what ---------------------------------------------------------------------------
 
 
 def test_room_is_what_host_and_container_can_spare_less_what_the_monitor_keeps_free(tmp_path: Path) -> None:

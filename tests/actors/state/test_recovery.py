@@ -120,4 +120,4 @@ def test_the_newest_state_that_covers_the_vector_is_found_whoever_holds_its_part
         assert state == (found.origin.step, found.origin.generation)
         assert covers(told, state), "a worker finds its range among those that it is sent to"
         assert all(any(piece[:2] == state for piece in holders[keeper]) for keeper in found.origin.keepers)  # type: ignore[index]
-    assert recovered(holders[1:]).step <= found.step, "who is lost takes nothing away from what others hold"
+    assert recovered(holders[1:]).step <= found.step, "a lost keeper takes nothing away from what others hold"

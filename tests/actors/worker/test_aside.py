@@ -153,7 +153,7 @@ def test_weights_are_brought_for_a_piece_that_fits_and_their_copy_counts() -> No
     of._now.weights = brought = Brought(of._now.weights, clock.second)
     of._allowance.saved_s = 0.0
     assert of.turn(task(work, gap_s=3.5)).took_s == 3.0, "a second for the weights, and two for pieces"
-    assert of.turn(task(work, gap_s=1.5)).took_s == 0.0 and brought.times == 1, "nothing fits behind them"
+    assert of.turn(task(work, gap_s=1.5)).took_s == 0.0 and brought.times == 1, "nothing fits after them"
     assert of.turn(task(work, gap_s=2.0)).took_s == 2.0 and brought.times == 2
     clock.now += 40.0
     assert of.turn(task(work, share=0.05)).took_s == 2.0 and brought.times == 3

@@ -1,4 +1,4 @@
-"""Clips become the same rows on one worker, some at a time, and on a bag, tile by tile; also where frames are told."""
+"""Clips become the same rows on one worker, some at a time, and on a bag, tile by tile; also with first frames."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_machine_without_nvidia_smi_is_asked_once_and_answers_nothing(monkeypa
 
 
 def test_gpus_as_near_to_several_cards_share_them() -> None:
-    """As in a DGX A100: two cards behind the same switches as two GPUs, here beside one that is near one card alone."""
+    """As in a DGX A100: two cards below the same switches as two GPUs, here beside one that is near one card alone."""
     hops = {"a": [1, 1, 4], "b": [1, 1, 4], "c": [4, 4, 0]}
     found = dealt(hops, ["x", "y", "z"])
     assert [(found[gpu].name, found[gpu].rail, found[gpu].hops) for gpu in hops] == [

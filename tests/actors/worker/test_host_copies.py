@@ -1,4 +1,4 @@
-"""Published results leave the device behind the next cascade: not early, not twice, not from another generation."""
+"""Published results leave the device after the next cascade: not early, not twice, not from another generation."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_executor_starts_copies_of_what_it_publishes_and_forgets_them_with_it
 
 
 def _slow(rows: torch.Tensor) -> CopyInFlight:
-    """As long as a copy of some hundred MB takes, so that it overlaps with the cascade behind it."""
+    """As long as a copy of some hundred MB takes, so that it overlaps with the cascade after it."""
     host = torch.empty_like(rows)
 
     def wait() -> None:

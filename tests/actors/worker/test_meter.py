@@ -99,7 +99,7 @@ def test_a_cascade_that_does_not_fit_is_named_with_what_it_took_and_frees_it() -
 
 
 def tensors_gib() -> float:
-    """Of all tensors that live, those in garbage included."""
+    """GiB of all tensors that live, those in garbage included."""
     return storage_bytes(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)) / 2**30
 
 
@@ -135,7 +135,7 @@ def test_a_bag_that_ran_out_of_memory_leaves_nothing_of_it_on_any_rank(
 
 
 def metered_spans() -> list[Span]:
-    """Of the same step on one worker that counts."""
+    """Spans of the same step on one worker that counts."""
     host = metered(64.0)
     run_step([host], ITEMS, one_worker(ITEMS))
     assert host.done is not None

@@ -67,7 +67,7 @@ def samples_of(hosts: Sequence[Host]) -> dict[int, StepItems]:
 
 def train(hosts: Sequence[Host], plans: Sequence[Sequence[Cascade]]) -> list[list[FinishedStep]]:
     """Every dispatch as the controller and the workers run it. An encode that outlasts its step begins to compute only
-    when its worker has updated: who waits for it before, waits for ever."""
+    when its worker has updated: a rank that waits for it before waits for ever."""
     samples, holdings, before = samples_of(hosts), Holdings(), []
     published: dict[str, list] = {}
     found: list[list[FinishedStep]] = []

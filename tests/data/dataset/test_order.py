@@ -260,7 +260,7 @@ def resized(planner: SampleOrder, *decisions: BatchSizes) -> SampleOrder:
 @given(shapes, st.integers(1, 25), st.integers(0, 25), st.integers(1, 9), st.integers(0, 2**31))
 @settings(max_examples=40, deadline=None)
 def test_decided_sizes_are_data_of_every_resume(codes: list[int], at: int, stop: int, size: int, seed: int) -> None:
-    """Whether the decision was known from the start, came with the token, or was told again: the same batches."""
+    """Whether the decision was known from the start, came with the token, or was given again: the same batches."""
 
     def planner() -> SampleOrder:
         return SampleOrder([population(codes)], [stage(max_wait=60)], seed)

@@ -249,7 +249,7 @@ def test_a_storage_failure_stops_the_run_by_its_own_name(cluster: None, clips: P
         shard.unlink()
     engine = RayEngine(data)
     engine.start(0)
-    for step in (0, 0, 1):  # whoever asks again, for the same step or a later one, is told the same and does not wait
+    for step in (0, 0, 1):  # asked again, for the same step or a later one: the same answer at once
         with pytest.raises(DataIOError, match="gone since it was indexed"):
             engine.batches(step)
     engine.stop()

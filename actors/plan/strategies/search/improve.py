@@ -1,10 +1,10 @@
 """A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-An engine decides node and time of every job, not who of the node runs it. Workers of a node are equal but for NVLink
-islands, PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules decide
-(earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at random
-at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since the found
-schedule never needs more than there are.
+An engine decides node and time of every job, not which worker of the node runs it. Workers of a node are equal but for
+NVLink islands, PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules
+decide (earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at
+random at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since
+the found schedule never needs more than there are.
 """
 
 from __future__ import annotations

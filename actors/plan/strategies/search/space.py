@@ -3,7 +3,7 @@
 A candidate is a key per job (their order is the order of placement), a mode per job (degree, and over how many nodes)
 and a rank per job (which of the best nodes). Placement is greedy: the node with the earliest start, best fit among its
 workers. Every semi-active schedule is reachable, so the search over keys and modes is complete for equal workers. Free
-times of a node are kept sorted; who of a node takes part is decided when the winner is placed for real.
+times of a node are kept sorted; which workers of a node take part is decided when the winner is placed for real.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Space:
     counts: np.ndarray  # [J] the job counts for the makespan; the others are encodes of later steps
     waits: np.ndarray  # [J] the job waits for the barrier
     worth: np.ndarray  # [J] seconds of step time that a later step saves when the job runs in this one
-    slack: np.ndarray  # [J] seconds that such a job may end after this step without delaying the later one
+    slack: np.ndarray  # [J] seconds that the job may end after this step without delaying the later one
     nodes: np.ndarray  # [G, S] free times at the start, sorted, NEVER where a node is smaller
     barrier: float = 0.0
 

@@ -13,8 +13,8 @@ from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 
-FEW_JOBS = 6  # up to so many, a cut is also searched if its start is a little worse than that of whole batches
-MANY_JOBS = 48  # up to so many, one search over the whole cluster is stronger than cells
+FEW_JOBS = 6  # up to this number, a cut is also searched if its start is a little worse than that of whole batches
+MANY_JOBS = 48  # up to this number, one search over the whole cluster is stronger than cells
 # A search that counts its work is ended by the wall clock on a machine slower than its calibration: after PATIENCE
 # budgets and GRACE_S seconds more, so that a budget of milliseconds does not end by chance.
 PATIENCE, GRACE_S = 0.85, 0.02
@@ -44,7 +44,7 @@ def plan_step(
 ) -> PlannedStep:
     """The best decision found for one step within the budget.
 
-    An encode of a later step may outlast it. Where a step has so many jobs that they are searched without those of
+    An encode of a later step may outlast it. Where its jobs are too many to be searched together with those of
     later steps, these fill the gaps of what was found, and end by it.
     """
     started = time.perf_counter()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from actors.plan.schedule.problem import PlannedJob
 
-PARTNERS = 40  # so many of the quickest strips are tried as partners of the slowest
+PARTNERS = 40  # quickest strips that are tried as partners of the slowest
 PAIRS = 4  # exchanges tried with each
 
 
