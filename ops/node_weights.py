@@ -111,8 +111,8 @@ def _holders(key: str) -> Iterator[int]:
 
 
 def _memory_with_address(key: str, read: ReadWeights) -> tuple[NodeMemory, bool]:
-    """Memory of one that has mapped it and lives, else what is read here now, and whether it was read: for the process that has the
-    address of the key."""
+    """Memory of a process that has mapped it and lives, else what is read here now, and whether it was read: for the
+    process that has the address of the key."""
     for number in _holders(key):
         with contextlib.suppress(ConnectionError):  # nobody has this address, or who has it ends
             return borrow(number), False
