@@ -353,6 +353,7 @@ static void place_bag(const Space *p, Clock *c, const Inputs *in, int j, int m, 
   const int at = j * p->modes + m, span = p->span[at], share = p->degree[at] / span;
   double score[NODES], start = NEVER;
   int picked[NODES], late;
+  uint32_t settled = 0; /* nodes whose bag is known */
   uint64_t *bag = s->bag[j], trial[NODES];
   memset(bag, 0, sizeof(uint64_t) * p->nodes);
   for (int n = 0; n < p->nodes; n++) {
@@ -363,14 +364,18 @@ static void place_bag(const Space *p, Clock *c, const Inputs *in, int j, int m, 
       if (in->edge[e].bag[n]) open |= in->edge[e].at > begin;
       else if (in->edge[e].at > begin) begin = in->edge[e].at;
     }
-    if (span == 1 && open && free < NEVER) begin = settle_node(p, c, in, n, share, p->detour[at], trial);
+    if (span == 1 && open && free < NEVER) {
+      begin = settle_node(p, c, in, n, share, p->detour[at], trial);
+      settled |= 1u << n;
+    }
     score[n] = begin + FIT * (begin - free);
   }
   nodes_of(p, score, in, rank, span, picked);
   double more = 0.0;
   if (span == 1) {
     if (c->free[picked[0]][share - 1] < NEVER) {
-      settle_node(p, c, in, picked[0], share, p->detour[at], bag);
+      if (!(settled >> picked[0] & 1)) settle_node(p, c, in, picked[0], share, p->detour[at], trial);
+      bag[picked[0]] = trial[picked[0]];
       start = started(c, in, picked, 1, bag, &late);
       if (p->detour[at] > 0.0 && strays(p, picked[0], share, bag[picked[0]])) more = p->detour[at];
     }
