@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem, StepContext
@@ -173,12 +173,17 @@ class ListSchedule:
         return max(ready, self.context.barrier_s) if job.module == "dit" else ready
 
     def _handoff_ready(self, job: PlannedJob, workers: tuple[int, ...]) -> float:
+        """When its inputs are on these workers, as far as none of them has made them."""
+        bag = set(workers)
+        return max((at for at, makers in self._handed_over(job) if bag.isdisjoint(makers)), default=0.0)
+
+    def _handed_over(self, job: PlannedJob) -> list[tuple[float, tuple[int, ...]]]:
+        """(when it is elsewhere, workers that made it) of each of its inputs; none where a handoff costs nothing."""
         delay, earlier = self.inputs.of(job)
         if not delay:
-            return 0.0
-        bag = set(workers)
-        ends = [(self.end[pred], self.where.get(pred, ())) for pred in job.preds]
-        return max((end + delay for end, by in ends + earlier if bag.isdisjoint(by)), default=0.0)
+            return []
+        own = [(self.end[pred], self.where.get(pred, ())) for pred in job.preds]
+        return [(end + delay, makers) for end, makers in own + earlier]
 
     def _best(
         self, job: PlannedJob, bags: Sequence[tuple[int, ...]], ready: float, producers: set[int]
@@ -228,13 +233,27 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags += self._inside(job, node, degree, ready, producers, among=fast)
-            here = [w for w in workers if w in producers] if self.inputs.cost else []
-            if here and len(workers) >= degree:
-                holder = min(here, key=lambda w: (self.free[w], w))
-                others = [w for w in workers if w != holder]
-                start = max(ready, self.free[holder])
-                bags.append(tuple(sorted([holder, *self._pick(others, degree - 1, start, producers)])))
+            if producers and len(workers) >= degree:
+                bags += self._holding(job, workers, degree, ready, producers)
         return bags or [self._over_nodes(degree, ready, producers)]
+
+    def _holding(
+        self, job: PlannedJob, workers: Sequence[int], degree: int, ready: float, producers: set[int]
+    ) -> Iterator[tuple[int, ...]]:
+        """Bags of a node with a worker that made the input for which the bag would wait longest; then also with one
+        that made the next such."""
+        inputs, held = self._handed_over(job), list[int]()
+        bag = self._pick(workers, degree, ready, producers)
+        while len(held) < degree:
+            late = max(((at, makers) for at, makers in inputs if set(bag).isdisjoint(makers)), default=(0.0, ()))
+            makers = [w for w in late[1] if w in workers]
+            if not makers:
+                return
+            held.append(min(makers, key=lambda w: (self.free[w], w)))
+            others = [w for w in workers if w not in held]
+            start = max(ready, *(self.free[w] for w in held))
+            bag = tuple(sorted([*held, *self._pick(others, degree - len(held), start, producers)]))
+            yield bag
 
     def _inside(
         self,
