@@ -65,6 +65,13 @@ static double uniform(void) { return (draw() >> 11) * (1.0 / 9007199254740992.0)
 static int below(int n) { return (int)(draw() % (uint64_t)n); }
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
 
+/* Bits of a word; in line, as the compiler's own is a call where a machine may lack the instruction. */
+static inline int count_of(uint64_t word) {
+  word -= word >> 1 & 0x5555555555555555ull;
+  word = (word & 0x3333333333333333ull) + (word >> 2 & 0x3333333333333333ull);
+  return (int)(((word + (word >> 4)) & 0x0F0F0F0F0F0F0F0Full) * 0x0101010101010101ull >> 56);
+}
+
 /* Of the workers that are free at `start`, the `share` that were free last are busy until `end`; stays sorted. */
 static void occupy(double *free, int size, int share, double start, double end) {
   int usable = 0, at = size - share;
@@ -118,8 +125,9 @@ static void gather(const Space *p, const Schedule *s, int j, int back, Inputs *i
 
 /* When `share` workers of a group are free, `must` among them. */
 static double opening(const Clock *c, int size, int n, int share, uint64_t group, uint64_t must) {
+  if (!must && !~group) return c->free[n][share - 1];
   double start = 0.0;
-  int need = share - __builtin_popcountll(must);
+  int need = share - count_of(must);
   for (uint64_t left = must; left; left &= left - 1) {
     const double at = c->of[n][__builtin_ctzll(left)];
     if (at > start) start = at;
@@ -133,8 +141,16 @@ static double opening(const Clock *c, int size, int n, int share, uint64_t group
    hold inputs, then the last. Fewer where the group has no more. */
 static uint64_t pick(const Clock *c, int size, int n, int share, double start, uint64_t group, uint64_t bag,
                      uint64_t held) {
-  int need = share - __builtin_popcountll(bag), i = size - 1;
+  int need = share - count_of(bag), i = size - 1;
   while (i >= 0 && c->free[n][i] > start + FREE) i--;
+  if (!(held & group & ~bag)) {
+    for (; need > 0 && i >= 0; i--) {
+      const uint64_t one = 1ull << c->who[n][i] & group & ~bag;
+      bag |= one;
+      need -= !!one;
+    }
+    return bag;
+  }
   while (need > 0 && i >= 0) {
     int first = i;
     while (first > 0 && c->free[n][first - 1] == c->free[n][i]) first--;
@@ -167,11 +183,11 @@ static void pick_over(const Space *p, const Clock *c, const Inputs *in, const in
     own[1] = SIZE;
     for (int i = 0; i < span; i++) {
       const uint64_t rail = p->rail[nodes[i] * p->rails + r];
-      const int count = __builtin_popcountll(usable[i] & rail);
+      const int count = count_of(usable[i] & rail);
       own[0] |= !!(bag[nodes[i]] & rail);
       if (count < own[1]) own[1] = count;
       own[2] += count;
-      own[3] += __builtin_popcountll(in->held[nodes[i]] & rail);
+      own[3] += count_of(in->held[nodes[i]] & rail);
     }
     for (; at > 0; at--) {
       const int *other = rank[order[at - 1]];
@@ -238,7 +254,7 @@ static double settle(const Space *p, const Clock *c, const Inputs *in, const int
     int where = -1;
     for (int i = 0; i < span; i++) {
       const int n = nodes[i];
-      if (__builtin_popcountll(must[n]) == share) continue;
+      if (count_of(must[n]) == share) continue;
       for (uint64_t left = in->edge[late].bag[n] & group & ~must[n]; left; left &= left - 1)
         if (where < 0 || c->of[n][__builtin_ctzll(left)] < c->of[where][__builtin_ctzll(one)]) {
           one = left & -left;
@@ -257,7 +273,7 @@ static int strays(const Space *p, int n, int share, uint64_t bag) {
   for (int i = 0; i < count; i++) {
     used += !!(bag & island[i]);
     least += left > 0;
-    left -= __builtin_popcountll(island[i]);
+    left -= count_of(island[i]);
   }
   return count > 1 && used > least;
 }
@@ -277,7 +293,7 @@ static double settle_node(const Space *p, const Clock *c, const Inputs *in, int 
     int most = 0, which = 0;
     for (int i = 0; i < count; i++) {
       if (island[i] & few) continue;
-      const int usable = __builtin_popcountll(pick(c, p->size, n, SIZE, open, island[i], 0, 0));
+      const int usable = count_of(pick(c, p->size, n, SIZE, open, island[i], 0, 0));
       if (usable > most) { most = usable; which = i; }
     }
     few |= island[which];
@@ -285,7 +301,7 @@ static double settle_node(const Space *p, const Clock *c, const Inputs *in, int 
   }
   int found = 0;
   groups[found++] = few;
-  for (int i = 0; i < count; i++) if (__builtin_popcountll(island[i]) >= share) groups[found++] = island[i];
+  for (int i = 0; i < count; i++) if (count_of(island[i]) >= share) groups[found++] = island[i];
   for (int i = 0; i < found; i++) {
     const double at = settle(p, c, in, &n, 1, share, groups[i], NEVER, trial);
     const double end = at + (at < NEVER && strays(p, n, share, trial[n]) ? detour : 0.0);
@@ -296,7 +312,8 @@ static double settle_node(const Space *p, const Clock *c, const Inputs *in, int 
 
 /* What is left of the seconds over nodes, by the rails that the nodes of a bag have in common. */
 static double fall(const Space *p, const int *nodes, int span, const uint64_t *bag) {
-  int common = 0, most = 0, own[NODES] = {0};
+  int common = 0, most = 0, own[NODES];
+  for (int i = 0; i < span; i++) own[i] = 0;
   for (int r = 0; r < p->rails; r++) {
     int on = 0;
     for (int i = 0; i < span; i++) {
@@ -340,7 +357,7 @@ static void nodes_of(const Space *p, const double *score, const Inputs *in, int 
       if (used >> n & 1) continue;
       if (best < 0 || score[n] < score[best] ||
           (in && score[n] == score[best] &&
-           __builtin_popcountll(in->held[n]) > __builtin_popcountll(in->held[best]))) best = n;
+           count_of(in->held[n]) > count_of(in->held[best]))) best = n;
     }
     used |= 1u << best;
     if (turn >= wanted) picked[found++] = best;

@@ -29,7 +29,7 @@ VERSION = 2  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE, EDGES = 96, 32, 64, 128  # of the arrays in annealer.c
 # Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
-NAMED_JOB_S, NAMED_NODE_S = 1.5e-7, 1.8e-8  # where workers are placed by name
+NAMED_JOB_S, NAMED_NODE_S = 1.1e-7, 2e-8  # where workers are placed by name
 LENGTH = 30  # a restart has this many evaluations, times the square of the number of jobs
 ENOUGH = 4  # a budget allows at least this many restarts: where it is small, restarts are shorter
 PATIENCE = 4  # a search ends after twice the restarts that its best plan took, and this many more for every job
