@@ -193,6 +193,48 @@ def test_dits_of_early_encodes_are_planned_as_well_as_can_be(seed: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize(("producers", "start"), [(True, 2.0), (False, 6.0)])
+def test_a_bag_holds_a_worker_of_every_late_input(producers: bool, start: float) -> None:
+    """Best fit would take the two that are free last; the first worker has what takes 5 s to them."""
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(2,))
+    profile.handoff = Handoff(latency_s=5.0)
+    clip = Item(id="a", batch=1, frames=17, height=480, width=832)
+    options = PlanOptions(mapper=Mapper(producers=producers))
+    problem = Problem([[clip]], profile, Cluster(nodes=(3,)), options)
+    ran = {((0, "a"), "text", 0, 1): (1.0, (0,)), ((0, "a"), "vae", 0, 1): (2.0, (1,))}
+    context = StepContext((1.0, 2.0, 1.5), 0.0, ran)
+    jobs = own_jobs(problem, context, 0)
+    space = build(problem, jobs, context)
+    assert space is not None
+    found = native.anneal(space, [candidate(space, random.Random(0))], 1e-9, 0, 0.0, 60.0)
+    assert found is not None and found.start == [start]
+    listed = ListSchedule(problem, jobs, context)
+    listed.place(0, 2)
+    assert listed.begin == [start] and listed.where[0] == found.bags[0]
+
+
+@needs_compiler
+def test_a_bag_without_common_rails_takes_longer() -> None:
+    """Of each node other rails are free."""
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(4,))
+    profile.cross_node = CrossNode(penalty=0.5, decay=3.0)
+    profile.handoff = Handoff(latency_s=1.0)
+    clip = Item(id="a", batch=1, frames=17, height=480, width=832, cached=("text", "vae"))
+    cluster = Cluster(nodes=(3, 3), places=places_in((3, 3), rails="ABC"))
+    problem = Problem([[clip]], profile, cluster, PlanOptions())
+    jobs, made = problem.jobs(), []
+    for free in ((9.0, 0.0, 0.0, 0.0, 0.0, 9.0), (9.0, 0.0, 0.0, 9.0, 0.0, 0.0)):
+        context = StepContext(free)
+        space = build(problem, jobs, context)
+        assert space is not None
+        found = native.anneal(space, [candidate(space, random.Random(0))], 1e-9, 0, 0.0, 60.0)
+        assert found is not None
+        made.append(found.makespan)
+        assert found.makespan == pytest.approx(jobs[0].on(problem.topology, found.bags[0]))
+    assert made[0] > 1.05 * made[1]
+
+
+@needs_compiler
 @pytest.mark.parametrize("islands", ["AABBCCDD", "ABCDABCD", "AAABBBCC"])
 def test_a_bag_that_no_island_holds_uses_as_few_as_hold_it(islands: str) -> None:
     profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(4,))
