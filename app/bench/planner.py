@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.config import PlannerConfig
-from actors.plan.costs.profile import Profile
+from actors.plan.costs.profile import Handoff, Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
 from actors.plan.schedule.check import check
@@ -57,10 +57,14 @@ class PlannerRow:
         return f"| {self.name} | {' | '.join(cells)} | {planning} |"
 
 
-def run(quick: bool = False, counted: bool = False, sets: str = "", lookahead: int = LOOKAHEAD) -> None:
+def run(
+    quick: bool = False, counted: bool = False, sets: str = "", lookahead: int = LOOKAHEAD, handoff: float = 0.0
+) -> None:
     """Plan the published workloads and print published, must, aim and ours for every figure; with `sets`, names
-    separated by commas, of these sets alone. `lookahead`: steps whose encodes may run early in rolling sequences."""
+    separated by commas, of these sets alone. `lookahead`: steps whose encodes may run early in rolling sequences.
+    `handoff`: seconds that latents take from workers outside a bag; the published figures have none."""
     profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
+    profile.handoff = Handoff(latency_s=handoff)
     chosen = [name.strip() for name in sets.split(",") if name.strip()]
     if unknown := sorted(set(chosen) - set(SETS)):
         raise ConfigError(f"--sets {unknown[0]} is unknown. Use some of {', '.join(SETS)}.")

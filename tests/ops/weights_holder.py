@@ -13,7 +13,7 @@ from ops.node_weights import NodeWeights, ReadTensor
 
 
 def hold(key: str, how: str, mebibytes: int, answers: Connection) -> None:
-    """Hold this number of MiB. `how` it reads, if it has to: `fills` them with the number of its process, or `hangs`."""
+    """Hold memory of this size. `how` it reads, if it has to: `fills` it with the number of its process, or `hangs`."""
     torch.set_num_threads(1)
 
     def read() -> dict[str, ReadTensor]:

@@ -8,12 +8,47 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem, StepContext
 
 EPS = 1e-9
+
+
+class EarlyInputs:
+    """Encodes that ran before the jobs of a schedule, and what their results cost a bag that holds none of their
+    workers."""
+
+    def __init__(self, problem: Problem, context: StepContext) -> None:
+        self.cost = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
+        self._problem = problem
+        self._ran: dict[ItemKey, set[tuple[int, int, float, tuple[int, ...]]]] = {}
+        self._found: dict[tuple[ItemKey, int, int], tuple[float, list[tuple[float, tuple[int, ...]]]]] = {}
+        if not self.cost:
+            return
+        for (item, _, first, count), (end, workers) in context.ran.items():
+            self._ran.setdefault(item, set()).add((first, count, end, workers))
+        for (item, _), results in problem.finished.items():
+            for result in results:
+                samples = result.samples(problem.items[item])
+                one = (samples.start, len(samples), result.end_s, result.workers)
+                self._ran.setdefault(item, set()).add(one)
+
+    def of(self, job: PlannedJob) -> tuple[float, list[tuple[float, tuple[int, ...]]]]:
+        """(seconds from the end of an encode until its result is elsewhere, (end, workers) of those that ran before).
+
+        0 and none where nothing is handed over, or that costs nothing.
+        """
+        if job.module != "dit" or not self.cost:
+            return 0.0, []
+        key = (job.item, job.first, job.count)
+        if key not in self._found:
+            delay = self._problem.profile.handoff_seconds(self._problem.items[job.item], job.count)
+            stop = job.first + job.count
+            ran = self._ran.get(job.item, ())
+            self._found[key] = delay, sorted((end, by) for at, n, end, by in ran if at < stop and job.first < at + n)
+        return self._found[key]
 
 
 class ListSchedule:
@@ -29,8 +64,7 @@ class ListSchedule:
         self.jobs = list(jobs)
         self.free = list(context.free_s)
         self.sorted_free = [sorted([self.free[w] for w in workers]) for workers in self.topology.workers]
-        self.handoff = problem.profile.handoff.latency_s > 0 or problem.profile.handoff.gib_per_s > 0
-        self.earlier = _by_item(self.context) if self.handoff else {}  # encodes that need not be placed any more
+        self.inputs = EarlyInputs(problem, context)
         self.begin = [0.0] * len(jobs)
         self.end = [0.0] * len(jobs)
         self.placed: list[Placement] = []
@@ -130,16 +164,7 @@ class ListSchedule:
         if not self.mapper.producers:
             return set()
         placed = {w for pred in job.preds for w in self.where.get(pred, ())}
-        return placed.union(*(workers for _, workers in self._earlier_of(job)))
-
-    def _earlier_of(self, job: PlannedJob) -> list[tuple[float, tuple[int, ...]]]:
-        """(end, workers) of encodes of its samples that earlier steps of the horizon ran; none where a handoff costs
-        nothing."""
-        return [
-            (end, workers)
-            for first, count, end, workers in self.earlier.get(job.item, ())
-            if job.module == "dit" and first < job.first + job.count and job.first < first + count
-        ]
+        return placed.union(*(workers for _, workers in self.inputs.of(job)[1]))
 
     def _ready(self, index: int) -> float:
         job = self.jobs[index]
@@ -148,25 +173,17 @@ class ListSchedule:
         return max(ready, self.context.barrier_s) if job.module == "dit" else ready
 
     def _handoff_ready(self, job: PlannedJob, workers: tuple[int, ...]) -> float:
-        if job.module != "dit" or not self.handoff:
-            return 0.0
-        delay = self.problem.profile.handoff_seconds(self.problem.items[job.item], job.count)
+        """When its inputs are on these workers, as far as none of them has made them."""
         bag = set(workers)
-        ready = 0.0
-        for pred in job.preds:
-            if bag.isdisjoint(self.where.get(pred, ())):
-                ready = max(ready, self.end[pred] + delay)
-        for end, workers in self._earlier_of(job):
-            if bag.isdisjoint(workers):
-                ready = max(ready, end + delay)
-        item = self.problem.items[job.item]
-        for module in ("text", "vae"):
-            for result in self.problem.finished.get((job.item, module), ()):
-                encoded = result.samples(item)
-                used = encoded.start < job.first + job.count and job.first < encoded.stop
-                if used and bag.isdisjoint(result.workers):
-                    ready = max(ready, result.end_s + delay)
-        return ready
+        return max((at for at, makers in self._handed_over(job) if bag.isdisjoint(makers)), default=0.0)
+
+    def _handed_over(self, job: PlannedJob) -> list[tuple[float, tuple[int, ...]]]:
+        """(when it is elsewhere, workers that made it) of each of its inputs; none where a handoff costs nothing."""
+        delay, earlier = self.inputs.of(job)
+        if not delay:
+            return []
+        own = [(self.end[pred], self.where.get(pred, ())) for pred in job.preds]
+        return [(end + delay, makers) for end, makers in own + earlier]
 
     def _best(
         self, job: PlannedJob, bags: Sequence[tuple[int, ...]], ready: float, producers: set[int]
@@ -194,7 +211,7 @@ class ListSchedule:
         """
         if not self.mapper.nodes:
             return [self._anywhere(degree, ready, producers)]
-        if self.topology.uniform and not self.handoff and not job.detour(degree):
+        if self.topology.uniform and not self.inputs.cost and not job.detour(degree):
             ranked = []
             for node, times in enumerate(self.sorted_free):
                 if len(times) >= degree:
@@ -216,13 +233,27 @@ class ListSchedule:
                 fast = [w for w in workers if self.topology.speed[w] >= speed]
                 if len(fast) >= degree:
                     bags += self._inside(job, node, degree, ready, producers, among=fast)
-            here = [w for w in workers if w in producers] if self.handoff else []
-            if here and len(workers) >= degree:
-                holder = min(here, key=lambda w: (self.free[w], w))
-                others = [w for w in workers if w != holder]
-                start = max(ready, self.free[holder])
-                bags.append(tuple(sorted([holder, *self._pick(others, degree - 1, start, producers)])))
+            if producers and len(workers) >= degree:
+                bags += self._holding(job, workers, degree, ready, producers)
         return bags or [self._over_nodes(degree, ready, producers)]
+
+    def _holding(
+        self, job: PlannedJob, workers: Sequence[int], degree: int, ready: float, producers: set[int]
+    ) -> Iterator[tuple[int, ...]]:
+        """Bags of a node with a worker that made the input for which the bag would wait longest; then also with one
+        that made the next such."""
+        inputs, held = self._handed_over(job), list[int]()
+        bag = self._pick(workers, degree, ready, producers)
+        while len(held) < degree:
+            late = max(((at, makers) for at, makers in inputs if set(bag).isdisjoint(makers)), default=(0.0, ()))
+            makers = [w for w in late[1] if w in workers]
+            if not makers:
+                return
+            held.append(min(makers, key=lambda w: (self.free[w], w)))
+            others = [w for w in workers if w not in held]
+            start = max(ready, *(self.free[w] for w in held))
+            bag = tuple(sorted([*held, *self._pick(others, degree - len(held), start, producers)]))
+            yield bag
 
     def _inside(
         self,
@@ -327,14 +358,6 @@ class ListSchedule:
                     bag += near.nearest(equal, min(count - len(bag), len(equal)), bag)
             chosen += bag
         return tuple(sorted(chosen))
-
-
-def _by_item(context: StepContext) -> dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]]:
-    """(first sample, samples, end, workers) of the encodes that ran before, by item."""
-    found: dict[ItemKey, list[tuple[int, int, float, tuple[int, ...]]]] = {}
-    for (item, _, first, count), (end, workers) in context.ran.items():
-        found.setdefault(item, []).append((first, count, end, workers))
-    return found
 
 
 def _shares(degree: int, sizes: Sequence[int]) -> list[int] | None:

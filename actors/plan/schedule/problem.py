@@ -267,12 +267,17 @@ class Problem:
         }
         return StepContext(self.busy_s, 0.0, ran)
 
-    def on(self, cluster: Cluster) -> Problem:
-        """The same items on another cluster, such as some nodes of this one."""
+    def on(self, cluster: Cluster, first_worker: int) -> Problem:
+        """The same items on some nodes of this cluster, whose workers are counted from the first of them on."""
         part = copy.copy(self)
         part.cluster = cluster
         part.topology = Topology(cluster, self.profile.cross_node)
         part.busy_s = (0.0,) * cluster.num_workers
+        here = range(first_worker, first_worker + cluster.num_workers)
+        part.finished = {
+            key: [replace(one, workers=tuple(w - first_worker for w in one.workers if w in here)) for one in results]
+            for key, results in self.finished.items()
+        }
         part._modes, part._penalties, part._detours, part._cheapest = {}, {}, {}, {}
         return part
 

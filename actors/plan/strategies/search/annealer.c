@@ -5,6 +5,8 @@
    nodes). Placement is greedy, as in space.py: the node with the earliest start, best fit among its workers. A mode
    beyond a job's own ones lets the placement choose: the mode that ends first, GPU-seconds weighed in.
 
+   Where it matters who is in a bag (handoffs, rails, NVLink islands), every worker is placed by name: see place_bag.
+
    Every second restart of a step on idle workers runs backwards: dits first, then their encodes, which fill the ragged
    end; the schedule is read from its end. Threads do not share anything. */
 #include <math.h>
@@ -12,12 +14,12 @@
 #include <string.h>
 #include <time.h>
 
-enum { JOBS = 96, NODES = 32, SIZE = 64, AUTO = 2 }; /* as in native.py */
+enum { JOBS = 96, NODES = 32, SIZE = 64, EDGES = 128, AUTO = 2 }; /* as in native.py */
 static const double WEIGHT[AUTO] = {0.004, 0.03}; /* seconds of end that a GPU-second is worth */
-static const double FIT = 1e-5, SELF = 0.4;
+static const double FIT = 1e-5, SELF = 0.4, FREE = 1e-9, NEVER = 1e15;
 
 /* Raise it, here and in native.py, with every change of Space, of the arrays' sizes or of what anneal takes and leaves. */
-int annealer_version(void) { return 1; }
+int annealer_version(void) { return 2; }
 
 typedef struct {
   int jobs, nodes, size, modes, chains, reversible, ahead;
@@ -29,19 +31,46 @@ typedef struct {
   const double *release, *worth, *slack, *free;   /* [J], [J], [J], [G,S] sorted, NEVER where there is no worker */
   const int32_t *counts, *waits, *encode;         /* [J]; encode: may take a mode of its own choice */
   double barrier, workers;
+  /* Only where workers are placed by name. A worker is a bit of its node's word. */
+  int named, holds, rails;                        /* holds: bags are drawn to the workers that have their inputs */
+  const int32_t *who;                             /* [G,S] workers in the order of free */
+  const double *delay;                            /* [J] of inputs that none of its bag holds; 0 where nothing is */
+  const int32_t *early_from;                      /* CSR: what was encoded before this step for j */
+  const double *early_end;
+  const uint64_t *early_bag;                      /* [E,G] */
+  const double *over, *detour;                    /* [J,M] seconds over nodes without a common rail; over islands */
+  const double *fall;                             /* [R+1,R+1] share of `over` by common rails, by most of a node */
+  const uint64_t *rail;                           /* [G,R] workers of a rail */
+  const int32_t *island_from;                     /* CSR: NVLink islands of a node, the largest first */
+  const uint64_t *island;
 } Space;
 
 typedef struct { double key[JOBS]; int mode[JOBS], rank[JOBS]; } Genes;
 typedef struct {
   double start[JOBS], end[JOBS], makespan, cost;
-  int order[JOBS], mode[JOBS], node[JOBS][NODES]; /* node: 1 where the job takes a share */
+  int order[JOBS], mode[JOBS];
+  uint64_t bag[JOBS][NODES]; /* not 0 where the job takes a share: its workers, or 1 where they have no names */
 } Schedule;
+
+/* Free times of all nodes, sorted; where workers have names, who is free then, and when each of them is. */
+typedef struct { double free[NODES][SIZE], of[NODES][SIZE]; int who[NODES][SIZE]; } Clock;
+
+/* Inputs of a job: the earliest start of a bag that shares no worker with the one that made them. */
+typedef struct { double at; const uint64_t *bag; } Edge;
+typedef struct { Edge edge[EDGES]; int count; uint64_t held[NODES]; double ready; } Inputs;
 
 static _Thread_local uint64_t state;
 static uint64_t draw(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return state; }
 static double uniform(void) { return (draw() >> 11) * (1.0 / 9007199254740992.0); }
 static int below(int n) { return (int)(draw() % (uint64_t)n); }
 static double now(void) { struct timespec t; clock_gettime(CLOCK_MONOTONIC, &t); return t.tv_sec + 1e-9 * t.tv_nsec; }
+
+/* Bits of a word; in line, as the compiler's own is a call where a machine may lack the instruction. */
+static inline int count_of(uint64_t word) {
+  word -= word >> 1 & 0x5555555555555555ull;
+  word = (word & 0x3333333333333333ull) + (word >> 2 & 0x3333333333333333ull);
+  return (int)(((word + (word >> 4)) & 0x0F0F0F0F0F0F0F0Full) * 0x0101010101010101ull >> 56);
+}
 
 /* Of the workers that are free at `start`, the `share` that were free last are busy until `end`; stays sorted. */
 static void occupy(double *free, int size, int share, double start, double end) {
@@ -74,58 +103,386 @@ static void ordered(const Space *p, const Genes *g, int back, int *order) {
   }
 }
 
-static void decode(const Space *p, const Genes *g, int back, Schedule *s) {
-  double free[NODES][SIZE];
-  const int size = p->size, nodes = p->nodes;
-  for (int n = 0; n < nodes; n++) memcpy(free[n], p->free + n * size, sizeof(double) * size);
+/* The inputs of j: ends of what it waits for, and by when they are on a bag elsewhere. */
+static void gather(const Space *p, const Schedule *s, int j, int back, Inputs *in) {
   const int32_t *from = back ? p->succ_from : p->pred_from, *list = back ? p->succs : p->preds;
+  double ready = p->release[j];
+  if (p->waits[j] && ready < p->barrier) ready = p->barrier;
+  for (int i = from[j]; i < from[j + 1]; i++) if (s->end[list[i]] > ready) ready = s->end[list[i]];
+  in->ready = ready;
+  in->count = 0;
+  if (!p->named) return;
+  memset(in->held, 0, sizeof(uint64_t) * p->nodes);
+  for (int i = from[j]; i < from[j + 1]; i++) {
+    const double delay = p->delay[back ? list[i] : j];
+    if (delay > 0.0) in->edge[in->count++] = (Edge){s->end[list[i]] + delay, s->bag[list[i]]};
+  }
+  for (int i = p->early_from[j]; i < p->early_from[j + 1]; i++)
+    in->edge[in->count++] = (Edge){p->early_end[i] + p->delay[j], p->early_bag + i * p->nodes};
+  for (int e = 0; e < in->count && p->holds; e++)
+    for (int n = 0; n < p->nodes; n++) in->held[n] |= in->edge[e].bag[n];
+}
+
+/* When `share` workers of a group are free, `must` among them. */
+static double opening(const Clock *c, int size, int n, int share, uint64_t group, uint64_t must) {
+  if (!must && !~group) return c->free[n][share - 1];
+  double start = 0.0;
+  int need = share - count_of(must);
+  for (uint64_t left = must; left; left &= left - 1) {
+    const double at = c->of[n][__builtin_ctzll(left)];
+    if (at > start) start = at;
+  }
+  for (int i = 0; i < size && need > 0; i++)
+    if (1ull << c->who[n][i] & group & ~must && --need == 0 && c->free[n][i] > start) start = c->free[n][i];
+  return need > 0 ? NEVER : start;
+}
+
+/* `bag`, and more of a group until they are `share`: of those free at `start` the ones free last; on ties those that
+   hold inputs, then the last. Fewer where the group has no more. */
+static uint64_t pick(const Clock *c, int size, int n, int share, double start, uint64_t group, uint64_t bag,
+                     uint64_t held) {
+  int need = share - count_of(bag), i = size - 1;
+  while (i >= 0 && c->free[n][i] > start + FREE) i--;
+  if (!(held & group & ~bag)) {
+    for (; need > 0 && i >= 0; i--) {
+      const uint64_t one = 1ull << c->who[n][i] & group & ~bag;
+      bag |= one;
+      need -= !!one;
+    }
+    return bag;
+  }
+  while (need > 0 && i >= 0) {
+    int first = i;
+    while (first > 0 && c->free[n][first - 1] == c->free[n][i]) first--;
+    for (int pass = 0; pass < 2; pass++)
+      for (int at = i; at >= first && need > 0; at--) {
+        const uint64_t one = 1ull << c->who[n][at];
+        if (!(one & group & ~bag) || (pass == 0) != !!(one & held)) continue;
+        bag |= one;
+        need--;
+      }
+    i = first - 1;
+  }
+  return bag;
+}
+
+/* Of several nodes the share of each: first the rails of those that must be in it, then those that most workers of
+   every node are on, those that hold inputs, the first. */
+static void pick_over(const Space *p, const Clock *c, const Inputs *in, const int *nodes, int span, int share,
+                      double start, uint64_t *bag) {
+  uint64_t usable[NODES];
+  int order[SIZE], rank[SIZE][4];
+  for (int i = 0; i < span; i++) {
+    usable[i] = 0;
+    for (int at = 0; at < p->size && c->free[nodes[i]][at] <= start + FREE; at++)
+      usable[i] |= 1ull << c->who[nodes[i]][at];
+  }
+  for (int r = 0; r < p->rails; r++) {
+    int *own = rank[r], at = r;
+    own[0] = own[2] = own[3] = 0;
+    own[1] = SIZE;
+    for (int i = 0; i < span; i++) {
+      const uint64_t rail = p->rail[nodes[i] * p->rails + r];
+      const int count = count_of(usable[i] & rail);
+      own[0] |= !!(bag[nodes[i]] & rail);
+      if (count < own[1]) own[1] = count;
+      own[2] += count;
+      own[3] += count_of(in->held[nodes[i]] & rail);
+    }
+    for (; at > 0; at--) {
+      const int *other = rank[order[at - 1]];
+      int k = 0;
+      while (k < 3 && other[k] == own[k]) k++;
+      if (other[k] >= own[k]) break;
+      order[at] = order[at - 1];
+    }
+    order[at] = r;
+  }
+  for (int i = 0; i < span; i++)
+    for (int at = 0; at < p->rails; at++)
+      bag[nodes[i]] = pick(c, p->size, nodes[i], share, start, p->rail[nodes[i] * p->rails + order[at]], bag[nodes[i]],
+                           in->held[nodes[i]]);
+}
+
+/* The start of a bag of these nodes: its workers are free, and its inputs are there. `late` is the edge that it waits
+   for, or -1. */
+static double started(const Clock *c, const Inputs *in, const int *nodes, int span, const uint64_t *bag, int *late) {
+  double start = in->ready;
+  *late = -1;
+  for (int i = 0; i < span; i++)
+    for (uint64_t left = bag[nodes[i]]; left; left &= left - 1) {
+      const double at = c->of[nodes[i]][__builtin_ctzll(left)];
+      if (at > start) start = at;
+    }
+  for (int e = 0; e < in->count; e++) {
+    uint64_t shared = 0;
+    for (int i = 0; i < span; i++) shared |= bag[nodes[i]] & in->edge[e].bag[nodes[i]];
+    if (!shared && in->edge[e].at > start) { start = in->edge[e].at; *late = e; }
+  }
+  return start;
+}
+
+/* The bag of these nodes that starts first: by best fit; or with a worker that made the inputs that it would wait for,
+   and one of the next such. `group` is of one node. Leaves `bag` where it starts before `best`; returns the start. */
+static double settle(const Space *p, const Clock *c, const Inputs *in, const int *nodes, int span, int share,
+                     uint64_t group, double best, uint64_t *bag) {
+  uint64_t must[NODES], trial[NODES];
+  for (int i = 0; i < span; i++) must[nodes[i]] = 0;
+  for (;;) {
+    double open = in->ready;
+    int late, later;
+    for (int i = 0; i < span; i++) {
+      const double at = opening(c, p->size, nodes[i], share, group, must[nodes[i]]);
+      if (at > open) open = at;
+    }
+    if (open >= best) return best;
+    double start = open;
+    for (int turn = 0; turn < 2; turn++) { /* a bag that waits for inputs leaves those alone that are free long before */
+      for (int i = 0; i < span; i++) trial[nodes[i]] = must[nodes[i]];
+      if (span > 1) pick_over(p, c, in, nodes, span, share, start, trial);
+      else trial[nodes[0]] = pick(c, p->size, nodes[0], share, start, group, must[nodes[0]], in->held[nodes[0]]);
+      const double found = started(c, in, nodes, span, trial, turn ? &later : &late);
+      if (found < best || (turn && found <= start && start == best)) {
+        best = found;
+        for (int i = 0; i < span; i++) bag[nodes[i]] = trial[nodes[i]];
+      }
+      if (found <= open) break;
+      start = found;
+    }
+    if (!p->holds || late < 0) return best;
+    uint64_t one = 0;
+    int where = -1;
+    for (int i = 0; i < span; i++) {
+      const int n = nodes[i];
+      if (count_of(must[n]) == share) continue;
+      for (uint64_t left = in->edge[late].bag[n] & group & ~must[n]; left; left &= left - 1)
+        if (where < 0 || c->of[n][__builtin_ctzll(left)] < c->of[where][__builtin_ctzll(one)]) {
+          one = left & -left;
+          where = n;
+        }
+    }
+    if (where < 0) return best;
+    must[where] |= one;
+  }
+}
+
+static int strays(const Space *p, int n, int share, uint64_t bag) {
+  const uint64_t *island = p->island + p->island_from[n];
+  const int count = p->island_from[n + 1] - p->island_from[n];
+  int used = 0, least = 0, left = share;
+  for (int i = 0; i < count; i++) {
+    used += !!(bag & island[i]);
+    least += left > 0;
+    left -= count_of(island[i]);
+  }
+  return count > 1 && used > least;
+}
+
+/* The bag of one node that ends first: of all its workers; where islands cost time also of every island that is large
+   enough, and of the few that have most workers free. Returns its start with what it takes longer. */
+static double settle_node(const Space *p, const Clock *c, const Inputs *in, int n, int share, double detour,
+                          uint64_t *bag) {
+  const uint64_t *island = p->island + p->island_from[n];
+  const int count = detour > 0.0 ? p->island_from[n + 1] - p->island_from[n] : 0;
+  double best = settle(p, c, in, &n, 1, share, ~0ull, NEVER, bag);
+  if (!count || !strays(p, n, share, bag[n])) return best;
+  best += detour;
+  const double open = fmax(in->ready, opening(c, p->size, n, share, ~0ull, 0));
+  uint64_t few = 0, groups[SIZE + 1], trial[NODES];
+  for (int room = 0; room < share;) {
+    int most = 0, which = 0;
+    for (int i = 0; i < count; i++) {
+      if (island[i] & few) continue;
+      const int usable = count_of(pick(c, p->size, n, SIZE, open, island[i], 0, 0));
+      if (usable > most) { most = usable; which = i; }
+    }
+    few |= island[which];
+    room += most;
+  }
+  int found = 0;
+  groups[found++] = few;
+  for (int i = 0; i < count; i++) if (count_of(island[i]) >= share) groups[found++] = island[i];
+  for (int i = 0; i < found; i++) {
+    const double at = settle(p, c, in, &n, 1, share, groups[i], NEVER, trial);
+    const double end = at + (at < NEVER && strays(p, n, share, trial[n]) ? detour : 0.0);
+    if (end < best) { best = end; bag[n] = trial[n]; }
+  }
+  return best;
+}
+
+/* What is left of the seconds over nodes, by the rails that the nodes of a bag have in common. */
+static double fall(const Space *p, const int *nodes, int span, const uint64_t *bag) {
+  int common = 0, most = 0, own[NODES];
+  for (int i = 0; i < span; i++) own[i] = 0;
+  for (int r = 0; r < p->rails; r++) {
+    int on = 0;
+    for (int i = 0; i < span; i++) {
+      const int used = !!(bag[nodes[i]] & p->rail[nodes[i] * p->rails + r]);
+      on += used;
+      own[i] += used;
+    }
+    common += on == span;
+  }
+  for (int i = 0; i < span; i++) if (own[i] > most) most = own[i];
+  return p->fall[common * (p->rails + 1) + most];
+}
+
+/* These workers are busy until `end`; those of a node stay sorted by time, then by number. */
+static void engage(Clock *c, int size, int n, uint64_t bag, double end) {
+  int kept = 0;
+  for (int i = 0; i < size; i++)
+    if (!(bag >> c->who[n][i] & 1)) {
+      c->who[n][kept] = c->who[n][i];
+      c->free[n][kept++] = c->free[n][i];
+    }
+  for (uint64_t left = bag; left; left &= left - 1) {
+    const int one = __builtin_ctzll(left);
+    int at = kept++;
+    for (; at > 0 && (c->free[n][at - 1] > end || (c->free[n][at - 1] == end && c->who[n][at - 1] > one)); at--) {
+      c->who[n][at] = c->who[n][at - 1];
+      c->free[n][at] = c->free[n][at - 1];
+    }
+    c->who[n][at] = one;
+    c->free[n][at] = c->of[n][one] = end;
+  }
+}
+
+/* `span` nodes with the lowest scores, after the `rank` lowest; on ties those that hold more. */
+static void nodes_of(const Space *p, const double *score, const Inputs *in, int rank, int span, int *picked) {
+  int wanted = rank > p->nodes - span ? p->nodes - span : rank, found = 0;
+  uint32_t used = 0;
+  for (int turn = 0; turn < wanted + span; turn++) {
+    int best = -1;
+    for (int n = 0; n < p->nodes; n++) {
+      if (used >> n & 1) continue;
+      if (best < 0 || score[n] < score[best] ||
+          (in && score[n] == score[best] &&
+           count_of(in->held[n]) > count_of(in->held[best]))) best = n;
+    }
+    used |= 1u << best;
+    if (turn >= wanted) picked[found++] = best;
+  }
+}
+
+/* Workers by name, for a mode of j: of the best node, or of several nodes; these also with the best node of those that
+   made the inputs for which the bag would wait. */
+static void place_bag(const Space *p, Clock *c, const Inputs *in, int j, int m, int rank, Schedule *s) {
+  const int at = j * p->modes + m, span = p->span[at], share = p->degree[at] / span;
+  double score[NODES], start = NEVER;
+  int picked[NODES], late;
+  uint32_t settled = 0; /* nodes whose bag is known */
+  uint64_t *bag = s->bag[j], trial[NODES];
+  memset(bag, 0, sizeof(uint64_t) * p->nodes);
+  for (int n = 0; n < p->nodes; n++) {
+    const double free = c->free[n][share - 1];
+    double begin = free > in->ready ? free : in->ready;
+    int open = p->detour[at] > 0.0; /* whether it matters who of the node is taken */
+    for (int e = 0; e < in->count && span == 1; e++) {
+      if (in->edge[e].bag[n]) open |= in->edge[e].at > begin;
+      else if (in->edge[e].at > begin) begin = in->edge[e].at;
+    }
+    if (span == 1 && open && free < NEVER) {
+      begin = settle_node(p, c, in, n, share, p->detour[at], trial);
+      settled |= 1u << n;
+    }
+    score[n] = begin + FIT * (begin - free);
+  }
+  nodes_of(p, score, in, rank, span, picked);
+  double more = 0.0;
+  if (span == 1) {
+    if (c->free[picked[0]][share - 1] < NEVER) {
+      if (!(settled >> picked[0] & 1)) settle_node(p, c, in, picked[0], share, p->detour[at], trial);
+      bag[picked[0]] = trial[picked[0]];
+      start = started(c, in, picked, 1, bag, &late);
+      if (p->detour[at] > 0.0 && strays(p, picked[0], share, bag[picked[0]])) more = p->detour[at];
+    }
+  } else {
+    start = settle(p, c, in, picked, span, share, ~0ull, NEVER, bag);
+    started(c, in, picked, span, bag, &late);
+    int best = -1;
+    for (int n = 0; n < p->nodes && late >= 0 && p->holds; n++)
+      if (in->edge[late].bag[n] && c->free[n][share - 1] < NEVER && (best < 0 || score[n] < score[best])) best = n;
+    for (int i = 0; i < span && best >= 0; i++) if (picked[i] == best) best = -1;
+    if (best >= 0) {
+      int other[NODES];
+      memcpy(other, picked, sizeof(int) * span);
+      other[span - 1] = best;
+      const double found = settle(p, c, in, other, span, share, ~0ull, start, trial);
+      if (found < start) {
+        start = found;
+        memset(bag, 0, sizeof(uint64_t) * p->nodes);
+        for (int i = 0; i < span; i++) bag[other[i]] = trial[other[i]];
+        memcpy(picked, other, sizeof(int) * span);
+      }
+    }
+    more = (fall(p, picked, span, bag) - p->fall[p->rails * (p->rails + 1) + p->rails]) * p->over[at];
+  }
+  const double end = start + p->seconds[at] + more;
+  for (int i = 0; i < span; i++) engage(c, p->size, picked[i], bag[picked[i]], end);
+  s->start[j] = start;
+  s->end[j] = end;
+}
+
+/* Workers without names, for a mode of j: as many as it wants of the best nodes, best fit. */
+static void place(const Space *p, Clock *c, const Inputs *in, int j, int m, int rank, Schedule *s) {
+  const int at = j * p->modes + m, span = p->span[at], share = p->degree[at] / span;
+  double score[NODES], start = in->ready;
+  int picked[NODES];
+  for (int n = 0; n < p->nodes; n++) {
+    const double free = c->free[n][share - 1], begin = free > in->ready ? free : in->ready;
+    score[n] = begin + FIT * (begin - free);
+  }
+  nodes_of(p, score, 0, rank, span, picked);
+  for (int i = 0; i < span; i++) if (c->free[picked[i]][share - 1] > start) start = c->free[picked[i]][share - 1];
+  const double end = start + p->seconds[at];
+  memset(s->bag[j], 0, sizeof(uint64_t) * p->nodes);
+  for (int i = 0; i < span; i++) { occupy(c->free[picked[i]], p->size, share, start, end); s->bag[j][picked[i]] = 1; }
+  s->start[j] = start;
+  s->end[j] = end;
+}
+
+/* The mode in which j ends first, GPU-seconds weighed in. */
+static int own_choice(const Space *p, const Clock *c, const Inputs *in, int j, double weight) {
+  double best = 1e300, ready[NODES];
+  int m = 0;
+  for (int n = 0; n < p->nodes; n++) {
+    ready[n] = in->ready;
+    for (int e = 0; e < in->count; e++) if (!in->edge[e].bag[n] && in->edge[e].at > ready[n]) ready[n] = in->edge[e].at;
+  }
+  for (int option = 0; option < p->num_modes[j]; option++) {
+    if (p->span[j * p->modes + option] > 1) continue;
+    const int k = p->degree[j * p->modes + option];
+    const double seconds = p->seconds[j * p->modes + option];
+    for (int n = 0; n < p->nodes; n++) {
+      const double at = c->free[n][k - 1], start = at > ready[n] ? at : ready[n];
+      const double score = start + seconds + weight * k * seconds + FIT * (start - at);
+      if (score < best) { best = score; m = option; }
+    }
+  }
+  return m;
+}
+
+static void decode(const Space *p, const Genes *g, int back, Schedule *s) {
+  Clock clock;
+  Inputs in;
+  for (int n = 0; n < p->nodes; n++) {
+    memcpy(clock.free[n], p->free + n * p->size, sizeof(double) * p->size);
+    for (int i = 0; i < p->size && p->named; i++) {
+      clock.who[n][i] = p->who[n * p->size + i];
+      clock.of[n][clock.who[n][i]] = clock.free[n][i];
+    }
+  }
   ordered(p, g, back, s->order);
   double makespan = 0.0;
   for (int position = 0; position < p->jobs; position++) {
-    const int j = s->order[position], base = j * p->modes;
+    const int j = s->order[position];
+    gather(p, s, j, back, &in);
     int m = g->mode[j];
-    double ready = p->release[j];
-    if (p->waits[j] && ready < p->barrier) ready = p->barrier;
-    for (int i = from[j]; i < from[j + 1]; i++) if (s->end[list[i]] > ready) ready = s->end[list[i]];
-    if (m >= p->num_modes[j]) {
-      const double weight = WEIGHT[m - p->num_modes[j]];
-      double best = 1e300;
-      m = 0;
-      for (int option = 0; option < p->num_modes[j]; option++) {
-        if (p->span[base + option] > 1) continue;
-        const int k = p->degree[base + option];
-        const double seconds = p->seconds[base + option];
-        for (int n = 0; n < nodes; n++) {
-          const double at = free[n][k - 1], start = at > ready ? at : ready;
-          const double score = start + seconds + weight * k * seconds + FIT * (start - at);
-          if (score < best) { best = score; m = option; }
-        }
-      }
-    }
-    const int span = p->span[base + m], share = p->degree[base + m] / span;
-    double score[NODES];
-    int picked[NODES];
-    for (int n = 0; n < nodes; n++) {
-      const double at = free[n][share - 1], start = at > ready ? at : ready;
-      score[n] = start + FIT * (start - at);
-    }
-    int wanted = g->rank[j] > nodes - span ? nodes - span : g->rank[j], found = 0;
-    uint32_t used = 0;
-    for (int turn = 0; turn < wanted + span; turn++) {
-      int best = -1;
-      for (int n = 0; n < nodes; n++) if (!(used >> n & 1) && (best < 0 || score[n] < score[best])) best = n;
-      used |= 1u << best;
-      if (turn >= wanted) picked[found++] = best;
-    }
-    double start = ready;
-    for (int i = 0; i < span; i++) if (free[picked[i]][share - 1] > start) start = free[picked[i]][share - 1];
-    const double end = start + p->seconds[base + m];
-    memset(s->node[j], 0, sizeof(int) * nodes);
-    for (int i = 0; i < span; i++) { occupy(free[picked[i]], size, share, start, end); s->node[j][picked[i]] = 1; }
-    s->start[j] = start;
-    s->end[j] = end;
+    if (m >= p->num_modes[j]) m = own_choice(p, &clock, &in, j, WEIGHT[m - p->num_modes[j]]);
+    if (p->named) place_bag(p, &clock, &in, j, m, g->rank[j], s);
+    else place(p, &clock, &in, j, m, g->rank[j], s);
     s->mode[j] = m;
-    if ((back || p->counts[j]) && end > makespan) makespan = end;
+    if ((back || p->counts[j]) && s->end[j] > makespan) makespan = s->end[j];
   }
   if (makespan < p->barrier) makespan = p->barrier;
   s->makespan = makespan;
@@ -191,11 +548,11 @@ static void mutate(const Space *p, Genes *g) {
 
 /* `evaluations` in restarts of `length`, alternately from the `num_starts` given candidates and from random ones, until
    twice as many as the best needed and `patience` more found nothing better, `bound` is met or the seconds are over.
-   result [J, 3 + NODES]: start, end, degree, then 1 for every node; order [J] of placement; figures
-   makespan, cost, whether the best ran backwards, restarts until it was found. Returns the evaluations done. */
+   result [J, 3]: start, end, degree; bags [J, NODES]; order [J] of placement; figures makespan, cost, whether the best
+   ran backwards, restarts until it was found. Returns the evaluations done. */
 long anneal(const Space *p, const double *keys, const int32_t *modes, int num_starts, long evaluations, long length,
-            int patience, double heat, double bound, double seconds, uint64_t seed, double *result, int32_t *order,
-            double *figures) {
+            int patience, double heat, double bound, double seconds, uint64_t seed, double *result, uint64_t *bags,
+            int32_t *order, double *figures) {
   static _Thread_local Genes current, trial;
   static _Thread_local Schedule found, best;
   const double deadline = now() + seconds;
@@ -233,11 +590,11 @@ long anneal(const Space *p, const double *keys, const int32_t *modes, int num_st
         improved = restart;
         best = found;
         for (int j = 0; j < p->jobs; j++) {
-          double *row = result + j * (3 + NODES);
+          double *row = result + j * 3;
           row[0] = back ? found.makespan - found.end[j] : found.start[j];
           row[1] = back ? found.makespan - found.start[j] : found.end[j];
           row[2] = p->degree[j * p->modes + found.mode[j]];
-          for (int n = 0; n < p->nodes; n++) row[3 + n] = found.node[j][n];
+          for (int n = 0; n < p->nodes; n++) bags[j * NODES + n] = found.bag[j][n];
           order[j] = found.order[j];
         }
         figures[0] = found.makespan;

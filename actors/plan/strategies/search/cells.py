@@ -90,7 +90,7 @@ def _cells(problem: Problem) -> list[Cell]:
     per_cell = max(1, CELL_WORKERS // size)
     cells, node = [], 0
     while node < len(problem.cluster.nodes):
-        cells.append(Cell(problem.on(problem.cluster.part(node, per_cell)), node * size, []))
+        cells.append(Cell(problem.on(problem.cluster.part(node, per_cell), node * size), node * size, []))
         node += per_cell
     return cells
 

@@ -1,10 +1,11 @@
 """A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-An engine decides node and time of every job, not which worker of the node runs it. Workers of a node are equal but for
-NVLink islands, PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules
-decide (earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at
-random at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since
-the found schedule never needs more than there are.
+Where handoffs or NVLink islands cost time, the compiled engine decides on every worker. Elsewhere an engine decides
+node and time of every job, not which worker of the node runs it: workers of a node are equal but for PCIe and their NIC
+rails, which a bag over several nodes wants in common. First the placement rules decide (earliest start, near workers or
+common rails, best fit). Where rails are then missing later, bags are drawn at random at the found times, rail by rail,
+so that whole rails stay free: within a node any free workers will do, since the found schedule never needs more than
+there are.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def improved(
 ) -> ListSchedule | None:
     """What the search makes of the jobs; None when the clock ended it before it found anything.
 
-    The compiled engine where it can be used, else the vectorised one with `population` candidates.
+    The compiled engine where it can be used, else the vectorised one with `population` candidates. That one does not
+    know who is in a bag: where this costs time, it has half of the budget, and a climb goes on from what it found.
     """
     space = build(problem, jobs, context)
     if space is None or not problem.topology.uniform:
@@ -47,10 +49,19 @@ def improved(
     candidates = [space.candidate(order, degrees) for order, degrees in starts]
     bound = least_end(problem, jobs, context)
     if native.fits(space):
-        found = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
-    else:
+        named = native.anneal(space, candidates, budget_s, seed, bound, until - time.perf_counter())
+        return None if named is None else realise(problem, jobs, context, named, budget_s)
+    if space.bags is None:
         found = anneal.anneal(space, candidates, budget_s, seed, bound, until, population)
-    return None if found is None else realise(problem, jobs, context, found, budget_s)
+        return realise(problem, jobs, context, found, budget_s)
+    half = time.perf_counter() + (until - time.perf_counter()) / 2
+    found = anneal.anneal(space, candidates, budget_s / 2, seed, bound, half, population)
+    begun = [(found.order, found.degree), *starts]
+    return min(
+        realise(problem, jobs, context, found, budget_s),
+        climb(problem, jobs, context, begun, budget_s / 2, seed, until),
+        key=lambda schedule: schedule.score,
+    )
 
 
 def realise(
@@ -63,9 +74,12 @@ def realise(
     mapper = problem.options.mapper
     spans = mapper.nodes and mapper.rails and any(len(found.nodes[index]) > 1 for index in found.order)
     draws = min(DRAWS, int(SHARE * budget_s / (PLACE_S * len(in_time)))) if spans else 0
-    for turn in range(TURNS + draws):
+    for turn in range(-1 if found.bags else 0, TURNS + draws):
         schedule = ListSchedule(problem, jobs, context)
-        if turn < TURNS:
+        if turn < 0:
+            for index in found.order:
+                schedule.fix(index, found.bags[index])
+        elif turn < TURNS:
             for position, index in enumerate(found.order):
                 flip = turn >> (position % 3) if turn else 0
                 schedule.put(index, found.degree[index], found.nodes[index], flip)

@@ -20,15 +20,16 @@ from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from actors.plan.strategies.search.space import NEVER, SearchResult, Space
+from actors.plan.strategies.search.space import NEVER, BagCosts, SearchResult, Space
 
 log = logging.getLogger(__name__)
 
 BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
-VERSION = 1  # of what crosses to C, as in annealer.c
-JOBS, NODES, SIZE = 96, 32, 64  # of the arrays in annealer.c
+VERSION = 2  # of what crosses to C, as in annealer.c
+JOBS, NODES, SIZE, EDGES = 96, 32, 64, 128  # of the arrays in annealer.c
 # Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
+NAMED_JOB_S, NAMED_NODE_S = 1.1e-7, 2e-8  # where workers are placed by name
 LENGTH = 30  # a restart has this many evaluations, times the square of the number of jobs
 ENOUGH = 4  # a budget allows at least this many restarts: where it is small, restarts are shorter
 PATIENCE = 4  # a search ends after twice the restarts that its best plan took, and this many more for every job
@@ -50,6 +51,11 @@ class _Space(ctypes.Structure):
                 "worth slack free counts waits encode",
             ),
             (ctypes.c_double, "barrier workers"),
+            (ctypes.c_int, "named holds rails"),
+            (
+                ctypes.c_void_p,
+                "who delay early_from early_end early_bag over detour fall rail island_from island",
+            ),
         )
         for name in names.split()
     ]
@@ -90,13 +96,18 @@ def _folders() -> Iterator[Path]:
 def fits(space: Space) -> bool:
     """Whether the C search can take this problem."""
     nodes, size = space.nodes.shape
+    if space.bags is not None:
+        most = max(len(early) for early in space.bags.early) + space.num_jobs
+        if most > EDGES or len(space.bags.rails[0]) > SIZE:
+            return False
     return space.num_jobs <= JOBS and nodes <= NODES and size <= SIZE and library() is not None
 
 
 def evaluations_for(space: Space, budget_s: float) -> int:
     """How many candidates a budget buys. A constant calibration, deliberately not a measurement."""
     nodes = space.nodes.shape[0]
-    return max(1, int(budget_s / (space.num_jobs * (JOB_S + NODE_S * nodes))))
+    job_s, node_s = (JOB_S, NODE_S) if space.bags is None else (NAMED_JOB_S, NAMED_NODE_S)
+    return max(1, int(budget_s / (space.num_jobs * (job_s + node_s * nodes))))
 
 
 def anneal(
@@ -115,14 +126,19 @@ def anneal(
     compiled = library()
     assert compiled is not None, "fits() was not asked"
     given, arrays, before = _given(space)
-    num_jobs, nodes = space.num_jobs, space.nodes.shape[0]
+    num_jobs = space.num_jobs
     keys = np.ascontiguousarray([start[0] for start in starts], dtype=float)
     modes = np.ascontiguousarray([start[1] for start in starts], dtype=np.int32)
     evaluations = evaluations_for(space, budget_s)
     longest = max(50, min(LENGTH * num_jobs**2, evaluations // ENOUGH))
 
     def search(number: int) -> _SearchOutput:
-        one = _SearchOutput(np.zeros((num_jobs, 3 + NODES)), np.zeros(num_jobs, dtype=np.int32), np.zeros(4))
+        one = _SearchOutput(
+            np.zeros((num_jobs, 3)),
+            np.zeros((num_jobs, NODES), dtype=np.uint64),
+            np.zeros(num_jobs, dtype=np.int32),
+            np.zeros(4),
+        )
         one.evaluations = compiled.anneal(
             ctypes.byref(given),
             _pointer(keys),
@@ -136,6 +152,7 @@ def anneal(
             ctypes.c_double(seconds),
             ctypes.c_uint64(seed + SECOND_SEED * number),
             _pointer(one.result),
+            _pointer(one.bags),
             _pointer(one.order),
             _pointer(one.figures),
         )
@@ -161,10 +178,20 @@ def anneal(
         float(best.figures[1]),
         kept,
         [int(k) for k in result[:, 2]],
-        [tuple(int(n) for n in np.flatnonzero(row)) for row in result[:, 3 : 3 + nodes]],
+        [tuple(int(n) for n in np.flatnonzero(row)) for row in best.bags],
         result[:, 0].tolist(),
         sum(one.evaluations for one in searches),
+        _bags(space, best.bags) if space.bags is not None else [],
     )
+
+
+def _bags(space: Space, words: np.ndarray) -> list[tuple[int, ...]]:
+    """Workers of words [J, NODES]."""
+    sizes = (space.nodes < NEVER).sum(axis=1)
+    first = [int(sizes[:node].sum()) for node in range(len(sizes))]
+    return [
+        tuple(first[n] + w for n in range(len(first)) for w in range(SIZE) if int(row[n]) >> w & 1) for row in words
+    ]
 
 
 @dataclass(slots=True)
@@ -172,6 +199,7 @@ class _SearchOutput:
     """What one run of the compiled search left: see `anneal` in annealer.c."""
 
     result: np.ndarray
+    bags: np.ndarray
     order: np.ndarray
     figures: np.ndarray
     evaluations: int = 0
@@ -185,6 +213,7 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
     after = [[job for job, preds in enumerate(before) if pred in preds] for pred in range(num_jobs)]
     chains = [[int(j) for j in row[:length]] for row, length in zip(space.chain_jobs, space.chain_length)]
     idle = bool((space.nodes[space.nodes < NEVER] == 0).all()) and space.barrier == 0 and not space.release.any()
+    idle = idle and (space.bags is None or not any(space.bags.early))
     ahead = bool(space.worth.any())
     alone = [bool((space.span[j, : space.num_modes[j]] == 1).any()) for j in range(num_jobs)]
     arrays = {
@@ -207,6 +236,8 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
     ):
         arrays[offsets] = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
         arrays[values] = np.array([j for row in rows for j in row] or [0], dtype=np.int32)
+    if space.bags is not None:
+        arrays |= _named(space.bags)
     given = _Space(
         jobs=num_jobs,
         nodes=nodes,
@@ -217,9 +248,30 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
         reversible=idle and not ahead and bool(space.counts.any()),
         barrier=space.barrier,
         workers=float((space.nodes < NEVER).sum()),
+        named=space.bags is not None,
+        holds=space.bags is not None and space.bags.holds,
+        rails=len(space.bags.rails[0]) if space.bags is not None else 0,
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     return given, arrays, before
+
+
+def _named(bags: BagCosts) -> dict[str, np.ndarray]:
+    """The arrays that only a search by name reads."""
+    early = [one for of in bags.early for one in of]
+    return {
+        "who": bags.who.astype(np.int32),
+        "delay": bags.delay.astype(float),
+        "early_from": np.cumsum([0, *(len(of) for of in bags.early)]).astype(np.int32),
+        "early_end": np.array([end for end, _ in early] or [0.0]),
+        "early_bag": np.array([words for _, words in early] or [[0]], dtype=np.uint64),
+        "over": np.ascontiguousarray(bags.over),
+        "detour": np.ascontiguousarray(bags.detour),
+        "fall": np.ascontiguousarray(bags.fall),
+        "rail": np.array(bags.rails, dtype=np.uint64),
+        "island_from": np.cumsum([0, *(len(own) for own in bags.islands)]).astype(np.int32),
+        "island": np.array([island for own in bags.islands for island in own] or [0], dtype=np.uint64),
+    }
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:

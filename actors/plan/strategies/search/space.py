@@ -3,20 +3,37 @@
 A candidate is a key per job (their order is the order of placement), a mode per job (degree, and over how many nodes)
 and a rank per job (which of the best nodes). Placement is greedy: the node with the earliest start, best fit among its
 workers. Every semi-active schedule is reachable, so the search over keys and modes is complete for equal workers. Free
-times of a node are kept sorted; which workers of a node take part is decided when the winner is placed for real.
+times of a node are kept sorted; which workers of a node take part is decided when the winner is placed for real. Where
+that costs time (handoffs, NVLink islands), the compiled engine places workers by name, and the winner has their bags.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from actors.plan.schedule.listing import EarlyInputs
 from actors.plan.schedule.problem import PlannedJob, Problem, StepContext
 
 NEVER = 1e15  # free time of a worker that does not exist
 FEW_NODES = 4  # up to which bags over more nodes than necessary are tried
+
+
+@dataclass(slots=True)
+class BagCosts:
+    """What it costs who is in a bag. A worker is a bit of its node's word."""
+
+    who: np.ndarray  # [G, S] number inside its node of the worker of each free time
+    holds: bool  # bags are drawn to the workers that have their inputs
+    delay: np.ndarray  # [J] seconds that inputs take to a bag which holds none of their workers; 0 where nothing is
+    early: list[list[tuple[float, list[int]]]]  # [J] encodes that ran before this step: end, workers as words [G]
+    over: np.ndarray  # [J, M] seconds more over nodes without a common rail
+    detour: np.ndarray  # [J, M] seconds more in more NVLink islands of a node than necessary
+    fall: np.ndarray  # [R + 1, R + 1] what is left of `over`, by common rails and by most rails of a node
+    rails: list[list[int]]  # [G, R] workers of a rail
+    islands: list[list[int]]  # [G, islands] workers of an NVLink island, the largest first
 
 
 @dataclass(slots=True)
@@ -38,6 +55,7 @@ class Space:
     slack: np.ndarray  # [J] seconds that the job may end after this step without delaying the later one
     nodes: np.ndarray  # [G, S] free times at the start, sorted, NEVER where a node is smaller
     barrier: float = 0.0
+    bags: BagCosts | None = None  # None where it does not matter who of a node is in a bag
 
     @property
     def num_jobs(self) -> int:
@@ -120,6 +138,7 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
             table[:, index, number] = mode
     dits = np.array([job.module == "dit" for job in jobs])
     counts = dits if dits.any() else np.ones(len(jobs), dtype=bool)
+    table[2] /= problem.topology.speed[0]
     nodes = np.full((len(problem.cluster.nodes), max(problem.cluster.nodes)), NEVER)
     for node, workers in enumerate(problem.topology.workers):
         nodes[node, : len(workers)] = sorted(context.free_s[w] for w in workers)
@@ -139,6 +158,52 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
         slack=np.array([job.slack_s for job in jobs]),
         nodes=nodes,
         barrier=context.barrier_s,
+        bags=_bag_costs(problem, jobs, modes, context, nodes.shape[1]),
+    )
+
+
+def _bag_costs(
+    problem: Problem,
+    jobs: Sequence[PlannedJob],
+    modes: Sequence[Sequence[tuple[int, int, float]]],
+    context: StepContext,
+    size: int,
+) -> BagCosts | None:
+    """What it costs who is in a bag; None where handoffs and NVLink islands cost nothing, or nodes are not kept to."""
+    topology, mapper = problem.topology, problem.options.mapper
+    inputs = EarlyInputs(problem, context)
+    delay = np.array([inputs.of(job)[0] for job in jobs])
+    over, detour = np.zeros((2, len(jobs), max(len(m) for m in modes)))
+    for index, job in enumerate(jobs):
+        for number, (degree, nodes, _) in enumerate(modes[index]):
+            table, seconds = (over, job.penalty(degree)) if nodes > 1 else (detour, job.detour(degree))
+            table[index, number] = seconds / topology.speed[0]
+    if not mapper.nodes or not (delay.any() or detour.any()):
+        return None
+
+    def words(workers: Iterable[int]) -> list[int]:
+        found = [0] * len(topology.workers)
+        for worker in workers:
+            found[topology.node[worker]] |= 1 << worker - topology.workers[topology.node[worker]][0]
+        return found
+
+    who = np.tile(np.arange(size), (len(topology.workers), 1))
+    for node, workers in enumerate(topology.workers):
+        who[node, : len(workers)] = sorted(range(len(workers)), key=lambda w: (context.free_s[workers[w]], w))
+    everyone = range(topology.num_workers)
+    names = sorted(set(topology.rail)) if mapper.rails else []
+    rails = [words(w for w in everyone if topology.rail[w] == name) for name in names] or [words(everyone)]
+    shares = range(len(rails) + 1)
+    return BagCosts(
+        who=who,
+        holds=mapper.producers,
+        delay=delay,
+        early=[[(end, words(workers)) for end, workers in inputs.of(job)[1]] for job in jobs],
+        over=over,
+        detour=detour,
+        fall=np.array([[topology.cross.fall(min(one / max(most, 1), 1.0)) for most in shares] for one in shares]),
+        rails=[[rail[node] for rail in rails] for node in range(len(topology.workers))],
+        islands=[[words(island)[node] for island in topology.islands[node]] for node in range(len(topology.workers))],
     )
 
 
@@ -169,3 +234,4 @@ class SearchResult:
     nodes: list[tuple[int, ...]]
     start: list[float]
     rounds: int
+    bags: list[tuple[int, ...]] = field(default_factory=list)  # [J] workers; empty where the engine left them open
