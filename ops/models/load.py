@@ -173,7 +173,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     from ops.models.folders import text_parts
-    from ops.models.text import clean
+    from ops.models.text import prepared
     from ops.models.text_pair import byte_tokenizer, recipe_of
 
     recipe = recipe_of(config) if config.recipe else None
@@ -183,8 +183,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
         return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
-    raw = config.unmasked or not config.cleaned
-    return lambda caption: len(tokenizer(caption if raw else clean(caption), verbose=False).input_ids)
+    return lambda caption: len(tokenizer(prepared(caption, config), verbose=False).input_ids)
 
 
 def build_image(config: ImageConfig | None, device: torch.device | str = "cpu") -> ImageEncoder | None:

@@ -94,6 +94,7 @@ MISTAKES = {
     "train: 3": "train must be a mapping of settings, not 3 (run.yaml:4).",
     "train: {steps: true}": "train.steps is True (run.yaml:4); expected a whole number.",
     "snapshot: {enabled: maybe}": "snapshot.enabled is 'maybe' (run.yaml:4); expected true or false.",
+    "model: {text: {cleaned: upper}}": "model.text.cleaned is 'upper' (run.yaml:4); expected true or false or lower.",
     "train: {steps: 3}\ntrain: {seed: 1}": "key 'train' appears twice",
     "train: {steps: 3": "run.yaml:4 is not valid YAML",
     "workers: {min: 3, max: 2}": "workers.min 3 and workers.max 2 must satisfy 1 <= min <= max",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ops.models.base.vae import DiffusersVAE
 
 EmptyText = Literal["encoded", "none"]
+Cleaning = bool | Literal["lower"]
+"""What is done to a caption before its tokenizer (`ops.models.text.prepared`)."""
 Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
 
 

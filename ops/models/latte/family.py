@@ -65,14 +65,14 @@ def _scheduler(config: LatteConfig, flow: FlowConfig) -> Scheduler:
 
 
 def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As LattePipeline is called in its documentation, with text of true length."""
+    """As LattePipeline is called in its documentation, with text of true length and in lower case."""
     wanted = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "prediction_type": "epsilon"}
     other = {key: scheduler.get(key, value) for key, value in wanted.items() if scheduler.get(key, value) != value}
     if other:
         raise ValueError(f"its scheduler has {other}; only {wanted} is computed.")
     size = 8 * int(fields.get("sample_size", 64))
     return Published(
-        text={"max_length": 120},
+        text={"max_length": 120, "cleaned": "lower"},
         clips={
             "frames": fields.get("video_length", 16),
             "height": size,

@@ -52,7 +52,7 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     """As Open-Sora 1.2 samples: the settings of its inference at 240p, the width cut to whole tokens."""
     del index, fields, scheduler
     return Published(
-        text={"max_length": 300, "empty": "none"},
+        text={"max_length": 300, "cleaned": "lower", "empty": "none"},
         clips={"frames": 51, "height": 240, "width": 416, "fps": 24.0, "steps": 30, "guidance_scale": 7.0},
         flow={"token_shift": TokenShift(law="root", base_tokens=_BASE_TOKENS)},
     )
@@ -68,8 +68,8 @@ def _notes(path: str | None, pad_to: int) -> list[str]:
     if not path:
         return []
     found = [
-        "its captions were in lower case, without links and markup; a caption that is dropped was as many of the fixed "
-        "rows as the caption has, here it is all of them (model.dit.caption_rows).",
+        "its captions were without links and markup; a caption that is dropped was as many of the fixed rows as the "
+        "caption has, here it is all of them (model.dit.caption_rows).",
     ]
     if not _has_own_autoencoder(path):
         found.insert(
