@@ -187,10 +187,47 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         stride, chunk = (vae.temporal, vae.spatial, vae.spatial), 0
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
+    _check_parts(dit, vae, text)
     dit = _with_pooled(dit, text)
     text = _with_picture(dit, text)
     geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
     return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
+
+
+def _check_parts(dit: AnyDiT, vae: VAEConfig, text: TextConfig) -> None:
+    """Raises ValueError for an autoencoder or a text encoder that the weights in `dit.path` were not trained with.
+
+    Numbers do not tell them apart: the latents of four families have 16 channels, and T5-XXL, UMT5-XXL and Llama are
+    equally wide. What lies in the transformer's own pipeline is right, whatever it is: exports hold what was trained
+    with.
+    """
+    if not dit.path:
+        return
+    own, family = component(dit.path, dit.part), FAMILIES[dit.architecture]
+    if vae.path and not _in_pipeline_of(own, dit.part, folder := component(vae.path, "vae"), "vae"):
+        name, wanted = class_of(read_json(folder / "config.json")), [one.name for one in (family.vae, *family.own_vaes)]
+        if name not in wanted:
+            raise ValueError(
+                f"{folder} is a {name}, and the weights of {own} were trained on latents of {' or '.join(wanted)}. Set "
+                f"model.vae.path to the VAE of the same pipeline."
+            )
+    if text.path and not _in_pipeline_of(own, dit.part, folder := text_folder(text), folder.name):
+        if family.texts and text.kind not in family.texts:
+            raise ValueError(
+                f"model.text.kind is {text.kind}, and the weights of {own} were trained on the text of two encoders. "
+                f"Set it to {' or '.join(family.texts)}, and model.text.path to the same pipeline."
+            )
+        kind, (wanted, *_) = read_json(folder / "config.json").get("model_type"), family.text_types
+        if kind not in family.text_types:
+            raise ValueError(
+                f"{folder} is a {kind} encoder, and the weights of {own} were trained on text of a {wanted} one. Set "
+                f"model.text.path to the text encoder of the same pipeline."
+            )
+
+
+def _in_pipeline_of(transformer: Path, part: str, folder: Path, name: str) -> bool:
+    """Whether a folder is the part `name` of the pipeline whose part `part` is the transformer."""
+    return (transformer.name, folder.name) == (part, name) and transformer.parent.resolve() == folder.parent.resolve()
 
 
 def _resolve_text(text: TextConfig) -> TextConfig:
@@ -199,7 +236,7 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     kind = str(fields.get("model_type"))
     if recipe is None:
         if "d_model" not in fields:
-            others = [name for name, other in TEXT_RECIPES.items() if other.states == kind]
+            others = [name for name, other in TEXT_RECIPES.items() if kind in other.first_encoders]
             hint = f"; set model.text.kind {others[0]} for a pipeline with two text encoders" if others else ""
             raise ValueError(f"{folder} is a {kind} encoder; T5 and UMT5 encoders are supported{hint}.")
         return replace(text, d_model=fields["d_model"])

@@ -64,9 +64,9 @@ def clean(caption: str) -> str:
 
 
 def prepared(caption: str, config: TextConfig) -> str:
-    """A caption as the tokenizer of a T5 alone sees it: as it is, cleaned, or cleaned and in lower case (LattePipeline).
+    """A caption as the tokenizer of a T5 alone sees it: as it is, cleaned, or cleaned and in lower case.
 
-    Pipelines that pass no mask clean no prompt, so with `unmasked` only lower case counts.
+    Pipelines that pass no mask clean no prompt, so with `unmasked` only the lower case counts (LattePipeline).
     """
     text = clean(caption) if config.cleaned and not config.unmasked else caption
     return text.lower() if config.cleaned == "lower" else text

@@ -139,6 +139,11 @@ class TextRecipe:
     keeps_padding: bool = False
     picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
 
+    @property
+    def first_encoders(self) -> tuple[str, ...]:
+        """What the encoder in text_encoder/ may be, as Transformers names its type."""
+        return (self.states,) if self.states_parts[0] == "text_encoder" else ("clip_text_model", "clip")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
@@ -245,6 +250,13 @@ class Family:
     index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
+
+    @property
+    def text_types(self) -> tuple[str, ...]:
+        """What the encoder of the states may be in published pipelines, as Transformers names its type."""
+        if self.texts:
+            return tuple(dict.fromkeys(recipe.states for recipe in self.texts.values()))
+        return tuple(str(fields["model_type"]) for fields in self.parts.text.values())
 
     def settings(self, **values: object) -> DiTConfig:
         """The settings of a transformer of this family, with its defaults where none are given."""
