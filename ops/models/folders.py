@@ -217,10 +217,10 @@ def _check_parts(dit: AnyDiT, vae: VAEConfig, text: TextConfig) -> None:
                 f"model.text.kind is {text.kind}, and the weights of {own} were trained on the text of two encoders. "
                 f"Set it to {' or '.join(family.texts)}, and model.text.path to the same pipeline."
             )
-        kind, (wanted, *_) = read_json(folder / "config.json").get("model_type"), family.text_types
-        if kind not in family.text_types:
+        kind, types = read_json(folder / "config.json").get("model_type"), family.text_types
+        if kind not in types:
             raise ValueError(
-                f"{folder} is a {kind} encoder, and the weights of {own} were trained on text of a {wanted} one. Set "
+                f"{folder} is a {kind} encoder, and the weights of {own} were trained on text of a {types[0]} one. Set "
                 f"model.text.path to the text encoder of the same pipeline."
             )
 

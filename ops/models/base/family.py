@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ops.conditions import NOTHING, Conditions
+from ops.config import TokenShift
 from ops.models.base.config import DiTConfig
 
 if TYPE_CHECKING:
@@ -146,14 +147,37 @@ class TextRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRecipe:
+    """What published weights were trained with beside the numbers in their config.json: with other settings they would
+    see what they have never seen. Settings that are not here are as usual (text) or chosen freely (dit, flow)."""
+
+    text: Mapping[str, object]  # of model.text beside the path
+    dit: Mapping[str, object] = field(default_factory=dict)  # of model.dit
+    flow: Mapping[str, object] = field(default_factory=dict)  # of train.flow
+
+
+def shift_of(scheduler: Json) -> dict[str, object]:
+    """The shift of a published scheduler of flows, as settings of train.flow; without a scheduler none."""
+    if not scheduler:
+        return {}
+    if scheduler.get("use_dynamic_shifting"):
+        line = TokenShift(
+            base_tokens=scheduler.get("base_image_seq_len", 256),
+            max_tokens=scheduler.get("max_image_seq_len", 4096),
+            base=scheduler.get("base_shift", 0.5),
+            max=scheduler.get("max_shift", 1.15),
+        )
+        return {"token_shift": line}
+    return {"flow_shift": scheduler.get("flow_shift") or scheduler.get("shift") or 1.0, "token_shift": None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
     """How a published pipeline is used, where its weights do not say it themselves."""
 
-    text: Mapping[str, object]  # settings of model.text beside the path
     clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
-    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that its config.json has not
+    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that tell its variant
     first_frame: bool = False  # text to video that also takes a first frame
-    flow: Mapping[str, object] | None = None  # settings of train.flow; None: its scheduler's shift
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,11 +265,13 @@ class Family:
     parity_frames: Callable[[Any], int | None] = lambda config: None
 
     parts: PublishedParts
-    # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
-    # ValueError for a scheduler of another training than is computed
-    published: Callable[[Json, Json, Json], Published]
+    # (model_index.json, config.json of the transformer) of a published pipeline
+    published: Callable[[Json, Json], Published]
+    # (the same, config.json of the scheduler), empty where weights lie alone. Raises ValueError for a scheduler of
+    # another training than is computed
+    recipe: Callable[[Json, Json, Json], TrainingRecipe]
 
-    notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
+    notes: Callable[[str], list[str]] = lambda path: []  # (model.dit.path): what else is to be known of its weights
     # (train.flow, model.text.empty) -> further entries of model_index.json
     index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ops.models.base.encoders import T5_XXL
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    PublishedParts,
+    Scheduler,
+    TrainingRecipe,
+    VAEClass,
+)
 from ops.models.cogvideox.config import CogVideoXConfig
 
 if TYPE_CHECKING:
@@ -69,18 +79,25 @@ def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="CogVideoXDDIMScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As CogVideoXPipeline is called by default; its text has all rows of its padding, encoded without a mask."""
-    if scheduler.get("prediction_type") != "v_prediction" or not scheduler.get("rescale_betas_zero_snr"):
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Its text has all rows of its padding, encoded without a mask."""
+    del index
+    velocities = scheduler.get("prediction_type") == "v_prediction" and scheduler.get("rescale_betas_zero_snr")
+    if scheduler and not velocities:
         raise ValueError("its scheduler is not that of velocities without a signal at the last time.")
     rows = fields.get("max_text_seq_length", 226)
+    return TrainingRecipe(
+        text={"max_length": rows, "unmasked": rows, "pad_to": rows},
+        dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)} if scheduler else {},
+    )
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As CogVideoXPipeline is called by default."""
+    del index
     later = fields.get("patch_size_t") is not None
     size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
-    return Published(
-        text={"max_length": rows, "unmasked": rows, "pad_to": rows},
-        clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0},
-        dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)},
-    )
+    return Published(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
 
 
 def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
@@ -116,15 +133,6 @@ def _export_notes(config: CogVideoXConfig, pad_to: int) -> list[str]:
     if pad_to in (0, 226):
         return []
     return [f"this run trained on {pad_to} rows of text; call the pipeline with max_sequence_length={pad_to}."]
-
-
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if path and not pad_to:
-        return [
-            f"{path} with model.text.pad_to 0: CogVideoX's published weights attend to 226 rows of text, padding "
-            f"included. Set model.text.max_length, unmasked and pad_to to 226."
-        ]
-    return []
 
 
 FAMILY = Family(
@@ -168,9 +176,9 @@ FAMILY = Family(
     scheduler=_scheduler,
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),
     parity_text=lambda config: 7 if config.rotary else config.text_rows,
-    notes=_notes,
     export_notes=_export_notes,
 )

@@ -15,7 +15,9 @@ from ops.models.base.family import (
     PublishedParts,
     Scheduler,
     TextRecipe,
+    TrainingRecipe,
     VAEClass,
+    shift_of,
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
@@ -134,11 +136,18 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Text of both encoders, which see the first frame, too, where clips start from it."""
+    del index
+    kind = "hunyuan_i2v" if fields.get("image_condition_type") else "hunyuan"
+    return TrainingRecipe(text={"kind": kind, "max_length": 256}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
     """As HunyuanVideoPipeline or HunyuanVideoImageToVideoPipeline is called by default."""
+    del index
     condition = fields.get("image_condition_type")
     return Published(
-        text={"kind": "hunyuan_i2v" if condition else "hunyuan", "max_length": 256},
         clips={
             "frames": 129,
             "height": 720,
@@ -190,6 +199,7 @@ FAMILY = Family(
     ),
     parts=PublishedParts(text={"text_encoder": LLAMA_8B, "text_encoder_2": CLIP_L}),
     published=_published,
+    recipe=_recipe,
     key_map={
         "num_layers": "num_layers",
         "num_single_layers": "num_single_layers",

@@ -12,8 +12,10 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
+    TrainingRecipe,
     VAEClass,
     even_sigmas,
+    shift_of,
 )
 from ops.models.ltx.config import LTXConfig
 
@@ -58,10 +60,16 @@ def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As LTXPipeline is called by default, with its text of 128 rows encoded without a mask."""
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Its text is encoded over 128 rows without a mask, and the caption's own are kept."""
+    del index, fields
+    return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As LTXPipeline is called by default."""
+    del index, fields
     return Published(
-        text={"max_length": 128, "unmasked": 128},
         clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
         first_frame=True,
     )
@@ -130,6 +138,7 @@ FAMILY = Family(
     shifts_by_tokens=True,
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
 )

@@ -13,8 +13,10 @@ from ops.models.base.family import (
     Published,
     PublishedParts,
     Scheduler,
+    TrainingRecipe,
     VAEClass,
     config_normalisation,
+    shift_of,
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS
 from ops.models.mochi.config import MochiConfig
@@ -68,12 +70,19 @@ def _scheduler(config: MochiConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As MochiPipeline is called by default."""
-    if not scheduler.get("invert_sigmas"):
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Captions as they are; an empty one is no text, as model_index.json says. Without that file it is taken so."""
+    del fields
+    if scheduler and not scheduler.get("invert_sigmas"):
         raise ValueError("its scheduler has no invert_sigmas, by which Mochi is told the share of signal.")
+    empty = "none" if not index or index.get(_EMPTY_IS_NONE) else "encoded"
+    return TrainingRecipe(text={"max_length": 256, "cleaned": False, "empty": empty}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As MochiPipeline is called by default."""
+    del index, fields
     return Published(
-        text={"max_length": 256, "cleaned": False, "empty": "none" if index.get(_EMPTY_IS_NONE) else "encoded"},
         clips={"frames": 19, "height": 480, "width": 848, "fps": 30.0, "steps": 64, "guidance_scale": 4.5},
     )
 
@@ -93,12 +102,6 @@ def _parity_inputs(config: MochiConfig, sample: ParitySample) -> dict[str, Any]:
 def _index(flow: FlowConfig, empty: EmptyText) -> dict[str, object]:
     del flow
     return {_EMPTY_IS_NONE: empty == "none"}
-
-
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if path and pad_to:
-        return [f"{path} with model.text.pad_to {pad_to}: Mochi's published weights see captions in their true length."]
-    return []
 
 
 def _export_notes(config: MochiConfig, pad_to: int) -> list[str]:
@@ -154,9 +157,9 @@ FAMILY = Family(
     spacing="linear_quadratic",
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: -output,
     index=_index,
-    notes=_notes,
     export_notes=_export_notes,
 )
