@@ -380,7 +380,7 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
 def check_weights(model: ModelConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, unless the weights of every folder that a resolved model
     names are there and whole. Reads headers alone."""
-    folders = [component(model.dit.path, model.dit.part)] if model.dit.path else []
+    folders = [component(model.dit.path, one.part) for one in model.dit.experts] if model.dit.path else []
     folders += [component(model.vae.path, "vae")] if model.vae.path else []
     if model.text.path:
         folders += [text_folder(model.text)] + ([pooled_text_folder(model.text)] if model.text.recipe else [])
