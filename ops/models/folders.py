@@ -95,21 +95,26 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
 
 
 def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
-    """`base` with the numbers of a transformer's config.json, in the settings of the folder's own family.
+    """`base` with the numbers of a transformer's config.json, in the settings of the folder's own family. A key that is
+    not there is meant with its class's default.
 
-    Raises ValueError for a class that no family has, and for a variant that we do not compute.
+    Raises ValueError for a class that no family has, for a variant that we do not compute, and for a key that is
+    missing and has no default.
     """
     classes = {family.diffusers_class: family for family in FAMILIES.values()}
     name = class_of(fields)
     if name not in classes:
         raise ValueError(f"{where} is a {name}; known are {' and '.join(classes)}.")
     family = classes[name]
+    fields = {**family.class_defaults, **fields}
     for key, value in family.fixed_fields.items():
         if fields.get(key, value) != value:
             raise ValueError(f"{where} has {key} {fields[key]!r}; only {value!r} is supported.")
     known = {field.name for field in dataclasses.fields(base)} - {"architecture"}
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(family.config) if f.name in known}
     values |= {field: fields[key] for field, key in family.key_map.items() if fields.get(key) is not None}
+    if missing := [key for field, key in family.key_map.items() if fields.get(key) is None and field != "out_channels"]:
+        raise ValueError(f"{where} has no {missing[0]}, and {name} no default of it. Copy its config.json again.")
     if fields.get(family.key_map["out_channels"]) is None:
         values["out_channels"] = values["in_channels"]
     values |= family.read_rest(fields, values)

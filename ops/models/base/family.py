@@ -242,6 +242,7 @@ class Family:
     hint_share: float = 0.0  # of the first frame in the noise that sampling begins with
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
+    class_defaults: Json = field(default_factory=dict)  # of these and further keys, where the class has a default
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
     read_rest: Callable[[Json, Json], dict[str, object]]  # (config.json, fields known so far) -> further fields
     # `Any` is the settings of this very family, which no common parameter type can be.

@@ -44,14 +44,14 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    spatial, temporal = fields.get("patch_size", 2), fields.get("patch_size_t")
+    spatial, temporal = fields["patch_size"], fields.get("patch_size_t")
     if temporal is None and not fields.get("patch_bias", True):
         raise ValueError("patch_bias false: only patch embeddings with a bias are supported.")
     return {
         "patch": (temporal or 1, spatial, spatial),
         "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
         "rope_theta": 10000.0,
-        "sample_size": (fields.get("sample_height", 60), fields.get("sample_width", 90)),
+        "sample_size": (fields["sample_height"], fields["sample_width"]),
     }
 
 
@@ -153,6 +153,31 @@ FAMILY = Family(
         "rotary": "use_rotary_positional_embeddings",
         "spatial_scale": "spatial_interpolation_scale",
         "text_rows": "max_text_seq_length",
+    },
+    class_defaults={
+        "num_attention_heads": 30,
+        "attention_head_dim": 64,
+        "in_channels": 16,
+        "out_channels": 16,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "time_embed_dim": 512,
+        "text_embed_dim": 4096,
+        "num_layers": 30,
+        "attention_bias": True,
+        "sample_width": 90,
+        "sample_height": 60,
+        "patch_size": 2,
+        "temporal_compression_ratio": 4,
+        "max_text_seq_length": 226,
+        "activation_fn": "gelu-approximate",
+        "timestep_activation_fn": "silu",
+        "norm_elementwise_affine": True,
+        "norm_eps": 1e-05,
+        "spatial_interpolation_scale": 1.875,
+        "temporal_interpolation_scale": 1.0,
+        "use_rotary_positional_embeddings": False,
+        "use_learned_positional_embeddings": False,
     },
     fixed_fields={
         "use_learned_positional_embeddings": False,

@@ -82,10 +82,10 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    spatial = fields.get("patch_size", 2)
+    spatial = fields["patch_size"]
     return read_joint(fields, known, "rope_axes_dim") | {
-        "patch": (fields.get("patch_size_t", 1), spatial, spatial),
-        "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
+        "patch": (fields["patch_size_t"], spatial, spatial),
+        "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
         "first_frame": fields.get("image_condition_type") or "none",
     }
 
@@ -211,6 +211,24 @@ FAMILY = Family(
         "rope_theta": "rope_theta",
         "num_refiner_layers": "num_refiner_layers",
         "guidance_embeds": "guidance_embeds",
+    },
+    class_defaults={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "num_layers": 20,
+        "num_single_layers": 40,
+        "num_refiner_layers": 2,
+        "mlp_ratio": 4.0,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "qk_norm": "rms_norm",
+        "guidance_embeds": True,
+        "text_embed_dim": 4096,
+        "pooled_projection_dim": 768,
+        "rope_theta": 256.0,
+        "rope_axes_dim": (16, 56, 56),
     },
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,

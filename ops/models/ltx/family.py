@@ -49,7 +49,7 @@ def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     width = known["num_heads"] * known["head_dim"]
-    if fields.get("cross_attention_dim", 2048) != width:
+    if fields["cross_attention_dim"] != width:
         raise ValueError(
             f"cross_attention_dim {fields.get('cross_attention_dim')} is not the transformer's width {width}."
         )
@@ -116,6 +116,23 @@ FAMILY = Family(
         "in_channels": "in_channels",
         "out_channels": "out_channels",
         "eps": "norm_eps",
+    },
+    class_defaults={
+        "in_channels": 128,
+        "out_channels": 128,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "num_attention_heads": 32,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 2048,
+        "num_layers": 28,
+        "activation_fn": "gelu-approximate",
+        "qk_norm": "rms_norm_across_heads",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-06,
+        "caption_channels": 4096,
+        "attention_bias": True,
+        "attention_out_bias": True,
     },
     fixed_fields={
         "qk_norm": "rms_norm_across_heads",

@@ -55,7 +55,7 @@ def _vae_normalisation(fields: Json, channels: int, module: object) -> tuple[lis
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    patch = fields.get("patch_size", 2)
+    patch = fields["patch_size"]
     return {"patch": (1, patch, patch), "ffn_dim": 4 * known["num_heads"] * known["head_dim"]}
 
 
@@ -142,6 +142,18 @@ FAMILY = Family(
         "context_dim": "pooled_projection_dim",
         "in_channels": "in_channels",
         "out_channels": "out_channels",
+    },
+    class_defaults={
+        "patch_size": 2,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "num_layers": 48,
+        "pooled_projection_dim": 1536,
+        "in_channels": 12,
+        "qk_norm": "rms_norm",
+        "text_embed_dim": 4096,
+        "time_embed_dim": 256,
+        "activation_fn": "swiglu",
     },
     fixed_fields={"qk_norm": "rms_norm", "activation_fn": "swiglu"},
     read_rest=_read_rest,

@@ -53,7 +53,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     if fields.get("added_kv_proj_dim") not in (None, width):
         raise ValueError(f"added_kv_proj_dim {fields['added_kv_proj_dim']} is not the transformer's width {width}.")
     return {
-        "patch": tuple(fields.get("patch_size", (1, 2, 2))),
+        "patch": tuple(fields["patch_size"]),
         "first_frame": "channels" if known["in_channels"] != known["out_channels"] else "none",
         "image_dim": fields.get("image_dim") or 0,
     }
@@ -197,6 +197,21 @@ FAMILY = Family(
         "out_channels": "out_channels",
         "cross_attn_norm": "cross_attn_norm",
         "eps": "eps",
+    },
+    class_defaults={
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 4096,
+        "freq_dim": 256,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": 1e-06,
+        "rope_max_seq_len": 1024,
     },
     fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
     read_rest=_read_rest,
