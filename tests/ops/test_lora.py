@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import diffusers
+import peft
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils
@@ -311,7 +312,6 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
 
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
 def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="it makes the factors; Heddle does not need it")
     config = VARIANTS[case]
     reference = their_class(config)
     write_folder(tmp_path / "transformer", reference.state_dict(), dit_json(config))
