@@ -375,6 +375,8 @@ def describe(kind: object) -> str:
     simple = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if isinstance(kind, type) and kind in simple:
         return simple[kind]
+    if get_origin(kind) is Literal:
+        return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) is tuple and get_args(kind)[-1] is not Ellipsis:
         return f"a list of {len(get_args(kind))}: {', '.join(describe(k) for k in get_args(kind))}"
     if get_origin(kind) in (tuple, list):

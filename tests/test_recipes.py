@@ -24,7 +24,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import T5_XXL
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts
+from ops.models.base.family import (
+    PICTURE_VAE,
+    Family,
+    Json,
+    LoraNames,
+    OwnCode,
+    Published,
+    PublishedParts,
+    TrainingRecipe,
+)
 from ops.models.loom.config import LoomConfig
 
 if TYPE_CHECKING:
@@ -37,8 +46,12 @@ def _model() -> type[nn.Module]:
     return LoomDiT
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    return Published(text={"max_length": 128}, clips={"frames": 9, "steps": 50, "guidance_scale": 3.0})
+def _published(index: Json, fields: Json) -> Published:
+    return Published(clips={"frames": 9, "steps": 50, "guidance_scale": 3.0})
+
+
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    return TrainingRecipe(text={"max_length": 128})
 
 
 FAMILY = Family(
@@ -62,6 +75,7 @@ FAMILY = Family(
     lora_names=LoraNames(blocks=("transformer_blocks.",), projections=("to_q", "to_k", "to_v", "to_out.0")),
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
 )
 '''
 TEST_OF_LOOM = '''

@@ -54,6 +54,7 @@ from actors.worker.worker import Worker
 from data.cache import kept_kinds
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
+from ops.models.load import check_factors
 
 _START_S = 120.0  # a small actor answers within this time also on a busy cluster
 
@@ -74,6 +75,7 @@ def start_controller(
     run = run_id(run_dir)
     model, geometry = resolve(config.model)
     check_weights(model)
+    check_factors(model.dit)
     monitor = start_monitor(run)
     found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
     device = found.name

@@ -31,7 +31,7 @@ from app.settings.run_folder import check_place, run_dir
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import num_trained
+from ops.models.load import check_factors, num_trained
 from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
@@ -51,6 +51,7 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     _print_model(config, model)
     try:
         check_weights(model)
+        check_factors(model.dit)
     except (FileNotFoundError, ValueError) as error:
         print(f"          warning: {error} This can be planned, not trained.")
     cluster = cluster_of(config)

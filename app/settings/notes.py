@@ -10,6 +10,7 @@ from app.settings.prompts import prompt_notes
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
+from ops.models.recipe import recipe_notes
 
 
 def notes(config: RunConfig) -> list[str]:
@@ -26,7 +27,10 @@ def notes(config: RunConfig) -> list[str]:
             f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
-    return found + FAMILIES[model.dit.architecture].notes(model.dit.path, model.text.pad_to)
+    if model.dit.path:
+        found += recipe_notes(model.dit, model.text, config.train.flow)
+        found += FAMILIES[model.dit.architecture].notes(model.dit.path)
+    return found
 
 
 def sample_notes(config: RunConfig) -> list[str]:

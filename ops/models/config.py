@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ops.geometry import Geometry
-from ops.models.base.family import EmptyText, TextRecipe
+from ops.models.base.family import Cleaning, EmptyText, TextRecipe
 from ops.models.base.tiles import Tiles
 from ops.models.families import TEXT_RECIPES, AnyDiT, TextKind
 from ops.models.wan.config import WanConfig
@@ -100,7 +100,9 @@ class TextConfig:
     # 0: the encoder sees a caption alone. Weights of LTX-Video and CogVideoX were trained on encodings of captions
     # padded to 128 and 226 rows without a mask. The caption's own are kept (LTX-Video), or with an equal pad_to all
     unmasked: int = 0
-    cleaned: bool = True  # entities of HTML resolved, white space joined; weights of Mochi were trained without it
+    # true: entities of HTML resolved, white space joined; weights of Mochi were trained without it (false). lower: and
+    # in lower case, as weights of Latte and Open-Sora were trained
+    cleaned: Cleaning = True
     # none: an empty caption is no text at all. So Mochi's weights were trained, as its model_index.json says
     empty: EmptyText = "encoded"
     # device: beside the transformer. host: in host memory, once for all workers of a node, and on the device only while

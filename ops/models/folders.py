@@ -95,21 +95,26 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
 
 
 def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
-    """`base` with the numbers of a transformer's config.json, in the settings of the folder's own family.
+    """`base` with the numbers of a transformer's config.json, in the settings of the folder's own family. A key that is
+    not there is meant with its class's default.
 
-    Raises ValueError for a class that no family has, and for a variant that we do not compute.
+    Raises ValueError for a class that no family has, for a variant that we do not compute, and for a key that is
+    missing and has no default.
     """
     classes = {family.diffusers_class: family for family in FAMILIES.values()}
     name = class_of(fields)
     if name not in classes:
         raise ValueError(f"{where} is a {name}; known are {' and '.join(classes)}.")
     family = classes[name]
+    fields = {**family.class_defaults, **fields}
     for key, value in family.fixed_fields.items():
         if fields.get(key, value) != value:
             raise ValueError(f"{where} has {key} {fields[key]!r}; only {value!r} is supported.")
     known = {field.name for field in dataclasses.fields(base)} - {"architecture"}
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(family.config) if f.name in known}
     values |= {field: fields[key] for field, key in family.key_map.items() if fields.get(key) is not None}
+    if missing := [key for field, key in family.key_map.items() if fields.get(key) is None and field != "out_channels"]:
+        raise ValueError(f"{where} has no {missing[0]}, and {name} no default of it. Copy its config.json again.")
     if fields.get(family.key_map["out_channels"]) is None:
         values["out_channels"] = values["in_channels"]
     values |= family.read_rest(fields, values)
@@ -195,10 +200,47 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         stride, chunk = (vae.temporal, vae.spatial, vae.spatial), 0
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
+    _check_parts(dit, vae, text)
     dit = _with_pooled(dit, text)
     text = _with_picture(dit, text)
     geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
     return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
+
+
+def _check_parts(dit: AnyDiT, vae: VAEConfig, text: TextConfig) -> None:
+    """Raises ValueError for an autoencoder or a text encoder that the weights in `dit.path` were not trained with.
+
+    Numbers do not tell them apart: the latents of four families have 16 channels, and T5-XXL, UMT5-XXL and Llama are
+    equally wide. What lies in the transformer's own pipeline is right, whatever it is: exports hold what was trained
+    with.
+    """
+    if not dit.path:
+        return
+    own, family = component(dit.path, dit.part), FAMILIES[dit.architecture]
+    if vae.path and not _in_pipeline_of(own, dit.part, folder := component(vae.path, "vae"), "vae"):
+        name, wanted = class_of(read_json(folder / "config.json")), [one.name for one in (family.vae, *family.own_vaes)]
+        if name not in wanted:
+            raise ValueError(
+                f"{folder} is a {name}, and the weights of {own} were trained on latents of {' or '.join(wanted)}. Set "
+                f"model.vae.path to the VAE of the same pipeline."
+            )
+    if text.path and not _in_pipeline_of(own, dit.part, folder := text_folder(text), folder.name):
+        if family.texts and text.kind not in family.texts:
+            raise ValueError(
+                f"model.text.kind is {text.kind}, and the weights of {own} were trained on the text of two encoders. "
+                f"Set it to {' or '.join(family.texts)}, and model.text.path to the same pipeline."
+            )
+        kind, types = read_json(folder / "config.json").get("model_type"), family.text_types
+        if kind not in types:
+            raise ValueError(
+                f"{folder} is a {kind} encoder, and the weights of {own} were trained on text of a {types[0]} one. Set "
+                f"model.text.path to the text encoder of the same pipeline."
+            )
+
+
+def _in_pipeline_of(transformer: Path, part: str, folder: Path, name: str) -> bool:
+    """Whether a folder is the part `name` of the pipeline whose part `part` is the transformer."""
+    return (transformer.name, folder.name) == (part, name) and transformer.parent.resolve() == folder.parent.resolve()
 
 
 def _resolve_text(text: TextConfig) -> TextConfig:
@@ -207,7 +249,7 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     kind = str(fields.get("model_type"))
     if recipe is None:
         if "d_model" not in fields:
-            others = [name for name, other in TEXT_RECIPES.items() if other.states == kind]
+            others = [name for name, other in TEXT_RECIPES.items() if kind in other.first_encoders]
             hint = f"; set model.text.kind {others[0]} for a pipeline with two text encoders" if others else ""
             raise ValueError(f"{folder} is a {kind} encoder; T5 and UMT5 encoders are supported{hint}.")
         return replace(text, d_model=fields["d_model"])
@@ -351,7 +393,7 @@ def _resolve_dit(dit: AnyDiT, channels: int, stride: tuple[int, int, int], text_
 def check_weights(model: ModelConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, unless the weights of every folder that a resolved model
     names are there and whole. Reads headers alone."""
-    folders = [component(model.dit.path, model.dit.part)] if model.dit.path else []
+    folders = [component(model.dit.path, one.part) for one in model.dit.experts] if model.dit.path else []
     folders += [component(model.vae.path, "vae")] if model.vae.path else []
     if model.text.path:
         folders += [text_folder(model.text)] + ([pooled_text_folder(model.text)] if model.text.recipe else [])

@@ -79,10 +79,32 @@ def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
     return module.get_parameter
 
 
-def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
-    """Factors of `config.lora_from`. Raises FileNotFoundError where two experts have not a file each."""
+def check_factors(config: DiTConfig) -> None:
+    """Raises FileNotFoundError or ValueError, one sentence, unless the factors of `lora_from` are those of a resolved
+    config: their names, shapes and rank. Reads their file, which is small, and no weights."""
     from ops.models.experts import transformers
-    from ops.models.lora import begin_with_file, factor_file
+    from ops.models.lora import read_factors
+
+    if not config.lora_from:
+        return
+    _check_files_of_experts(config)
+    for one, expert in zip(config.experts, transformers(dit_skeleton(config)), strict=True):
+        read_factors(expert, one)
+
+
+def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
+    """Factors of `config.lora_from`."""
+    from ops.models.experts import transformers
+    from ops.models.lora import begin_with_file
+
+    _check_files_of_experts(config)
+    for one, expert in zip(config.experts, transformers(module), strict=True):
+        begin_with_file(expert, one)
+
+
+def _check_files_of_experts(config: DiTConfig) -> None:
+    """Raises FileNotFoundError where two experts have not a file of factors each."""
+    from ops.models.lora import factor_file
 
     if config.lora_from and len(config.experts) > 1:
         names = [factor_file(one.expert_name) for one in config.experts]
@@ -91,8 +113,6 @@ def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
                 f"model.dit.lora_from {config.lora_from} must be a folder that holds {' and '.join(names)}, as "
                 f"model.dit.expert is both. Name your files so."
             )
-    for one, expert in zip(config.experts, transformers(module), strict=True):
-        begin_with_file(expert, one)
 
 
 def dit_skeleton(config: DiTConfig) -> nn.Module:
@@ -175,7 +195,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     from ops.models.folders import text_parts
-    from ops.models.text import clean
+    from ops.models.text import prepared
     from ops.models.text_pair import byte_tokenizer, recipe_of
 
     recipe = recipe_of(config) if config.recipe else None
@@ -185,8 +205,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
         return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
-    raw = config.unmasked or not config.cleaned
-    return lambda caption: len(tokenizer(caption if raw else clean(caption), verbose=False).input_ids)
+    return lambda caption: len(tokenizer(prepared(caption, config), verbose=False).input_ids)
 
 
 def build_image(

@@ -135,16 +135,24 @@ def _other_halves(rows: Tensor) -> Tensor:
 
 
 def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
-    """Give factors the values of `config.lora_from`, scaled so that W + (alpha / rank) B A is what the file means.
+    """Give factors the values of `config.lora_from`; those that the file lacks stay as they are."""
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in read_factors(module, config).items():
+            parameters[name].copy_(tensor)
 
-    Those that the file lacks stay as they are. Raises ValueError for a file of another model, rank or naming.
+
+def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
+    """The factors in `config.lora_from` by the names of `module`, which may be on the meta device, scaled so that
+    W + (alpha / rank) B A is what the file means; none without a file. Raises ValueError for a file of another model,
+    rank or naming.
 
     Names may begin with `transformer.` (Diffusers) or `base_model.model.` (PEFT), or be those of the original code,
     alone or with `diffusion_model.` (ComfyUI) or `lora_unet_` (kohya). The scale is that of `.alpha`, or what Diffusers
     wrote into the file's header or PEFT into the `adapter_config.json` beside it; else B holds it (`for_diffusers`).
     """
     if not config.lora_from:
-        return
+        return {}
     file = _factor_file(Path(config.lora_from).expanduser(), config.expert_name)
     try:
         stored, declared = load_file(file), _declared_scale(file)
@@ -170,9 +178,7 @@ def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
                 f"model.dit.lora_from {file}: {name} is {list(tensor.shape)} and {wanted}, with model.dit.lora_rank "
                 f"{config.lora_rank}. Give factors of the same model, and their rank."
             )
-    with torch.no_grad():
-        for name, tensor in factors.items():
-            parameters[name].copy_(tensor / lora_scale(config) if name.endswith(B) else tensor)
+    return {name: tensor / lora_scale(config) if name.endswith(B) else tensor for name, tensor in factors.items()}
 
 
 def factor_file(expert: str) -> str:

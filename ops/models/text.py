@@ -65,6 +65,15 @@ def clean(caption: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
 
 
+def prepared(caption: str, config: TextConfig) -> str:
+    """A caption as the tokenizer of a T5 alone sees it: as it is, cleaned, or cleaned and in lower case.
+
+    Pipelines that pass no mask clean no prompt, so with `unmasked` only the lower case counts (LattePipeline).
+    """
+    text = clean(caption) if config.cleaned and not config.unmasked else caption
+    return text.lower() if config.cleaned == "lower" else text
+
+
 class T5Text:
     """A T5 or UMT5 encoder with its tokenizer. Deterministic; a caption's states do not depend on its batch."""
 
@@ -75,8 +84,8 @@ class T5Text:
         self.place = config.place
         self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.config = config
         self.max_length, self.pad_to, self.unmasked = config.max_length, config.pad_to, config.unmasked
-        self.cleaned, self.empty = config.cleaned, config.empty
         self.dim = int(encoder.config.d_model)  # type: ignore[union-attr, arg-type]
 
     def count(self, caption: str) -> int:
@@ -115,9 +124,8 @@ class T5Text:
         return self.encoder.parameters()
 
     def _tokens(self, caption: str) -> list[int]:
-        # pipelines that pass no mask clean no prompt
-        text = clean(caption) if self.cleaned and not self.unmasked else caption
-        if not text and self.empty == "none":
+        text = prepared(caption, self.config)
+        if not text and self.config.empty == "none":
             return []
         return self.tokenizer(text, truncation=True, max_length=self.max_length).input_ids
 

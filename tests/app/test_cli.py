@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from app.cli import main
 from app.settings.errors import exit_code, is_ours
@@ -170,11 +172,17 @@ def test_a_run_and_its_dry_run_say_that_wan_weights_lack_their_padding(
         raise ConfigError("no cluster here")
 
     (tmp_path / "config.json").write_text(json.dumps(dit_json(WanConfig())))
-    said = f"note: model.dit.path {tmp_path} with model.text.pad_to 0"
+    said = (
+        f"note: the weights of {tmp_path} were trained with model.text.max_length 512 (here 96), model.text.pad_to 512"
+    )
     code, printed, err = dry_run(f"model.dit.path={tmp_path}")
     assert code == 0 and said in printed, err
-    code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512")
+    code, printed, err = dry_run(f"model.dit.path={tmp_path}", "model.text.pad_to=512", "model.text.max_length=512")
     assert code == 0 and "pad_to" not in printed, err
+    foreign = tmp_path / "of-another-rank.safetensors"
+    save_file({"transformer.blocks.0.attn1.to_q.lora_A.weight": torch.zeros(3, 128)}, foreign)
+    code, printed, err = dry_run("model.dit.lora_rank=2", f"model.dit.lora_from={foreign}")
+    assert code == 0 and "warning: model.dit.lora_from" in printed and "This can be planned, not trained." in printed
     monkeypatch.setattr(launch, "connect", no_cluster)
     monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     overrides = [f"model.dit.path={tmp_path}", f"run.dir={tmp_path}", "data.sources.0.synthetic=false"]

@@ -420,9 +420,6 @@ def test_frequencies_of_rope_stay_as_they_are_beside_rounded_weights(tmp_path: P
     assert torch.equal(load_file(tmp_path / "out" / "transformer" / "model.safetensors")["rope.freqs"], before)
 
 
-NEEDS_PEFT = "Diffusers loads factors by PEFT, which Heddle does not need"
-
-
 def takes_factors(name: str) -> bool:
     """Whether Diffusers' pipeline of the family reads them."""
     family = FAMILIES[name]
@@ -435,7 +432,6 @@ FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "ltx")]
 
 @pytest.mark.parametrize(("family", "file"), FILES)
 def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, file: str, tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason=NEEDS_PEFT)
     published = PIPELINES[family]
     base = published.publish(tmp_path / "base")
     run = write_checkpoint(tmp_path / "run", run_on(published, base, lora_rank=2, lora_alpha=3.0))
@@ -452,7 +448,6 @@ def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str,
 
 
 def test_lora_factors_load_into_a_hunyuan_pipeline(tmp_path: Path) -> None:
-    pytest.importorskip("peft", reason=NEEDS_PEFT)
     config = hunyuan_run(lora_rank=2, lora_alpha=3.0)
     run = write_checkpoint(tmp_path / "run", config)
     exported = export.export(run, tmp_path / "out")

@@ -17,11 +17,10 @@ import pytest
 
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of
 from app.sampling.model import saved_model
-from app.sampling.published import flow_of, published_notes, published_run
+from app.sampling.published import published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import Published
-from ops.models.config import TextConfig
+from ops.models.base.family import Published, shift_of
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -117,20 +116,22 @@ def test_its_clip_is_the_sampler_s_and_a_file(folders: dict[str, Path], tmp_path
     ],
 )
 def test_the_shift_is_the_scheduler_s(scheduler: dict[str, Any], shift: float) -> None:
-    assert flow_of(scheduler).flow_shift == shift and flow_of(scheduler).token_shift is None
+    assert shift_of(scheduler) == {"flow_shift": shift, "token_shift": None} and shift_of({}) == {}
 
 
 def test_a_dynamic_shift_is_a_line_over_tokens() -> None:
     fields = {"use_dynamic_shifting": True, "base_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05}
-    assert flow_of(fields).token_shift == TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
+    line = TokenShift(base_tokens=1024, max_tokens=4096, base=0.95, max=2.05)
+    assert shift_of(fields) == {"token_shift": line}
 
 
 def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
     """By the defaults of its own pipeline."""
     defaults = inspect.signature(diffusers.HunyuanVideoImageToVideoPipeline.__call__).parameters
-    found = FAMILIES["hunyuan"].published({}, {"image_condition_type": "latent_concat"}, {})
-    assert (found.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
-    assert found.text["max_length"] == defaults["max_sequence_length"].default
+    fields = {"image_condition_type": "latent_concat"}
+    found, recipe = FAMILIES["hunyuan"].published({}, fields), FAMILIES["hunyuan"].recipe({}, fields, {})
+    assert (recipe.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
+    assert recipe.text["max_length"] == defaults["max_sequence_length"].default
     names = {"num_frames": "frames", "num_inference_steps": "steps"}
     for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale"):
         assert found.clips[names.get(name, name)] == defaults[name].default, name
@@ -138,7 +139,7 @@ def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
 
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     def published(index: dict[str, Any], inside: int, outside: int) -> Published:
-        return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside}, {})
+        return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside})
 
     plain, image, five = published({}, 16, 16), published({}, 36, 16), published({"expand_timesteps": True}, 48, 48)
     experts = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 16, 16)
@@ -150,8 +151,8 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     moving = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 36, 16)
     assert [moving.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 3.5, 3.5]
     assert moving.dit == {"first_frame": "channels", "expert": "high"} and "guidance_scale_2" not in plain.clips
-    assert all(found.text == {"max_length": 512, "pad_to": 512} for found in (plain, image, five, experts))
-    assert WanConfig(**image.dit).starts_from_image and TextConfig(**plain.text).pad_to == 512  # type: ignore[arg-type]
+    assert FAMILIES["wan"].recipe({}, {}, {}).text == {"max_length": 512, "pad_to": 512}
+    assert WanConfig(**image.dit).starts_from_image  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.own_code is None])
@@ -159,11 +160,12 @@ def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(nam
     """By the defaults of its `__call__`, where they are numbers: two classes take their size from the transformer."""
     family = FAMILIES[name]
     fields = {**dit_json(family.settings()), "in_channels": 16, "out_channels": 16, "guidance_embeds": True}
+    fields |= {"sample_size": 64}
     scheduler = dict(family.scheduler(family.settings(), FlowConfig()).settings)
-    found = family.published({}, fields | {"sample_size": 64}, scheduler)
+    found, recipe = family.published({}, fields), family.recipe({}, fields, scheduler)
     call = getattr(diffusers, family.pipeline_class(family.settings())).__call__
     defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
-    ours: dict[str, object] = {**found.clips, "max_sequence_length": found.text["max_length"]}
+    ours: dict[str, object] = {**found.clips, "max_sequence_length": recipe.text["max_length"]}
     names = {"num_frames": "frames", "video_length": "frames", "num_inference_steps": "steps", "frame_rate": "fps"}
     own = {names.get(key, key): value for key, value in defaults.items() if names.get(key, key) in ours and value}
     assert {"steps", "guidance_scale"} <= set(own)

@@ -31,7 +31,7 @@ from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.experts import transformers
-from ops.models.folders import dit_json, resolve
+from ops.models.folders import check_weights, dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
@@ -159,8 +159,6 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
     (clip,) = make_clips(ours, told, settings)
     (again,) = clips_of(out, ["a disc"], ClipSettings.of(exported.config))
     assert np.abs(clip.astype(int) - again.astype(int)).max() <= 1
-    if rank:
-        pytest.importorskip("peft", reason="Diffusers loads factors by PEFT, which Heddle does not need")
     pipe = DiffusionPipeline.from_pretrained(base if rank else tmp_path / "out")
     if rank:  # the factors, on the published pipeline, are what was merged
         for expert, second in (("high", False), ("low", True)):
@@ -193,6 +191,16 @@ def test_a_run_of_both_is_exported_whole_and_sampled_as_diffusers_does(tmp_path:
         (tmp_path / "out" / "pytorch_lora_weights_low.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="must be a folder that holds pytorch_lora_weights_high"):
             build_dit(begun, 0)
+
+
+def test_a_second_expert_that_is_not_all_there_is_found_before_anything_is_built(tmp_path: Path) -> None:
+    base = publish(tmp_path)
+    torn = base / "transformer_2" / "diffusion_pytorch_model.safetensors"
+    torn.write_bytes(torn.read_bytes()[:-10])
+    check_weights(resolve(run_of(base, "high").model)[0])
+    for expert in ("both", "low"):
+        with pytest.raises(ValueError, match=r"transformer_2/.* is not a whole safetensors file"):
+            check_weights(resolve(run_of(base, expert).model)[0])
 
 
 def test_a_worker_of_both_makes_the_clip_of_heddle_sample_beside_its_run(tmp_path: Path) -> None:

@@ -267,7 +267,9 @@ def test_what_it_cannot_do_is_refused(folder: Path, tmp_path: Path) -> None:
         (tmp_path / part).symlink_to(folder / part)
     with pytest.raises(FileNotFoundError, match=r"text_encoder_2/config.json does not exist; model.text.kind flux"):
         resolve(replace(config, text=replace(config.text, path=str(tmp_path))))
-    with pytest.raises(ValueError, match=r"is a clip_text_model encoder; T5 and UMT5 encoders are supported"):
+    with pytest.raises(
+        ValueError, match=r"is a clip_text_model encoder; T5 .* supported; set model.text.kind flux for"
+    ):
         resolve(replace(config, text=TextConfig(path=str(folder))))
 
 

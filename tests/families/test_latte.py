@@ -70,7 +70,7 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
     return ModelConfig(
         dit=LatteConfig(path=path, **dit),  # type: ignore[arg-type]
         vae=VAEConfig(kind="diffusers", path=path),
-        text=TextConfig(path=path, max_length=120),
+        text=TextConfig(path=path, max_length=120, cleaned="lower"),
     )
 
 
@@ -108,10 +108,10 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline(tmp_path: Path) -> None:
     folder = publish(tmp_path)
     model, geometry = resolve(settings(folder))
     assert replace(model.dit, path=None) == DIT
-    text, negative = build_text(model.text).encode(["a red dot", "blur"])
+    text, negative = build_text(model.text).encode(["  A RED Dot", "blur"])
     pipe = LattePipeline.from_pretrained(folder)
     with torch.no_grad():
-        wanted, _ = pipe.encode_prompt("a red dot", clean_caption=False, do_classifier_free_guidance=False)
+        wanted, _ = pipe.encode_prompt("  A RED Dot", clean_caption=False, do_classifier_free_guidance=False)
     torch.testing.assert_close(text, wanted[0], atol=1e-5, rtol=0)
     negative = torch.nn.functional.pad(negative, (0, 0, 0, len(text) - len(negative)))  # the pipeline wants equal rows
     request = SampleRequest(text=text, frames=5, height=32, width=48, seed=5)

@@ -191,7 +191,7 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
     return ModelConfig(
         dit=STDiT3Config(path=path, **dit),  # type: ignore[arg-type]
         vae=VAEConfig(kind="diffusers", path=path),
-        text=TextConfig(path=path, max_length=300, empty="none"),
+        text=TextConfig(path=path, max_length=300, cleaned="lower", empty="none"),
     )
 
 

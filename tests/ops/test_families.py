@@ -3,6 +3,7 @@ facts. Its cases are declared in tests/families/test_NAME.py."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import shutil
 import subprocess
@@ -27,10 +28,11 @@ from app.export.parity import (
 )
 from ops.config import FlowConfig
 from ops.models.base.config import DiTConfig
-from ops.models.base.family import ParitySample
+from ops.models.base.family import Json, ParitySample
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
+from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
 from tests.families.kit import their_class
 from tests.families.registry import VARIANTS, declared
@@ -87,6 +89,39 @@ def test_every_number_of_a_folder_comes_back(case: str) -> None:
     assert set(family.key_map) <= {setting.name for setting in fields(family.config)}
     runtime = replace(config, gradient_checkpointing=True, lora_rank=2)
     assert dit_config(dit_json(config), runtime, "here") == runtime
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not FAMILIES[name].own_code])
+def test_a_key_that_is_not_in_config_json_is_meant_as_the_class_has_it(name: str) -> None:
+    family = FAMILIES[name]
+    parameters = inspect.signature(getattr(diffusers, family.diffusers_class)).parameters
+    keys = {*family.key_map.values(), *family.fixed_fields, *family.write_rest(family.settings())}
+    defaults = {key: one.default for key, one in parameters.items() if key in keys and one.default is not None}
+    assert dict(family.class_defaults) == defaults
+    for key in family.key_map.values():
+        known = {**defaults, **dit_json(family.settings())}
+        if key in defaults:  # written out or left out, the numbers are the same
+            whole, without = {**known, key: defaults[key]}, {k: value for k, value in known.items() if k != key}
+            assert _config_or_refusal(without, family.settings()) == _config_or_refusal(whole, family.settings()), key
+        elif key != family.key_map["out_channels"]:
+            with pytest.raises(ValueError, match=f"here has no {key}, and {family.diffusers_class} no default of it"):
+                dit_config({**known, key: None}, family.settings(), "here")
+
+
+def _config_or_refusal(fields: Json, base: DiTConfig) -> object:
+    """A number that other numbers forbid is refused either way."""
+    try:
+        return dit_config(fields, base, "here")
+    except ValueError as refused:
+        return str(refused)
+
+
+def test_folders_that_leave_out_their_theta_or_numbers_get_those_of_their_class() -> None:
+    hunyuan = dit_config({"_class_name": "HunyuanVideoTransformer3DModel"}, WanConfig(), "here")
+    assert (hunyuan.rope_theta, hunyuan.num_layers, hunyuan.dim) == (256.0, 20, 3072)
+    assert dit_config({"architectures": ["STDiT3"]}, WanConfig(), "here").num_layers == 28
+    with pytest.raises(ValueError, match="here has attention_bias False; only True is supported"):
+        dit_config({"_class_name": "LatteTransformer3DModel"}, WanConfig(), "here")
 
 
 def test_diffusers_has_no_class_of_families_with_code_of_their_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, AutoencoderKLHunyuanVideo, AutoencoderKLWan
 from safetensors.torch import save
 
+from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.families import FAMILIES
 from ops.models.files import STEM, check_files
 from ops.models.folders import check_weights, dit_config, dit_json, resolve, vae_numbers
 from ops.models.hunyuan.config import HunyuanConfig
@@ -87,6 +90,70 @@ def test_modules_that_do_not_fit_are_named(tmp_path: Path) -> None:
         resolve(ModelConfig(dit=dit))
     with pytest.raises(ValueError, match=r"width 4096, model\.text makes 64"):
         resolve(ModelConfig(dit=dit, vae=VAEConfig(channels=16)))
+
+
+PARTS = {  # of published pipelines whose latents have 16 channels and whose text is 4096 wide
+    "wan": (WanConfig(text_dim=4096), {"_class_name": "AutoencoderKLWan"}, "umt5"),
+    "hunyuan": (HunyuanConfig(text_dim=4096), {"_class_name": "AutoencoderKLHunyuanVideo"}, "llama"),
+    "cogvideox": (CogVideoXConfig(text_dim=4096), {"_class_name": "AutoencoderKLCogVideoX"}, "t5"),
+}
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> Path:
+    for name, (dit, vae, text) in PARTS.items():
+        write(tmp_path / name / "transformer", **dit_json(dit))
+        write(tmp_path / name / "vae", **vae)
+        write(tmp_path / name / "text_encoder", model_type=text, **({} if text == "llama" else {"d_model": 4096}))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("dit", "vae", "text", "says"),
+    [
+        ("wan", "wan", "wan", None),
+        ("cogvideox", "cogvideox", "cogvideox", None),
+        ("wan", None, None, None),
+        (
+            "wan",
+            "hunyuan",
+            "wan",
+            r"hunyuan/vae is a AutoencoderKLHunyuanVideo, .*wan/transformer .* AutoencoderKLWan\.",
+        ),
+        ("wan", "cogvideox", None, "is a AutoencoderKLCogVideoX, "),
+        ("hunyuan", "wan", None, r"on latents of AutoencoderKLHunyuanVideo\. Set model\.vae\.path to"),
+        ("wan", "wan", "cogvideox", r"cogvideox/text_encoder is a t5 encoder, .*wan/transformer were .* a umt5 one"),
+        ("cogvideox", "cogvideox", "wan", r"is a umt5 encoder, .*cogvideox/transformer .* of a t5 one\."),
+        ("hunyuan", "hunyuan", "wan", r"kind is t5, .* two encoders\. Set it to hunyuan or hunyuan_i2v"),
+    ],
+)
+def test_parts_of_another_family_are_refused_though_their_numbers_agree(
+    published: Path, dit: str, vae: str | None, text: str | None, says: str | None
+) -> None:
+    """Parts without a folder are free, as in a test of the weights."""
+    of = FAMILIES[dit].settings
+    model = ModelConfig(
+        dit=of(path=str(published / dit)),
+        vae=VAEConfig(kind="diffusers", path=str(published / vae)) if vae else VAEConfig(channels=16),
+        text=TextConfig(path=str(published / text)) if text else TextConfig(d_model=4096),
+    )
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        resolve(model)
+
+
+def test_what_lies_in_the_pipeline_of_the_transformer_is_its_own(published: Path) -> None:
+    """An export of a run that was trained from nothing holds the encoders that it was trained with."""
+    write(published / "wan" / "vae", _class_name="AutoencoderKLHunyuanVideo")
+    write(published / "wan" / "text_encoder", model_type="t5", d_model=4096)
+    here = str(published / "wan")
+    vae = VAEConfig(kind="diffusers", path=here)
+    resolve(ModelConfig(dit=WanConfig(path=here), vae=vae, text=TextConfig(path=here)))
+    apart = published / "wan" / "transformer"  # a folder of weights alone has no pipeline
+    apart.rename(published / "wan" / "weights")
+    with pytest.raises(ValueError, match="is a AutoencoderKLHunyuanVideo"):
+        resolve(
+            ModelConfig(dit=WanConfig(path=str(published / "wan" / "weights")), vae=vae, text=TextConfig(path=here))
+        )
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import diffusers
+import peft
 import pytest
 import torch
 from diffusers.loaders import lora_conversion_utils
@@ -17,7 +19,7 @@ from app.export.parity import our_velocity, parity_sample, their_velocity
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
-from ops.models.load import build_dit, dit_skeleton, first_values
+from ops.models.load import build_dit, check_factors, dit_skeleton, first_values
 from ops.models.lora import A, B, LoRALinear, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
@@ -310,7 +312,6 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
 
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
 def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft", reason="it makes the factors; Heddle does not need it")
     config = VARIANTS[case]
     reference = their_class(config)
     write_folder(tmp_path / "transformer", reference.state_dict(), dit_json(config))
@@ -334,34 +335,40 @@ def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_pat
     assert (before - expected).abs().max() > 0.01 * expected.abs().max()
 
 
-def test_factors_of_another_model_rank_or_naming_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("met", [check_factors, lambda config: build_dit(config, 0)], ids=["before a run", "built"])
+def test_factors_of_another_model_rank_or_naming_are_refused(
+    met: Callable[[DiTConfig], object], tmp_path: Path
+) -> None:
     config = replace(WAN, lora_rank=3)
     file = tmp_path / "pytorch_lora_weights.safetensors"
     here = {"lora_from": str(file)}
     save_file(for_diffusers(moved(replace(config, lora_rank=2), 1).state_dict(), 1.0), file)
     with pytest.raises(ValueError, match=r"is \[2, .*\] and \[3, .*\] here, with model\.dit\.lora_rank 3"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     save_file({"transformer.blocks.9.attn1.to_q.lora_A.weight": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match="not in this model"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     save_file({"lora_te_layers_0.lora_down.weight": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match=r"lora_te_layers_0.lora_A.weight is \[3, 4\] and not in this model"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     save_file({"blocks.0.hada_w1": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match=r"holds no factors named .*first name: blocks.0.hada_w1"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     dora = {"transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.ones(4)}
     save_file(for_diffusers(moved(config, 1).state_dict(), 1.0) | dora, file)
     with pytest.raises(ValueError, match=r"holds blocks.0.attn1.to_q.lora_magnitude_vector beside factors: .*DoRA"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     pattern = json.dumps({"transformer.r": 3, "transformer.lora_alpha": 3, "transformer.alpha_pattern": {"to_q": 9}})
     save_file(for_diffusers(moved(config, 1).state_dict(), 1.0), file, metadata={LORA_ADAPTER_METADATA_KEY: pattern})
     with pytest.raises(ValueError, match=r"layers of their own alpha \(alpha_pattern\)"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     file.write_bytes(b"x" * 40)
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        build_dit(replace(config, **here), 0)
+        met(replace(config, **here))
     with pytest.raises(FileNotFoundError, match=r"model\.dit\.lora_from .* does not exist"):
-        build_dit(replace(config, lora_from=str(tmp_path / "none.safetensors")), 0)
+        met(replace(config, lora_from=str(tmp_path / "none.safetensors")))
+    met(config)
+    save_file(for_diffusers(moved(config, 1).state_dict(), 1.0), file)
+    met(replace(config, **here))
     with pytest.raises(ValueError, match="names factors, and lora_rank is 0"):
         replace(config, lora_rank=0, lora_from="a")

@@ -11,8 +11,8 @@ import torch
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from ops.models.config import TextConfig
-from ops.models.load import build_text
-from ops.models.text import length_groups
+from ops.models.load import build_text, token_counter
+from ops.models.text import length_groups, prepared
 
 FP32_ATOL = 1e-5
 CAPTIONS = [
@@ -77,6 +77,21 @@ def test_white_space_and_entities_are_cleaned_as_in_diffusers_pipelines() -> Non
     text = build_text(TextConfig())
     plain, dirty = text.encode(["a red & blue ball", "  a red &amp;amp; blue\n ball "])
     torch.testing.assert_close(plain, dirty, atol=FP32_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "seen"),
+    [
+        (TextConfig(cleaned=False), " A  RED &amp; blue\n Dot"),
+        (TextConfig(), "A RED & blue Dot"),
+        (TextConfig(cleaned="lower"), "a red & blue dot"),
+        (TextConfig(cleaned="lower", max_length=40, unmasked=40), " a  red &amp; blue\n dot"),
+    ],
+)
+def test_a_caption_is_prepared_as_it_is_asked_and_counted_so(settings: TextConfig, seen: str) -> None:
+    caption = " A  RED &amp; blue\n Dot"
+    assert prepared(caption, settings) == seen
+    assert token_counter(settings)(caption) == len(seen) + 1 == build_text(settings).count(caption)
 
 
 def test_length_groups_cover_all_with_bounded_padding() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from ops.conditions import NOTHING, Conditions
+from ops.config import TokenShift
 from ops.models.base.config import DiTConfig
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ops.models.base.vae import DiffusersVAE
 
 EmptyText = Literal["encoded", "none"]
+Cleaning = bool | Literal["lower"]
+"""What is done to a caption before its tokenizer (`ops.models.text.prepared`)."""
 Json = Mapping[str, Any]  # fields of a JSON file of Diffusers, whose types are its business
 
 
@@ -145,16 +148,44 @@ class TextRecipe:
     keeps_padding: bool = False
     picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
 
+    @property
+    def first_encoders(self) -> tuple[str, ...]:
+        """What the encoder in text_encoder/ may be, as Transformers names its type."""
+        return (self.states,) if self.states_parts[0] == "text_encoder" else ("clip_text_model", "clip")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingRecipe:
+    """What published weights were trained with beside the numbers in their config.json: with other settings they would
+    see what they have never seen. Settings that are not here are as usual (text) or chosen freely (dit, flow)."""
+
+    text: Mapping[str, object]  # of model.text beside the path
+    dit: Mapping[str, object] = field(default_factory=dict)  # of model.dit
+    flow: Mapping[str, object] = field(default_factory=dict)  # of train.flow
+
+
+def shift_of(scheduler: Json) -> dict[str, object]:
+    """The shift of a published scheduler of flows, as settings of train.flow; without a scheduler none."""
+    if not scheduler:
+        return {}
+    if scheduler.get("use_dynamic_shifting"):
+        line = TokenShift(
+            base_tokens=scheduler.get("base_image_seq_len", 256),
+            max_tokens=scheduler.get("max_image_seq_len", 4096),
+            base=scheduler.get("base_shift", 0.5),
+            max=scheduler.get("max_shift", 1.15),
+        )
+        return {"token_shift": line}
+    return {"flow_shift": scheduler.get("flow_shift") or scheduler.get("shift") or 1.0, "token_shift": None}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
     """How a published pipeline is used, where its weights do not say it themselves."""
 
-    text: Mapping[str, object]  # settings of model.text beside the path
     clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
-    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that its config.json has not
+    dit: Mapping[str, object] = field(default_factory=dict)  # settings of model.dit that tell its variant
     first_frame: bool = False  # text to video that also takes a first frame
-    flow: Mapping[str, object] | None = None  # settings of train.flow; None: its scheduler's shift
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +250,7 @@ class Family:
     hint_share: float = 0.0  # of the first frame in the noise that sampling begins with
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json
+    class_defaults: Json = field(default_factory=dict)  # of these and further keys, where the class has a default
     fixed_fields: Json  # what our blocks compute; a folder that says otherwise would load and then be wrong
     read_rest: Callable[[Json, Json], dict[str, object]]  # (config.json, fields known so far) -> further fields
     # `Any` is the settings of this very family, which no common parameter type can be.
@@ -242,15 +274,24 @@ class Family:
     parity_frames: Callable[[Any], int | None] = lambda config: None
 
     parts: PublishedParts
-    # (model_index.json, config.json of the transformer, that of the scheduler) of a published pipeline. Raises
-    # ValueError for a scheduler of another training than is computed
-    published: Callable[[Json, Json, Json], Published]
+    # (model_index.json, config.json of the transformer) of a published pipeline
+    published: Callable[[Json, Json], Published]
+    # (the same, config.json of the scheduler), empty where weights lie alone. Raises ValueError for a scheduler of
+    # another training than is computed
+    recipe: Callable[[Json, Json, Json], TrainingRecipe]
 
-    notes: Callable[[str | None, int], list[str]] = lambda path, pad_to: []  # (model.dit.path, model.text.pad_to)
+    notes: Callable[[str], list[str]] = lambda path: []  # (model.dit.path): what else is to be known of its weights
     # (train.flow, model.text.empty) -> further entries of model_index.json
     index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
+
+    @property
+    def text_types(self) -> tuple[str, ...]:
+        """What the encoder of the states may be in published pipelines, as Transformers names its type."""
+        if self.texts:
+            return tuple(dict.fromkeys(recipe.states for recipe in self.texts.values()))
+        return tuple(str(fields["model_type"]) for fields in self.parts.text.values())
 
     def settings(self, **values: object) -> DiTConfig:
         """The settings of a transformer of this family, with its defaults where none are given."""

@@ -84,7 +84,7 @@ def default_rope_split(head_dim: int) -> tuple[int, int, int]:
 
 def read_joint(fields: Mapping[str, Any], known: Mapping[str, Any], axes_key: str) -> dict[str, object]:
     """What Diffusers' config.json says of pooled text and RoPE, whose axes stand at `axes_key`."""
-    pooled, axes = fields.get("pooled_projection_dim", 768), tuple(fields.get(axes_key, (16, 56, 56)))
+    pooled, axes = fields["pooled_projection_dim"], tuple(fields[axes_key])
     return {
         "pooled_dim": 0 if pooled == known["text_dim"] else pooled,
         "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ops.models.base.encoders import T5_XXL
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    PublishedParts,
+    Scheduler,
+    TrainingRecipe,
+    VAEClass,
+)
 from ops.models.cogvideox.config import CogVideoXConfig
 
 if TYPE_CHECKING:
@@ -34,14 +44,14 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    spatial, temporal = fields.get("patch_size", 2), fields.get("patch_size_t")
+    spatial, temporal = fields["patch_size"], fields.get("patch_size_t")
     if temporal is None and not fields.get("patch_bias", True):
         raise ValueError("patch_bias false: only patch embeddings with a bias are supported.")
     return {
         "patch": (temporal or 1, spatial, spatial),
         "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
         "rope_theta": 10000.0,
-        "sample_size": (fields.get("sample_height", 60), fields.get("sample_width", 90)),
+        "sample_size": (fields["sample_height"], fields["sample_width"]),
     }
 
 
@@ -69,18 +79,25 @@ def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="CogVideoXDDIMScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As CogVideoXPipeline is called by default; its text has all rows of its padding, encoded without a mask."""
-    if scheduler.get("prediction_type") != "v_prediction" or not scheduler.get("rescale_betas_zero_snr"):
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Its text has all rows of its padding, encoded without a mask."""
+    del index
+    velocities = scheduler.get("prediction_type") == "v_prediction" and scheduler.get("rescale_betas_zero_snr")
+    if scheduler and not velocities:
         raise ValueError("its scheduler is not that of velocities without a signal at the last time.")
     rows = fields.get("max_text_seq_length", 226)
+    return TrainingRecipe(
+        text={"max_length": rows, "unmasked": rows, "pad_to": rows},
+        dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)} if scheduler else {},
+    )
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As CogVideoXPipeline is called by default."""
+    del index
     later = fields.get("patch_size_t") is not None
     size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
-    return Published(
-        text={"max_length": rows, "unmasked": rows, "pad_to": rows},
-        clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0},
-        dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)},
-    )
+    return Published(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
 
 
 def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
@@ -118,15 +135,6 @@ def _export_notes(config: CogVideoXConfig, pad_to: int) -> list[str]:
     return [f"this run trained on {pad_to} rows of text; call the pipeline with max_sequence_length={pad_to}."]
 
 
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if path and not pad_to:
-        return [
-            f"{path} with model.text.pad_to 0: CogVideoX's published weights attend to 226 rows of text, padding "
-            f"included. Set model.text.max_length, unmasked and pad_to to 226."
-        ]
-    return []
-
-
 FAMILY = Family(
     config=CogVideoXConfig,
     model=_model,
@@ -145,6 +153,31 @@ FAMILY = Family(
         "rotary": "use_rotary_positional_embeddings",
         "spatial_scale": "spatial_interpolation_scale",
         "text_rows": "max_text_seq_length",
+    },
+    class_defaults={
+        "num_attention_heads": 30,
+        "attention_head_dim": 64,
+        "in_channels": 16,
+        "out_channels": 16,
+        "flip_sin_to_cos": True,
+        "freq_shift": 0,
+        "time_embed_dim": 512,
+        "text_embed_dim": 4096,
+        "num_layers": 30,
+        "attention_bias": True,
+        "sample_width": 90,
+        "sample_height": 60,
+        "patch_size": 2,
+        "temporal_compression_ratio": 4,
+        "max_text_seq_length": 226,
+        "activation_fn": "gelu-approximate",
+        "timestep_activation_fn": "silu",
+        "norm_elementwise_affine": True,
+        "norm_eps": 1e-05,
+        "spatial_interpolation_scale": 1.875,
+        "temporal_interpolation_scale": 1.0,
+        "use_rotary_positional_embeddings": False,
+        "use_learned_positional_embeddings": False,
     },
     fixed_fields={
         "use_learned_positional_embeddings": False,
@@ -168,9 +201,9 @@ FAMILY = Family(
     scheduler=_scheduler,
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),
     parity_text=lambda config: 7 if config.rotary else config.text_rows,
-    notes=_notes,
     export_notes=_export_notes,
 )

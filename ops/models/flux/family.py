@@ -15,7 +15,9 @@ from ops.models.base.family import (
     Published,
     PublishedParts,
     TextRecipe,
+    TrainingRecipe,
     even_sigmas,
+    shift_of,
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.flux.config import FluxConfig
@@ -38,11 +40,18 @@ def _model() -> type[nn.Module]:
     return FluxDiT
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Text of both encoders: 512 rows for dev, 256 for schnell, padding included."""
+    del index
+    rows = 512 if fields.get("guidance_embeds") else 256
+    return TrainingRecipe(text={"kind": "flux", "max_length": rows}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
     """As FluxPipeline is called in its documentation: dev gets its guidance, schnell takes four steps."""
+    del index
     dev = bool(fields.get("guidance_embeds"))
     return Published(
-        text={"kind": "flux", "max_length": 512 if dev else 256},
         clips={
             "frames": 1,
             "height": 1024,
@@ -136,6 +145,7 @@ FAMILY = Family(
         vae={**PICTURE_VAE_FIELDS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
     ),
     published=_published,
+    recipe=_recipe,
     texts={"flux": _TEXT},
     missing_parts=("text_encoder_2", "tokenizer_2", "image_encoder", "feature_extractor"),
     missing_note=(
@@ -151,6 +161,18 @@ FAMILY = Family(
         "in_channels": "in_channels",
         "out_channels": "out_channels",
         "guidance_embeds": "guidance_embeds",
+    },
+    class_defaults={
+        "patch_size": 1,
+        "in_channels": 64,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 4096,
+        "pooled_projection_dim": 768,
+        "guidance_embeds": False,
+        "axes_dims_rope": (16, 56, 56),
     },
     fixed_fields={"patch_size": 1},
     read_rest=_read_rest,

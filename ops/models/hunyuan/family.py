@@ -15,7 +15,9 @@ from ops.models.base.family import (
     PublishedParts,
     Scheduler,
     TextRecipe,
+    TrainingRecipe,
     VAEClass,
+    shift_of,
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
@@ -80,10 +82,10 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    spatial = fields.get("patch_size", 2)
+    spatial = fields["patch_size"]
     return read_joint(fields, known, "rope_axes_dim") | {
-        "patch": (fields.get("patch_size_t", 1), spatial, spatial),
-        "ffn_dim": int(fields.get("mlp_ratio", 4.0) * known["num_heads"] * known["head_dim"]),
+        "patch": (fields["patch_size_t"], spatial, spatial),
+        "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
         "first_frame": fields.get("image_condition_type") or "none",
     }
 
@@ -134,11 +136,18 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Text of both encoders, which see the first frame, too, where clips start from it."""
+    del index
+    kind = "hunyuan_i2v" if fields.get("image_condition_type") else "hunyuan"
+    return TrainingRecipe(text={"kind": kind, "max_length": 256}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
     """As HunyuanVideoPipeline or HunyuanVideoImageToVideoPipeline is called by default."""
+    del index
     condition = fields.get("image_condition_type")
     return Published(
-        text={"kind": "hunyuan_i2v" if condition else "hunyuan", "max_length": 256},
         clips={
             "frames": 129,
             "height": 720,
@@ -190,6 +199,7 @@ FAMILY = Family(
     ),
     parts=PublishedParts(text={"text_encoder": LLAMA_8B, "text_encoder_2": CLIP_L}),
     published=_published,
+    recipe=_recipe,
     key_map={
         "num_layers": "num_layers",
         "num_single_layers": "num_single_layers",
@@ -201,6 +211,24 @@ FAMILY = Family(
         "rope_theta": "rope_theta",
         "num_refiner_layers": "num_refiner_layers",
         "guidance_embeds": "guidance_embeds",
+    },
+    class_defaults={
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "num_layers": 20,
+        "num_single_layers": 40,
+        "num_refiner_layers": 2,
+        "mlp_ratio": 4.0,
+        "patch_size": 2,
+        "patch_size_t": 1,
+        "qk_norm": "rms_norm",
+        "guidance_embeds": True,
+        "text_embed_dim": 4096,
+        "pooled_projection_dim": 768,
+        "rope_theta": 256.0,
+        "rope_axes_dim": (16, 56, 56),
     },
     fixed_fields={"qk_norm": "rms_norm"},
     read_rest=_read_rest,

@@ -14,6 +14,7 @@ from ops.models.base.family import (
     Published,
     PublishedParts,
     Scheduler,
+    TrainingRecipe,
 )
 from ops.models.latte.config import LatteConfig
 
@@ -64,15 +65,21 @@ def _scheduler(config: LatteConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="DDIMScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As LattePipeline is called in its documentation, with text of true length."""
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Text of true length and in lower case."""
+    del index, fields
     wanted = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "prediction_type": "epsilon"}
     other = {key: scheduler.get(key, value) for key, value in wanted.items() if scheduler.get(key, value) != value}
     if other:
         raise ValueError(f"its scheduler has {other}; only {wanted} is computed.")
+    return TrainingRecipe(text={"max_length": 120, "cleaned": "lower"})
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As LattePipeline is called in its documentation."""
+    del index
     size = 8 * int(fields.get("sample_size", 64))
     return Published(
-        text={"max_length": 120},
         clips={
             "frames": fields.get("video_length", 16),
             "height": size,
@@ -126,6 +133,19 @@ FAMILY = Family(
         "sample_size": "sample_size",
         "video_length": "video_length",
     },
+    class_defaults={
+        "num_attention_heads": 16,
+        "attention_head_dim": 88,
+        "num_layers": 1,
+        "dropout": 0.0,
+        "attention_bias": False,
+        "sample_size": 64,
+        "activation_fn": "geglu",
+        "norm_type": "layer_norm",
+        "norm_elementwise_affine": True,
+        "norm_eps": 1e-05,
+        "video_length": 16,
+    },
     fixed_fields={
         "attention_bias": True,
         "activation_fn": "gelu-approximate",
@@ -143,6 +163,7 @@ FAMILY = Family(
     scheduler=_scheduler,
     parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
     parity_frames=lambda config: config.video_length,

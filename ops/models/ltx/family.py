@@ -12,8 +12,10 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
+    TrainingRecipe,
     VAEClass,
     even_sigmas,
+    shift_of,
 )
 from ops.models.ltx.config import LTXConfig
 
@@ -48,7 +50,7 @@ def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     width = known["num_heads"] * known["head_dim"]
-    if fields.get("cross_attention_dim", 2048) != width:
+    if fields["cross_attention_dim"] != width:
         raise ValueError(
             f"cross_attention_dim {fields.get('cross_attention_dim')} is not the transformer's width {width}."
         )
@@ -59,10 +61,16 @@ def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As LTXPipeline is called by default, with its text of 128 rows encoded without a mask."""
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Its text is encoded over 128 rows without a mask, and the caption's own are kept."""
+    del index, fields
+    return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As LTXPipeline is called by default."""
+    del index, fields
     return Published(
-        text={"max_length": 128, "unmasked": 128},
         clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
         first_frame=True,
     )
@@ -110,6 +118,23 @@ FAMILY = Family(
         "out_channels": "out_channels",
         "eps": "norm_eps",
     },
+    class_defaults={
+        "in_channels": 128,
+        "out_channels": 128,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "num_attention_heads": 32,
+        "attention_head_dim": 64,
+        "cross_attention_dim": 2048,
+        "num_layers": 28,
+        "activation_fn": "gelu-approximate",
+        "qk_norm": "rms_norm_across_heads",
+        "norm_elementwise_affine": False,
+        "norm_eps": 1e-06,
+        "caption_channels": 4096,
+        "attention_bias": True,
+        "attention_out_bias": True,
+    },
     fixed_fields={
         "qk_norm": "rms_norm_across_heads",
         "patch_size": 1,
@@ -131,6 +156,7 @@ FAMILY = Family(
     shifts_by_tokens=True,
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
 )

@@ -13,8 +13,10 @@ from ops.models.base.family import (
     Published,
     PublishedParts,
     Scheduler,
+    TrainingRecipe,
     VAEClass,
     config_normalisation,
+    shift_of,
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS
 from ops.models.mochi.config import MochiConfig
@@ -53,7 +55,7 @@ def _vae_normalisation(fields: Json, channels: int, module: object) -> tuple[lis
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    patch = fields.get("patch_size", 2)
+    patch = fields["patch_size"]
     return {"patch": (1, patch, patch), "ffn_dim": 4 * known["num_heads"] * known["head_dim"]}
 
 
@@ -68,12 +70,19 @@ def _scheduler(config: MochiConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As MochiPipeline is called by default."""
-    if not scheduler.get("invert_sigmas"):
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Captions as they are; an empty one is no text, as model_index.json says. Without that file it is taken so."""
+    del fields
+    if scheduler and not scheduler.get("invert_sigmas"):
         raise ValueError("its scheduler has no invert_sigmas, by which Mochi gets the share of signal.")
+    empty = "none" if not index or index.get(_EMPTY_IS_NONE) else "encoded"
+    return TrainingRecipe(text={"max_length": 256, "cleaned": False, "empty": empty}, flow=shift_of(scheduler))
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As MochiPipeline is called by default."""
+    del index, fields
     return Published(
-        text={"max_length": 256, "cleaned": False, "empty": "none" if index.get(_EMPTY_IS_NONE) else "encoded"},
         clips={"frames": 19, "height": 480, "width": 848, "fps": 30.0, "steps": 64, "guidance_scale": 4.5},
     )
 
@@ -93,12 +102,6 @@ def _parity_inputs(config: MochiConfig, sample: ParitySample) -> dict[str, Any]:
 def _index(flow: FlowConfig, empty: EmptyText) -> dict[str, object]:
     del flow
     return {_EMPTY_IS_NONE: empty == "none"}
-
-
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if path and pad_to:
-        return [f"{path} with model.text.pad_to {pad_to}: Mochi's published weights see captions in their true length."]
-    return []
 
 
 def _export_notes(config: MochiConfig, pad_to: int) -> list[str]:
@@ -145,6 +148,18 @@ FAMILY = Family(
         "in_channels": "in_channels",
         "out_channels": "out_channels",
     },
+    class_defaults={
+        "patch_size": 2,
+        "num_attention_heads": 24,
+        "attention_head_dim": 128,
+        "num_layers": 48,
+        "pooled_projection_dim": 1536,
+        "in_channels": 12,
+        "qk_norm": "rms_norm",
+        "text_embed_dim": 4096,
+        "time_embed_dim": 256,
+        "activation_fn": "swiglu",
+    },
     fixed_fields={"qk_norm": "rms_norm", "activation_fn": "swiglu"},
     read_rest=_read_rest,
     write_rest=_write_rest,
@@ -159,9 +174,9 @@ FAMILY = Family(
     spacing="linear_quadratic",
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: -output,
     index=_index,
-    notes=_notes,
     export_notes=_export_notes,
 )

@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 
 from ops.config import TokenShift
 from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
-from ops.models.base.family import PICTURE_VAE, Family, Json, LoraNames, OwnCode, Published, PublishedParts, VAEClass
+from ops.models.base.family import (
+    PICTURE_VAE,
+    Family,
+    Json,
+    LoraNames,
+    OwnCode,
+    Published,
+    PublishedParts,
+    TrainingRecipe,
+    VAEClass,
+)
 from ops.models.stdit3.autoencoder_fields import NAME, chunk_of, numbers
 from ops.models.stdit3.config import STDiT3Config
 
@@ -48,13 +58,21 @@ def _constants(config: STDiT3Config) -> dict[str, Tensor]:
     return {"rope.freqs": 1.0 / config.rope_theta**powers}
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
-    """As Open-Sora 1.2 samples: the settings of its inference at 240p, the width cut to whole tokens."""
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Text of true length and in lower case, an empty one the fixed rows; more noise for larger and longer clips. A
+    scheduler beside the weights is that of another pipeline."""
     del index, fields, scheduler
-    return Published(
-        text={"max_length": 300, "empty": "none"},
-        clips={"frames": 51, "height": 240, "width": 416, "fps": 24.0, "steps": 30, "guidance_scale": 7.0},
+    return TrainingRecipe(
+        text={"max_length": 300, "cleaned": "lower", "empty": "none"},
         flow={"token_shift": TokenShift(law="root", base_tokens=_BASE_TOKENS)},
+    )
+
+
+def _published(index: Json, fields: Json) -> Published:
+    """As Open-Sora 1.2 samples: the settings of its inference at 240p, the width cut to whole tokens."""
+    del index, fields
+    return Published(
+        clips={"frames": 51, "height": 240, "width": 416, "fps": 24.0, "steps": 30, "guidance_scale": 7.0},
     )
 
 
@@ -64,22 +82,16 @@ def _autoencoder() -> Callable[[Json], nn.Module]:
     return VideoAutoencoder
 
 
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if not path:
-        return []
+def _notes(path: str) -> list[str]:
     found = [
-        "its captions were in lower case, without links and markup; a caption that is dropped was as many of the fixed "
-        "rows as the caption has, here it is all of them (model.dit.caption_rows).",
+        "its captions were without links and markup; a caption that is dropped was as many of the fixed rows as the "
+        "caption has, here it is all of them (model.dit.caption_rows).",
     ]
     if not _has_own_autoencoder(path):
         found.insert(
             0,
             f"{path}: weights of Open-Sora 1.2 speak the latents of its own video autoencoder ({NAME}); on those of an "
             f"AutoencoderKL they are a start to train from, and show nothing before.",
-        )
-    if pad_to:
-        found.append(
-            f"{path} with model.text.pad_to {pad_to}: its published weights see captions in their true length."
         )
     return found
 
@@ -120,6 +132,20 @@ FAMILY = Family(
         "base_size": "input_sq_size",
         "caption_rows": "model_max_length",
     },
+    class_defaults={
+        "depth": 28,
+        "num_heads": 16,
+        "hidden_size": 1152,
+        "patch_size": [1, 2, 2],
+        "caption_channels": 4096,
+        "in_channels": 4,
+        "input_sq_size": 512,
+        "model_max_length": 300,
+        "mlp_ratio": 4.0,
+        "qk_norm": True,
+        "pred_sigma": True,
+        "skip_y_embedder": False,
+    },
     fixed_fields={
         "model_type": "STDiT3",
         "mlp_ratio": 4.0,
@@ -142,6 +168,7 @@ FAMILY = Family(
     ),
     parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
+    recipe=_recipe,
     notes=_notes,
     export_notes=_export_notes,
 )

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import UMT5_XXL
-from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    Published,
+    PublishedParts,
+    Scheduler,
+    TrainingRecipe,
+    VAEClass,
+)
 from ops.models.wan.config import WanConfig
 
 if TYPE_CHECKING:
@@ -43,7 +53,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
     if fields.get("added_kv_proj_dim") not in (None, width):
         raise ValueError(f"added_kv_proj_dim {fields['added_kv_proj_dim']} is not the transformer's width {width}.")
     return {
-        "patch": tuple(fields.get("patch_size", (1, 2, 2))),
+        "patch": tuple(fields["patch_size"]),
         "first_frame": "channels" if known["in_channels"] != known["out_channels"] else "none",
         "image_dim": fields.get("image_dim") or 0,
     }
@@ -86,7 +96,13 @@ def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
 
 
-def _published(index: Json, fields: Json, scheduler: Json) -> Published:
+def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+    """Embeddings followed by zeros. The shift is free: its authors take 3 for clips of 480p and 5 for 720p."""
+    del index, fields, scheduler
+    return TrainingRecipe(text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT})
+
+
+def _published(index: Json, fields: Json) -> Published:
     """As WanPipeline is called by default, but for Wan2.2: TI2V-5B, whose latents have 48 channels, has a size of its
     own, and A14B the steps and the guidance of its authors, for high and for low noise (wan/configs/wan_t2v_A14B.py and
     wan_i2v_A14B.py of Wan-Video/Wan2.2), where the pipeline's are 50 and 5 for both."""
@@ -103,7 +119,6 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
         high, low = (3.5, 3.5) if from_image else (4.0, 3.0)
         steps = {"steps": 40, "guidance_scale": high, "guidance_scale_2": low}
     return Published(
-        text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT},
         clips={**size, **steps},
         dit=dit | ({"expert": "high"} if experts else {}),
         first_frame=bool(index.get("expand_timesteps")),
@@ -124,15 +139,6 @@ def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]
     if sample.conditions.image is not None:
         inputs["encoder_hidden_states_image"] = sample.conditions.image[None]
     return inputs
-
-
-def _notes(path: str | None, pad_to: int) -> list[str]:
-    if not path or pad_to:
-        return []
-    return [
-        f"model.dit.path {path} with model.text.pad_to 0: Wan's published weights were trained "
-        f"on text padded with zeros; for them set model.text.pad_to and data.batch.text_tokens to 512."
-    ]
 
 
 def _export_notes(config: WanConfig, pad_to: int) -> list[str]:
@@ -192,6 +198,21 @@ FAMILY = Family(
         "cross_attn_norm": "cross_attn_norm",
         "eps": "eps",
     },
+    class_defaults={
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 4096,
+        "freq_dim": 256,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "cross_attn_norm": True,
+        "qk_norm": "rms_norm_across_heads",
+        "eps": 1e-06,
+        "rope_max_seq_len": 1024,
+    },
     fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
     read_rest=_read_rest,
     write_rest=_write_rest,
@@ -206,9 +227,9 @@ FAMILY = Family(
     whole_times=True,
     parts=PublishedParts(text={"text_encoder": UMT5_XXL}),
     published=_published,
+    recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_text=lambda config: _IMAGE_TO_VIDEO_TEXT if config.image_dim else 7,
     index=lambda flow, empty: {"expand_timesteps": True} if flow.first_frame else {},
-    notes=_notes,
     export_notes=_export_notes,
 )

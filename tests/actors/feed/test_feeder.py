@@ -369,6 +369,7 @@ def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> N
     assert '"kind": "hunyuan"' in pair and '"pooled_dim": 32' in pair
     raw = Encoders.of(ModelConfig(text=TextConfig(cleaned=False, empty="none"))).text
     assert '"cleaned": false' in raw and '"empty": "none"' in raw
+    assert '"cleaned": "lower"' in Encoders.of(ModelConfig(text=TextConfig(cleaned="lower"))).text
 
 
 def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_path: Path) -> None:

@@ -1,0 +1,77 @@
+"""What the weights of a folder were trained with, and where the settings of a run differ from it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ops.config import FlowConfig, TokenShift
+from ops.models.base.family import Json, TrainingRecipe
+from ops.models.config import TextConfig
+from ops.models.families import FAMILIES, AnyDiT
+from ops.models.files import read_json
+from ops.models.folders import class_of, component
+
+EXPORTED = "heddle.yaml"  # beside the parts of an export: the settings of its run
+_OF_TEXT = ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")
+
+
+def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
+    """The recipe of the published weights in `dit.path`, by the files beside them; None for weights of no family, and
+    for an export, which was trained as its run was.
+
+    Raises FileNotFoundError where there are no weights, and ValueError for those of another training than is computed.
+    """
+    assert dit.path is not None
+    folder = component(dit.path, dit.part)
+    pipeline = folder.parent if folder.name == dit.part else folder
+    fields = read_json(folder / "config.json")
+    family = next((one for one in FAMILIES.values() if one.diffusers_class == class_of(fields)), None)
+    if family is None or (pipeline / EXPORTED).exists():
+        return None
+    index = _optional(pipeline / "model_index.json")
+    return family.recipe(index, fields, _optional(pipeline / "scheduler" / "scheduler_config.json"))
+
+
+def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig) -> list[str]:
+    """A sentence that names each setting in which a run differs from how its weights were trained, if one does."""
+    try:
+        recipe = recipe_of(dit) if dit.path else None
+    except FileNotFoundError:  # the start refuses such a folder with the reason
+        return []
+    except ValueError as error:
+        return [f"{dit.path}: {error}"]
+    found = list(_differences(recipe, dit, text, flow)) if recipe else []
+    if not found:
+        return []
+    settings = ", ".join(f"{key} {_written(wanted)} (here {_written(value)})" for key, wanted, value in found)
+    return [
+        f"the weights of {dit.path} were trained with {settings}; other settings show them what they have never seen."
+    ]
+
+
+def _differences(
+    recipe: TrainingRecipe, dit: AnyDiT, text: TextConfig, flow: FlowConfig
+) -> Iterator[tuple[str, object, object]]:
+    """(setting, how the weights were trained, value here)"""
+    usual = TextConfig(**recipe.text)  # type: ignore[arg-type]  # settings of this very class
+    wanted = {"model.text": {name: getattr(usual, name) for name in _OF_TEXT}}
+    wanted |= {"model.dit": dict(recipe.dit), "train.flow": dict(recipe.flow)}
+    sections: dict[str, object] = {"model.text": text, "model.dit": dit, "train.flow": flow}
+    for section, settings in wanted.items():
+        for name, value in settings.items():
+            here = getattr(sections[section], name, value)  # settings of another family are found late, with a note
+            if here != value:
+                yield f"{section}.{name}", value, here
+
+
+def _written(value: object) -> str:
+    """A value as a config has it."""
+    if isinstance(value, TokenShift):
+        ends = "" if value.law == "root" else f", max_tokens: {value.max_tokens}, base: {value.base}, max: {value.max}"
+        return f"{{law: {value.law}, base_tokens: {value.base_tokens}{ends}}}"
+    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+
+
+def _optional(file: Path) -> Json:
+    return read_json(file) if file.is_file() else {}

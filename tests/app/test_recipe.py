@@ -1,0 +1,117 @@
+"""Where a run differs from what its published weights were trained with it says so, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.config import TrainConfig
+from app.settings.config import RunConfig
+from app.settings.notes import notes
+from ops.models.config import ModelConfig
+from ops.models.families import FAMILIES
+from ops.models.folders import dit_json
+from ops.models.recipe import EXPORTED
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+VELOCITIES = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
+PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: what counts of the published files
+    "models/wan2.1-i2v-14b-480p": {"flow_shift": 3.0},
+    "runs/wan2.1-14b-lora-80gb": {"flow_shift": 3.0},
+    "runs/wan2.2-t2v-a14b-both-lora-80gb": {"flow_shift": 3.0},
+    "runs/hunyuan-13b-lora-80gb": {"shift": 7.0},
+    "runs/hunyuan-i2v-13b-lora-80gb": {"shift": 7.0},
+    "runs/flux.1-dev-lora-80gb": {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 4096},
+    "models/flux.1-schnell": {"use_dynamic_shifting": False, "shift": 1.0},
+    "runs/ltx-2b-lora-24gb": {
+        **{"use_dynamic_shifting": True, "base_image_seq_len": 1024, "max_image_seq_len": 4096},
+        **{"base_shift": 0.95, "max_shift": 2.05},
+    },
+    "runs/cogvideox-2b-lora-24gb": {**VELOCITIES, "snr_shift_scale": 3.0},
+    "runs/cogvideox-5b-lora-80gb": {**VELOCITIES, "snr_shift_scale": 1.0},
+    "runs/latte-1-lora-24gb": {"beta_schedule": "linear", "prediction_type": "epsilon"},
+    "runs/mochi-1-lora-80gb": {"invert_sigmas": True, "shift": 1.0},
+    "models/stdit-xl2": {},
+}
+USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all other settings
+    "wan": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
+    "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
+    "flux": (
+        "model.text.kind flux (here t5)",
+        "train.flow.token_shift {law: line, base_tokens: 256, max_tokens: 4096, base: 0.5, max: 1.15} (here null)",
+    ),
+    "ltx": ("model.text.unmasked 128 (here 0)", "train.flow.token_shift {law: line, base_tokens: 1024, "),
+    "cogvideox": ("model.text.unmasked 226 (here 0)", "pad_to 226 (here 0)", "model.dit.snr_shift 3.0 (here 1.0)"),
+    "latte": ("model.text.cleaned lower (here true)",),
+    "mochi": ("cleaned false (here true)", "empty none (here encoded)", "train.flow.flow_shift 1.0 (here 3.0)"),
+    "stdit3": (
+        "model.text.cleaned lower (here true)",
+        "model.text.empty none (here encoded)",
+        "train.flow.token_shift {law: root, base_tokens: 1024} (here null)",
+    ),
+}
+
+
+def load(preset: str) -> RunConfig:
+    return RunConfig.load(CONFIGS / f"{preset}.yaml", ["run.name=loom"])
+
+
+def published(preset: str, folder: Path) -> RunConfig:
+    """The preset on a pipeline of its numbers, as far as JSON files say what it is."""
+    config = load(preset)
+    dit = config.model.dit
+    files = {
+        "transformer/config.json": dit_json(dit),
+        "scheduler/scheduler_config.json": PUBLISHED[preset],
+        "model_index.json": {"_class_name": "Pipeline", "force_zeros_for_empty_prompt": True},
+    }
+    for name, fields in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(fields))
+    return replace(config, model=replace(config.model, dit=replace(dit, path=str(folder))))
+
+
+def told(config: RunConfig) -> list[str]:
+    return [note for note in notes(config) if "were trained with" in note]
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_preset_trains_weights_as_they_were_trained(preset: str, tmp_path: Path) -> None:
+    assert told(published(preset, tmp_path)) == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_weights_alone_is_told_all_that_differs(family: str, tmp_path: Path) -> None:
+    preset = next(name for name in PUBLISHED if load(name).model.dit.architecture == family)
+    config = published(preset, tmp_path)
+    dit = FAMILIES[family].settings(path=str(tmp_path))
+    bare = replace(config, model=ModelConfig(dit=dit), train=TrainConfig())  # type: ignore[arg-type]
+    (sentence,) = told(bare)
+    assert sentence.startswith(f"the weights of {tmp_path} were trained with model.")
+    for difference in USUAL_BUT_WRONG[family]:
+        assert difference in sentence
+    (tmp_path / EXPORTED).write_text("")  # an export was trained as its own run was
+    assert told(bare) == []
+
+
+def test_weights_without_their_pipeline_are_told_what_their_family_is(tmp_path: Path) -> None:
+    """Without a scheduler beside them, nothing is said of noise levels."""
+    config = published("runs/cogvideox-2b-lora-24gb", tmp_path)
+    (tmp_path / "scheduler" / "scheduler_config.json").unlink()
+    (tmp_path / "model_index.json").unlink()
+    for path in (tmp_path, tmp_path / "transformer"):
+        dit = replace(config.model.dit, path=str(path), snr_shift=1.0)  # type: ignore[call-arg]
+        plain = replace(config, model=replace(config.model, dit=dit))
+        assert told(plain) == []
+        (sentence,) = told(replace(plain, model=replace(plain.model, text=ModelConfig().text)))
+        assert "model.text.unmasked 226 (here 0)" in sentence and "snr_shift" not in sentence
+
+
+def test_a_scheduler_of_another_training_is_told(tmp_path: Path) -> None:
+    config = published("runs/mochi-1-lora-80gb", tmp_path)
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"shift": 1.0}')
+    assert any("its scheduler has no invert_sigmas" in note for note in notes(config))
