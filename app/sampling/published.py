@@ -41,6 +41,7 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
     scheduler = {} if family and family.own_code else _part(folder, index, "scheduler", "scheduler_config.json")
     if family is None:
         raise ConfigError(f"{folder} has a {class_of(fields)}; clips are made with {_classes()}.")
+    fields = {**family.class_defaults, **fields}
     try:
         recipe, published = family.recipe(index, fields, scheduler), family.published(index, fields)
     except ValueError as error:

@@ -155,6 +155,15 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     assert WanConfig(**image.dit).starts_from_image  # type: ignore[arg-type]
 
 
+def test_a_pipeline_whose_transformer_leaves_out_its_numbers_is_the_one_of_its_class(tmp_path: Path) -> None:
+    files = {"model_index.json": {}, "transformer/config.json": {"_class_name": "WanTransformer3DModel"}}
+    for name, fields in (files | {"scheduler/scheduler_config.json": {"flow_shift": 5.0}}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(fields))
+    found = published_run(tmp_path, False)
+    assert found.model.dit == WanConfig(path=str(tmp_path)) and found.train.flow.flow_shift == 5.0
+
+
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.own_code is None])
 def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(name: str) -> None:
     """By the defaults of its `__call__`, where they are numbers: two classes take their size from the transformer."""

@@ -232,4 +232,4 @@ def test_settings_that_the_class_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="text_dim 12 is not a multiple of 8"):
         replace(DIT, text_dim=12)
     with pytest.raises(ValueError, match="its scheduler has no invert_sigmas"):
-        FAMILY.published({}, {}, {"shift": 1.0})
+        FAMILY.recipe({}, {}, {"shift": 1.0})

@@ -227,7 +227,8 @@ class ParitySample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """`key_map`, `fixed_fields`, `read_rest` and `write_rest` together translate between config.json and `config`."""
+    """`key_map`, `class_defaults`, `fixed_fields`, `read_rest` and `write_rest` together translate between config.json
+    and `config`."""
 
     config: type[DiTConfig]  # its `architecture` is the family's name and that of its folder
     # module(tokens, timesteps, text, layout, group, conditions) -> velocity tokens
