@@ -418,8 +418,7 @@ class CascadeMeasure:
 
     def _hold(self, outlasting: Outlasting) -> None:
         """Until the end of the step that the encode outlasts."""
-        if self._executor.device.type == "cuda":
-            torch.cuda.current_stream(self._executor.device).synchronize()
+        self._executor._watch.settle()
         self._clock("wait")
         began = time.perf_counter()
         outlasting.pass_gate()
@@ -442,8 +441,7 @@ class CascadeMeasure:
         worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
-        if executor.device.type == "cuda":
-            torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
+        executor._watch.settle()  # not the copies of published results
         self._clock("idle")
         wait_s = executor._watch.seconds(self._came, self._met) + self._held_s
         exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
