@@ -115,6 +115,7 @@ class _Dealing:
     ) -> None:
         self.rank, self.degree, self.heads, self.device = rank, len(rows), heads, device
         self.dealt = deal(heads, self.degree)
+        self.recur = lengths.recur
         self.lengths = np.array(lengths.host, dtype=np.int64)
         starts = np.cumsum(self.lengths) - self.lengths
         self.sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
@@ -208,7 +209,7 @@ class _Dealing:
             pieces.append(
                 HeldShare(
                     heads=share.heads,
-                    lengths=Lengths.of(lengths.tolist(), self.device),
+                    lengths=Lengths.of(lengths.tolist(), self.device, self.recur),
                     q=self._tensor(q[number, inside][:, None] + heads),
                     k=self._tensor(k[:, None] + heads + share.first - first),
                     v=self._tensor(v[:, None] + heads + share.first - first),

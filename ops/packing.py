@@ -80,8 +80,14 @@ class Layout:
     """
 
     def __init__(
-        self, sequences: Seq[Sequence], degree: int = 1, rank: int = 0, device: torch.device | str = "cpu"
+        self,
+        sequences: Seq[Sequence],
+        degree: int = 1,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        text_recurs: bool = False,
     ) -> None:
+        """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -97,6 +103,7 @@ class Layout:
         self.text_lengths = tuple(sequence.text_tokens for sequence in sequences)
         self._chunks = _chunk_lengths(self.lengths, degree)
         self._text_chunks = _chunk_lengths(self.text_lengths, degree)
+        self.text_recurs = text_recurs or not any(self.text_lengths)
         self._rope: dict[tuple[tuple[int, ...], float, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
@@ -213,7 +220,7 @@ class Layout:
     @cached_property
     def text(self) -> Lengths:
         """Lengths of the replicated text: the keys of cross-attention."""
-        return Lengths.of(self.text_lengths, self.device)
+        return Lengths.of(self.text_lengths, self.device, self.text_recurs)
 
     @cached_property
     def image(self) -> Lengths:
@@ -237,7 +244,8 @@ class Layout:
     def joint_exchange(self) -> Exchange:
         """Sequence parallelism over video and text rows: joint attention. Each whole sequence is its video,
         then its text."""
-        return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
+        rows = np.stack([self._chunks, self._text_chunks], axis=1)
+        return exchange_of(rows, self.rank, self.device, self.text_recurs)
 
     @cached_property
     def token_counts(self) -> Tensor:
@@ -262,7 +270,9 @@ class Layout:
         return _tensor(array, self.device)
 
 
-def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu") -> Exchange:
+def exchange_of(
+    rows: np.ndarray, rank: int, device: torch.device | str = "cpu", lengths_recur: bool = True
+) -> Exchange:
     """The exchange of a bag in which `rows` int64 [rank, kind, sequence] are the lengths of the segments that each rank
     holds, kind by kind, sequence by sequence. A whole sequence is its kinds one after the other, each rank by rank."""
     starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
@@ -277,7 +287,7 @@ def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu")
         scatter=_tensor(scatter, device),
         places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
-        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
+        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device), lengths_recur),
     )
 
 

@@ -235,6 +235,7 @@ class Executor:
                 group.size,
                 group.rank,
                 self.device,
+                text_recurs=modules.config.text.is_padded,
             )
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}
