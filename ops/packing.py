@@ -2,11 +2,12 @@
 
 S sequences, L tokens of one sequence, n rows that this rank holds, k ranks in the bag (its degree).
 A `Layout` is built once per micro-batch; all index tensors of all layers live in it, so a layer never loops over
-sequences or tokens on the host.
+sequences or tokens on the host. They are made in host memory and copied to the device without a wait of the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from ops.attention.lengths import Lengths
 from ops.chunks import chunk_bounds
 from ops.head_shares import HeadShares, shares_of
 from ops.kernels.base.segments import Segments
+from ops.uploads import upload, upload_all, upload_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,11 @@ class Layout:
         rank: int = 0,
         device: torch.device | str = "cpu",
         text_recurs: bool = False,
+        beforehand: Iterable[str] = (),
     ) -> None:
-        """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes."""
+        """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
+        `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
+        follow one by one."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -107,9 +112,18 @@ class Layout:
         self._rope: dict[tuple[tuple[int, ...], float, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
+        self.has_clean_frames = any(sequence.clean_frames for sequence in sequences)
+        if (names := sorted(beforehand)) and self.device.type != "cpu":
+            host = Layout(sequences, degree, rank, text_recurs=text_recurs)
+            self.__dict__.update(upload_all({name: getattr(host, name) for name in names}, self.device))
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The parts with index tensors that are on the device."""
+        return frozenset(name for name in self.__dict__ if isinstance(getattr(Layout, name, None), cached_property))
 
     def chunk(self, index: int, rank: int | None = None) -> slice:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""
@@ -149,10 +163,6 @@ class Layout:
         tables = np.stack([len(self) + order, order], axis=1)
         return lengths.ravel().tolist(), tables.ravel().tolist()
 
-    @cached_property
-    def has_clean_frames(self) -> bool:
-        return any(sequence.clean_frames for sequence in self.sequences)
-
     def times(self, timesteps: Tensor) -> Tensor:
         """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
         0 for those of each sequence [2 S]."""
@@ -164,7 +174,7 @@ class Layout:
         rows, clean = self._chunks[self.rank], self._clean_rows
         kinds = np.tile([False, True], len(self))
         noisy = np.repeat(kinds, np.stack([clean, rows - clean], axis=1).ravel())
-        return torch.from_numpy(noisy).to(self.device)
+        return upload([torch.from_numpy(noisy)], self.device)[0]
 
     @property
     def _clean_rows(self) -> np.ndarray:
@@ -230,10 +240,15 @@ class Layout:
     def text_mean(self, dtype: torch.dtype) -> Tensor:
         """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the
         same order of summation (index_add on CUDA has none). A sequence without text gives zeros."""
+        return self.text_shares.to(dtype)
+
+    @cached_property
+    def text_shares(self) -> Tensor:
+        """`text_mean` in fp64."""
         rows = np.repeat(np.arange(len(self)), self.text_lengths)
         mean = torch.zeros(len(self), len(rows), dtype=torch.float64)
         mean[rows, np.arange(len(rows))] = 1.0 / torch.tensor(self.text_lengths, dtype=torch.float64)[rows]
-        return mean.to(self.device, dtype)
+        return upload([mean], self.device)[0]
 
     @cached_property
     def video_exchange(self) -> Exchange:
@@ -251,7 +266,7 @@ class Layout:
     def token_counts(self) -> Tensor:
         """fp64 [S]: tokens of the whole sequences, without those of clean frames: the denominators of the loss."""
         counts = [sequence.tokens - sequence.clean_tokens for sequence in self.sequences]
-        return torch.tensor(counts, dtype=torch.float64, device=self.device)
+        return upload_numbers([counts], torch.float64, self.device)[0]
 
     def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h
@@ -267,7 +282,7 @@ class Layout:
         return self._rope[key]
 
     def _on_device(self, array: np.ndarray) -> Tensor:
-        return _tensor(array, self.device)
+        return upload([_tensor(array)], self.device)[0]
 
 
 def exchange_of(
@@ -280,15 +295,16 @@ def exchange_of(
     gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
     scatter = np.empty_like(gather)
     scatter[gather] = np.arange(len(gather))
-    return Exchange(
+    exchange = Exchange(
         rows=tuple(rows.sum(axis=(1, 2)).tolist()),
         rank=rank,
-        gather=_tensor(gather, device),
-        scatter=_tensor(scatter, device),
+        gather=_tensor(gather),
+        scatter=_tensor(scatter),
         places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
-        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device), lengths_recur),
+        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), recur=lengths_recur),
     )
+    return upload_all(exchange, device)
 
 
 def patchify(latent: Tensor, patch: tuple[int, int, int]) -> Tensor:
@@ -315,8 +331,8 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
     return blocks.reshape(channels, t * pt, h * ph, w * pw)
 
 
-def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:

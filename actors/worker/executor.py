@@ -87,6 +87,7 @@ class Executor:
         self.work = WorkDone()
         self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
+        self._asked: frozenset[str] = frozenset()  # parts of layouts that the transformer uses
         self._outlasting: Outlasting | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
 
@@ -236,6 +237,7 @@ class Executor:
                 group.rank,
                 self.device,
                 text_recurs=modules.config.text.is_padded,
+                beforehand=self._asked,
             )
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}
@@ -258,6 +260,7 @@ class Executor:
                 conditions=self._conditions(inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
+            self._asked = layout.asked
             losses = sequence_losses(done.predicted, done.target, layout, done.weights)
             self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
 

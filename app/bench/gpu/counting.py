@@ -32,7 +32,7 @@ from actors.worker.loading import Modules
 from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, build
-from ops import noise, sync
+from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
 from ops.geometry import Geometry
@@ -52,6 +52,7 @@ STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
+_PINNED = WeakIdKeyDictionary()
 MAKES = (torch.tensor, torch.as_tensor)  # their copy to a device is not dispatched
 
 
@@ -88,13 +89,12 @@ def measurements() -> list[DispatchCount]:
 
 
 class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    """Counts inside its `with`. A value that is read from the stand-in is taken to be 1, or as it was put there."""
+    """Counts inside its `with`. A value that is read from the stand-in is taken to be 1."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dispatched = self.kernels = self.uploads = self.downloads = self.waits = 0
         self.uploaded_bytes = 0
-        self.known = WeakIdKeyDictionary()  # tensors on the stand-in that were made of numbers: the same on the host
         self._made = _Made(self)
 
     def __enter__(self) -> DispatchCounter:
@@ -155,8 +155,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
             self.waits += not freely
             asked = given.get("dtype")
             dtype = asked if isinstance(asked, torch.dtype) else source.dtype
-            known = self.known.get(source)  # type: ignore[no-untyped-call]
-            return torch.ones(source.shape, dtype=dtype) if known is None else known.to(dtype)
+            return torch.ones(source.shape, dtype=dtype)
         return None
 
     def figures(self) -> dict[str, float]:
@@ -188,12 +187,12 @@ class _Made(TorchFunctionMode):
         made = any(func is make for make in MAKES) and not isinstance(args[0], Tensor)
         if made and isinstance(out, Tensor) and out.device == STAND_IN:
             self._counter.uploaded(out, blocking=True)
-            self._counter.known[out] = func(*args, **{**(kwargs or {}), "device": "cpu"})
         return out
 
 
 def is_pinned(source: Tensor) -> bool:
-    return source.is_pinned()
+    """Whether it is what stands for pinned memory, which PyTorch makes only beside a GPU."""
+    return source in _PINNED
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,7 @@ def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, .
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """Attention as on a GPU (variable-length flash), noise in one launch, updates in buckets of its size; autocast does
-    not know the stand-in, and weights are bf16."""
+    not know the stand-in, and weights are bf16. Sums of weights are read from it, and no weights."""
     flash = backend_of("flash")
     autocast = torch.autocast
 
@@ -315,10 +314,17 @@ def as_on_a_gpu() -> Iterator[None]:
     def drawn(key: NoiseKey, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
         return torch.randn(count, device=device)
 
+    def pinned(size: int, device: torch.device) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        _PINNED[memory] = True
+        return memory
+
     with (
         patch.object(varlen, "choose", lambda q, lengths: flash),
         patch.object(noise, "normal", drawn),
         patch.object(sync, "_BUCKET_CPU", sync._BUCKET_CUDA),
+        patch.object(sync, "check_weight", lambda *weights: None),
+        patch.object(uploads, "staging", pinned),
         patch.object(torch, "autocast", quiet),
         patch.object(torch, "is_autocast_enabled", lambda device_type=None: False),
     ):
