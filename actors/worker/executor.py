@@ -375,8 +375,7 @@ class CascadeMeasure:
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
-        self._room_gib = self._executor.meter.room_gib() or 0.0
-        self._executor.meter.start()
+        self._room_gib = self._executor.meter.start() or 0.0
         self._came = self._met = self._executor._watch.mark()
         return self
 
