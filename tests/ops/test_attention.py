@@ -109,6 +109,19 @@ def test_document_mask_visits_the_blocks_that_hold_pairs_and_hardly_another(pack
             assert (column in some) == partial or (column in some and 0 in q_lengths)
 
 
+def test_other_lengths_are_no_reason_to_compile_flex_again() -> None:
+    """Each pack has a mask of its own; on a device it is traced and compiled with the call."""
+    from torch._dynamo.testing import CompileCounter
+    from torch.nn.attention.flex_attention import flex_attention
+
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    for lengths in ((300, 200), (310, 190), (128, 400, 77), (1000, 100, 300, 7), (65, 901)):
+        rows = torch.zeros(1, 2, sum(lengths), 16)
+        compiled(rows, rows, rows, block_mask=document_mask(lengths, lengths, torch.device("cpu")))
+    assert counter.frame_count == 1
+
+
 @settings(max_examples=30)
 @given(pack=PACK, seed=st.integers(0, 99))
 def test_auto_on_the_cpu_is_sdpa_bit_for_bit(pack: list[tuple[int, int]], seed: int) -> None:
