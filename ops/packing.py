@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from ops.attention.lengths import Lengths
 from ops.chunks import chunk_bounds
 from ops.head_shares import HeadShares, shares_of
 from ops.kernels.base.segments import Segments
-from ops.uploads import upload, upload_all, upload_numbers
+from ops.uploads import upload_all
+
+_Part = TypeVar("_Part", Tensor, Lengths, Segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Layout:
     @cached_property
     def seq_index(self) -> Tensor:
         """int64 [n]: the sequence of each local row."""
-        return self._on_device(np.repeat(np.arange(len(self)), self._chunks[self.rank]))
+        return self._there(_tensor(np.repeat(np.arange(len(self)), self._chunks[self.rank])))
 
     @cached_property
     def segments(self) -> Segments:
@@ -144,12 +147,12 @@ class Layout:
         if not self.has_clean_frames:
             return self.sequence_segments
         lengths, tables = self._runs
-        return Segments.packed(lengths, tables, 2 * len(self), self.device)
+        return self._there(Segments.packed(lengths, tables, 2 * len(self)))
 
     @cached_property
     def sequence_segments(self) -> Segments:
         """The sequence of each local row, for tables of one row per sequence also where frames are clean."""
-        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+        return self._there(Segments.packed(self._chunks[self.rank].tolist()))
 
     @property
     def _runs(self) -> tuple[list[int], list[int]]:
@@ -174,7 +177,7 @@ class Layout:
         rows, clean = self._chunks[self.rank], self._clean_rows
         kinds = np.tile([False, True], len(self))
         noisy = np.repeat(kinds, np.stack([clean, rows - clean], axis=1).ravel())
-        return upload([torch.from_numpy(noisy)], self.device)[0]
+        return self._there(torch.from_numpy(noisy))
 
     @property
     def _clean_rows(self) -> np.ndarray:
@@ -190,23 +193,23 @@ class Layout:
         grids = np.repeat(np.array([s.grid for s in self.sequences]), self._chunks[self.rank], axis=0)
         row = _ranges(self._chunks[: self.rank].sum(axis=0), self._chunks[self.rank])
         plane = grids[:, 1] * grids[:, 2]
-        return self._on_device(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1))
+        return self._there(_tensor(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1)))
 
     @cached_property
     def text_rows(self) -> Tensor:
         """int64 [m]: rows of the replicated text that this rank owns in joint attention."""
         starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[: self.rank].sum(axis=0)
-        return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
+        return self._there(_tensor(_ranges(starts, self._text_chunks[self.rank])))
 
     @cached_property
     def text_segments(self) -> Segments:
         """The modulation row of each row of the replicated text."""
-        return Segments.packed(self.text_lengths, device=self.device)
+        return self._there(Segments.packed(self.text_lengths))
 
     @cached_property
     def local_text_segments(self) -> Segments:
         """The modulation row of each text row that this rank owns in joint attention."""
-        return Segments.packed(self._text_chunks[self.rank].tolist(), device=self.device)
+        return self._there(Segments.packed(self._text_chunks[self.rank].tolist()))
 
     @cached_property
     def joint_segments(self) -> Segments:
@@ -214,28 +217,28 @@ class Layout:
         lengths, tables = self._runs
         lengths += self._text_chunks[self.rank].tolist()
         rows = 2 * len(self) if self.has_clean_frames else len(self)
-        return Segments.packed(lengths, [*tables, *range(len(self))], rows, self.device)
+        return self._there(Segments.packed(lengths, [*tables, *range(len(self))], rows))
 
     @cached_property
     def stream_segments(self) -> Segments:
         """The same where video and text have modulation rows of their own, those of the text behind the others."""
         lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
-        return Segments.packed(lengths, device=self.device)
+        return self._there(Segments.packed(lengths))
 
     @cached_property
     def local_lengths(self) -> Lengths:
         """Lengths of this rank's chunks: the queries of cross-attention."""
-        return Lengths.of(self._chunks[self.rank].tolist(), self.device)
+        return self._there(Lengths.of(self._chunks[self.rank].tolist()))
 
     @cached_property
     def text(self) -> Lengths:
         """Lengths of the replicated text: the keys of cross-attention."""
-        return Lengths.of(self.text_lengths, self.device, self.text_recurs)
+        return self._there(Lengths.of(self.text_lengths, recur=self.text_recurs))
 
     @cached_property
     def image(self) -> Lengths:
         """Lengths of the replicated image embeddings: further keys of cross-attention."""
-        return Lengths.of([sequence.image_tokens for sequence in self.sequences], self.device)
+        return self._there(Lengths.of([sequence.image_tokens for sequence in self.sequences]))
 
     def text_mean(self, dtype: torch.dtype) -> Tensor:
         """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the
@@ -248,7 +251,7 @@ class Layout:
         rows = np.repeat(np.arange(len(self)), self.text_lengths)
         mean = torch.zeros(len(self), len(rows), dtype=torch.float64)
         mean[rows, np.arange(len(rows))] = 1.0 / torch.tensor(self.text_lengths, dtype=torch.float64)[rows]
-        return upload([mean], self.device)[0]
+        return self._there(mean)
 
     @cached_property
     def video_exchange(self) -> Exchange:
@@ -266,7 +269,7 @@ class Layout:
     def token_counts(self) -> Tensor:
         """fp64 [S]: tokens of the whole sequences, without those of clean frames: the denominators of the loss."""
         counts = [sequence.tokens - sequence.clean_tokens for sequence in self.sequences]
-        return upload_numbers([counts], torch.float64, self.device)[0]
+        return self._there(torch.tensor(counts, dtype=torch.float64))
 
     def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h
@@ -281,8 +284,9 @@ class Layout:
             self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
         return self._rope[key]
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return upload([_tensor(array)], self.device)[0]
+    def _there(self, part: _Part) -> _Part:
+        """What was made in host memory, on the device."""
+        return upload_all(part, self.device)
 
 
 def exchange_of(

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ops.uploads import upload
-
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -40,7 +38,7 @@ class Lengths:
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", recur: bool = True) -> Lengths:
         host = tuple(int(length) for length in lengths)
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
-        return Lengths(host, upload([offsets], device)[0], max(host, default=0), recur)
+        return Lengths(host, offsets.to(device), max(host, default=0), recur)
 
 
 Pair = tuple[Lengths, Lengths]  # of queries and of keys

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ops.uploads import upload
-
 INDEX_SCHEMA = "Tensor? run, Tensor? cu, Tensor? run2mod, Tensor? mod_off, Tensor? mod_runs"
 IndexTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -87,7 +85,7 @@ class Segments:
         mod_off = torch.zeros(size + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(run2mod, minlength=size), 0, out=mod_off[1:])
         mod_runs = torch.argsort(run2mod, stable=True)
-        return cls(*upload([t.to(torch.int32) for t in (run, cu, run2mod, mod_off, mod_runs)], device))
+        return cls(*(t.to(device=device, dtype=torch.int32) for t in (run, cu, run2mod, mod_off, mod_runs)))
 
     @classmethod
     def dense(cls, batch: int, tokens: int, device: torch.device | str = "cpu") -> Segments:
