@@ -20,10 +20,10 @@ def flow_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tenso
 
 @torch.no_grad()
 def sequence_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
-    """This rank's part of `flow_loss` by sequence, fp64 [S] in host memory; for reports only."""
+    """This rank's part of `flow_loss` by sequence, fp64 [S]; for reports only."""
     rows = _row_losses(prediction, target, layout, weights).double()
     sums = torch.zeros(len(weights), dtype=torch.float64, device=rows.device)
-    return sums.index_add_(0, layout.seq_index, rows).cpu()
+    return sums.index_add_(0, layout.seq_index, rows)
 
 
 def _row_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:

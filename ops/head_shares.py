@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
+from ops.uploads import upload_all
 
 
 class Share(NamedTuple):
@@ -97,7 +98,7 @@ def shares_of(
 ) -> HeadShares:
     """The shares of a bag whose ranks hold `rows` rows each; `places` int64 [N] are those of all of them, rank by rank,
     in packed sequences of these lengths."""
-    return _Dealing(rows, rank, places, lengths, heads, device).made()
+    return upload_all(_Dealing(rows, rank, places, lengths, heads).made(), device)
 
 
 class _Dealing:
@@ -111,10 +112,10 @@ class _Dealing:
         places: np.ndarray,
         lengths: Lengths,
         heads: int,
-        device: torch.device,
     ) -> None:
-        self.rank, self.degree, self.heads, self.device = rank, len(rows), heads, device
+        self.rank, self.degree, self.heads = rank, len(rows), heads
         self.dealt = deal(heads, self.degree)
+        self.recur = lengths.recur
         self.lengths = np.array(lengths.host, dtype=np.int64)
         starts = np.cumsum(self.lengths) - self.lengths
         self.sequence = np.repeat(np.arange(len(self.lengths)), self.lengths)
@@ -126,8 +127,8 @@ class _Dealing:
         q, q_alone, copies, together, alone = self._sends()
         pieces, from_all, alone_from_all = self._receives()
         return HeadShares(
-            q=self._tensor(q),
-            q_alone=self._tensor(q_alone),
+            q=_tensor(q),
+            q_alone=_tensor(q_alone),
             copies=copies,
             pieces=pieces,
             together=Splits(together, from_all),
@@ -176,7 +177,7 @@ class _Dealing:
         for turn in range(max(map(len, to_rank))):
             heads = [head for head, ranks in enumerate(to_rank) if len(ranks) > turn]
             k, v = (np.stack([to_rank[head][turn][which] for head in heads], axis=1) for which in (0, 1))
-            found.append(Copies(self._tensor(np.array(heads)), self._tensor(k), self._tensor(v)))
+            found.append(Copies(_tensor(np.array(heads)), _tensor(k), _tensor(v)))
         return found
 
     def _receives(self) -> tuple[list[HeldShare], list[int], list[int]]:
@@ -208,17 +209,18 @@ class _Dealing:
             pieces.append(
                 HeldShare(
                     heads=share.heads,
-                    lengths=Lengths.of(lengths.tolist(), self.device),
-                    q=self._tensor(q[number, inside][:, None] + heads),
-                    k=self._tensor(k[:, None] + heads + share.first - first),
-                    v=self._tensor(v[:, None] + heads + share.first - first),
-                    q_alone=self._tensor(q_alone[number, inside][:, None] + heads),
+                    lengths=Lengths.of(lengths.tolist(), recur=self.recur),
+                    q=_tensor(q[number, inside][:, None] + heads),
+                    k=_tensor(k[:, None] + heads + share.first - first),
+                    v=_tensor(v[:, None] + heads + share.first - first),
+                    q_alone=_tensor(q_alone[number, inside][:, None] + heads),
                 )
             )
         return pieces, together, alone
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array.reshape(-1), dtype=np.int64)).to(self.device)
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array.reshape(-1), dtype=np.int64))
 
 
 def _grid(rows: int, heads: int) -> np.ndarray:

@@ -25,8 +25,10 @@ def _store_pair(out, at, word, mask):
     tl.store(out + at + 1, (radius * tl.sin(angle)).to(tl.float32), mask=mask)
 
 
-@triton.jit
-def philox_normal(out, start, blocks, low, high, BLOCK: tl.constexpr):
+# Every cascade has other numbers: not one of them may be a kind of kernel of its own. Triton compiles anew for 1, for
+# multiples of 16, and for numbers of 32 bits, which annotations alone do not prevent.
+@triton.jit(do_not_specialize=["start", "blocks", "low", "high"])
+def philox_normal(out, start: tl.int64, blocks: tl.int64, low: tl.int64, high: tl.int64, BLOCK: tl.constexpr):
     """out fp32 [8 * blocks]: the numbers of counters `start` to `start + blocks`; `low`, `high`: halves of the key."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     c0 = (start + index).to(tl.uint64)

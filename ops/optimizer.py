@@ -53,21 +53,21 @@ def adamw_(
     """The `updates`-th AdamW update of a range, in place, with gradient `factor * grad`. `grad` is overwritten.
 
     torch's fused kernel divides by a float32 `grad_scale` on the way, which saves a pass over memory; float64 state
-    is scaled beforehand to keep its precision.
+    is scaled beforehand to keep its precision. Its numbers are made on the device: a copy of them would be a wait.
     """
     scale = None
     if factor != 1.0:
         if master.dtype == torch.float64:
             grad.mul_(factor)
         else:
-            scale = torch.tensor(1.0 / factor, dtype=torch.float32, device=grad.device)
+            scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=grad.device)
     adamw(
         [master],
         [grad],
         [exp_avg],
         [exp_avg_sq],
         [],
-        [torch.tensor(float(updates - 1), device=grad.device)],
+        [torch.full((), float(updates - 1), dtype=torch.float32, device=grad.device)],
         fused=True,
         grad_scale=scale,
         amsgrad=False,

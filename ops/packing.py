@@ -2,14 +2,16 @@
 
 S sequences, L tokens of one sequence, n rows that this rank holds, k ranks in the bag (its degree).
 A `Layout` is built once per micro-batch; all index tensors of all layers live in it, so a layer never loops over
-sequences or tokens on the host.
+sequences or tokens on the host. They are made in host memory and copied to the device without a wait of the host.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +21,9 @@ from ops.attention.lengths import Lengths
 from ops.chunks import chunk_bounds
 from ops.head_shares import HeadShares, shares_of
 from ops.kernels.base.segments import Segments
+from ops.uploads import upload_all
+
+_Part = TypeVar("_Part", Tensor, Lengths, Segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,17 @@ class Layout:
     """
 
     def __init__(
-        self, sequences: Seq[Sequence], degree: int = 1, rank: int = 0, device: torch.device | str = "cpu"
+        self,
+        sequences: Seq[Sequence],
+        degree: int = 1,
+        rank: int = 0,
+        device: torch.device | str = "cpu",
+        text_recurs: bool = False,
+        beforehand: Iterable[str] = (),
     ) -> None:
+        """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
+        `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
+        follow one by one."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -97,12 +111,22 @@ class Layout:
         self.text_lengths = tuple(sequence.text_tokens for sequence in sequences)
         self._chunks = _chunk_lengths(self.lengths, degree)
         self._text_chunks = _chunk_lengths(self.text_lengths, degree)
+        self.text_recurs = text_recurs or not any(self.text_lengths)
         self._rope: dict[tuple[tuple[int, ...], float, torch.dtype], tuple[Tensor, Tensor]] = {}
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
+        self.has_clean_frames = any(sequence.clean_frames for sequence in sequences)
+        if (names := sorted(beforehand)) and self.device.type != "cpu":
+            host = Layout(sequences, degree, rank, text_recurs=text_recurs)
+            self.__dict__.update(upload_all({name: getattr(host, name) for name in names}, self.device))
 
     def __len__(self) -> int:
         return len(self.sequences)
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The parts with index tensors that are on the device."""
+        return frozenset(name for name in self.__dict__ if isinstance(getattr(Layout, name, None), cached_property))
 
     def chunk(self, index: int, rank: int | None = None) -> slice:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""
@@ -115,7 +139,7 @@ class Layout:
     @cached_property
     def seq_index(self) -> Tensor:
         """int64 [n]: the sequence of each local row."""
-        return self._on_device(np.repeat(np.arange(len(self)), self._chunks[self.rank]))
+        return self._there(_tensor(np.repeat(np.arange(len(self)), self._chunks[self.rank])))
 
     @cached_property
     def segments(self) -> Segments:
@@ -123,12 +147,12 @@ class Layout:
         if not self.has_clean_frames:
             return self.sequence_segments
         lengths, tables = self._runs
-        return Segments.packed(lengths, tables, 2 * len(self), self.device)
+        return self._there(Segments.packed(lengths, tables, 2 * len(self)))
 
     @cached_property
     def sequence_segments(self) -> Segments:
         """The sequence of each local row, for tables of one row per sequence also where frames are clean."""
-        return Segments.packed(self._chunks[self.rank].tolist(), device=self.device)
+        return self._there(Segments.packed(self._chunks[self.rank].tolist()))
 
     @property
     def _runs(self) -> tuple[list[int], list[int]]:
@@ -142,10 +166,6 @@ class Layout:
         tables = np.stack([len(self) + order, order], axis=1)
         return lengths.ravel().tolist(), tables.ravel().tolist()
 
-    @cached_property
-    def has_clean_frames(self) -> bool:
-        return any(sequence.clean_frames for sequence in self.sequences)
-
     def times(self, timesteps: Tensor) -> Tensor:
         """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
         0 for those of each sequence [2 S]."""
@@ -157,7 +177,7 @@ class Layout:
         rows, clean = self._chunks[self.rank], self._clean_rows
         kinds = np.tile([False, True], len(self))
         noisy = np.repeat(kinds, np.stack([clean, rows - clean], axis=1).ravel())
-        return torch.from_numpy(noisy).to(self.device)
+        return self._there(torch.from_numpy(noisy))
 
     @property
     def _clean_rows(self) -> np.ndarray:
@@ -173,23 +193,23 @@ class Layout:
         grids = np.repeat(np.array([s.grid for s in self.sequences]), self._chunks[self.rank], axis=0)
         row = _ranges(self._chunks[: self.rank].sum(axis=0), self._chunks[self.rank])
         plane = grids[:, 1] * grids[:, 2]
-        return self._on_device(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1))
+        return self._there(_tensor(np.stack([row // plane, row % plane // grids[:, 2], row % grids[:, 2]], axis=1)))
 
     @cached_property
     def text_rows(self) -> Tensor:
         """int64 [m]: rows of the replicated text that this rank owns in joint attention."""
         starts = np.cumsum((0, *self.text_lengths[:-1])) + self._text_chunks[: self.rank].sum(axis=0)
-        return self._on_device(_ranges(starts, self._text_chunks[self.rank]))
+        return self._there(_tensor(_ranges(starts, self._text_chunks[self.rank])))
 
     @cached_property
     def text_segments(self) -> Segments:
         """The modulation row of each row of the replicated text."""
-        return Segments.packed(self.text_lengths, device=self.device)
+        return self._there(Segments.packed(self.text_lengths))
 
     @cached_property
     def local_text_segments(self) -> Segments:
         """The modulation row of each text row that this rank owns in joint attention."""
-        return Segments.packed(self._text_chunks[self.rank].tolist(), device=self.device)
+        return self._there(Segments.packed(self._text_chunks[self.rank].tolist()))
 
     @cached_property
     def joint_segments(self) -> Segments:
@@ -197,36 +217,41 @@ class Layout:
         lengths, tables = self._runs
         lengths += self._text_chunks[self.rank].tolist()
         rows = 2 * len(self) if self.has_clean_frames else len(self)
-        return Segments.packed(lengths, [*tables, *range(len(self))], rows, self.device)
+        return self._there(Segments.packed(lengths, [*tables, *range(len(self))], rows))
 
     @cached_property
     def stream_segments(self) -> Segments:
         """The same where video and text have modulation rows of their own, those of the text after the others."""
         lengths = [*self._chunks[self.rank].tolist(), *self._text_chunks[self.rank].tolist()]
-        return Segments.packed(lengths, device=self.device)
+        return self._there(Segments.packed(lengths))
 
     @cached_property
     def local_lengths(self) -> Lengths:
         """Lengths of this rank's chunks: the queries of cross-attention."""
-        return Lengths.of(self._chunks[self.rank].tolist(), self.device)
+        return self._there(Lengths.of(self._chunks[self.rank].tolist()))
 
     @cached_property
     def text(self) -> Lengths:
         """Lengths of the replicated text: the keys of cross-attention."""
-        return Lengths.of(self.text_lengths, self.device)
+        return self._there(Lengths.of(self.text_lengths, recur=self.text_recurs))
 
     @cached_property
     def image(self) -> Lengths:
         """Lengths of the replicated image embeddings: further keys of cross-attention."""
-        return Lengths.of([sequence.image_tokens for sequence in self.sequences], self.device)
+        return self._there(Lengths.of([sequence.image_tokens for sequence in self.sequences]))
 
     def text_mean(self, dtype: torch.dtype) -> Tensor:
         """[S, sum text_tokens]: times the replicated text it gives the mean embedding of each sequence, always in the
         same order of summation (index_add on CUDA has none). A sequence without text gives zeros."""
+        return self.text_shares.to(dtype)
+
+    @cached_property
+    def text_shares(self) -> Tensor:
+        """`text_mean` in fp64."""
         rows = np.repeat(np.arange(len(self)), self.text_lengths)
         mean = torch.zeros(len(self), len(rows), dtype=torch.float64)
         mean[rows, np.arange(len(rows))] = 1.0 / torch.tensor(self.text_lengths, dtype=torch.float64)[rows]
-        return mean.to(self.device, dtype)
+        return self._there(mean)
 
     @cached_property
     def video_exchange(self) -> Exchange:
@@ -237,13 +262,14 @@ class Layout:
     def joint_exchange(self) -> Exchange:
         """Sequence parallelism over video and text rows: joint attention. Each whole sequence is its video,
         then its text."""
-        return exchange_of(np.stack([self._chunks, self._text_chunks], axis=1), self.rank, self.device)
+        rows = np.stack([self._chunks, self._text_chunks], axis=1)
+        return exchange_of(rows, self.rank, self.device, self.text_recurs)
 
     @cached_property
     def token_counts(self) -> Tensor:
         """fp64 [S]: tokens of the whole sequences, without those of clean frames: the denominators of the loss."""
         counts = [sequence.tokens - sequence.clean_tokens for sequence in self.sequences]
-        return torch.tensor(counts, dtype=torch.float64, device=self.device)
+        return self._there(torch.tensor(counts, dtype=torch.float64))
 
     def rope(self, axes: tuple[int, int, int], theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [n, sum(axes) / 2] of the rotation of each local row; `axes` are the head sizes given to t, h
@@ -258,11 +284,14 @@ class Layout:
             self._rope[key] = angle.cos().to(dtype), angle.sin().to(dtype)
         return self._rope[key]
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return _tensor(array, self.device)
+    def _there(self, part: _Part) -> _Part:
+        """What was made in host memory, on the device."""
+        return upload_all(part, self.device)
 
 
-def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu") -> Exchange:
+def exchange_of(
+    rows: np.ndarray, rank: int, device: torch.device | str = "cpu", lengths_recur: bool = True
+) -> Exchange:
     """The exchange of a bag in which `rows` int64 [rank, kind, sequence] are the lengths of the segments that each rank
     holds, kind by kind, sequence by sequence. A whole sequence is its kinds one after the other, each rank by rank."""
     starts = (np.cumsum(rows.ravel()) - rows.ravel()).reshape(rows.shape)
@@ -270,15 +299,16 @@ def exchange_of(rows: np.ndarray, rank: int, device: torch.device | str = "cpu")
     gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
     scatter = np.empty_like(gather)
     scatter[gather] = np.arange(len(gather))
-    return Exchange(
+    exchange = Exchange(
         rows=tuple(rows.sum(axis=(1, 2)).tolist()),
         rank=rank,
-        gather=_tensor(gather, device),
-        scatter=_tensor(scatter, device),
+        gather=_tensor(gather),
+        scatter=_tensor(scatter),
         places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
-        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), torch.device(device)),
+        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), recur=lengths_recur),
     )
+    return upload_all(exchange, device)
 
 
 def patchify(latent: Tensor, patch: tuple[int, int, int]) -> Tensor:
@@ -305,8 +335,8 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int, int], patch: tuple[int, int
     return blocks.reshape(channels, t * pt, h * ph, w * pw)
 
 
-def _tensor(array: np.ndarray, device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(device)
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
 
 
 def _chunk_lengths(tokens: Seq[int], degree: int) -> np.ndarray:

@@ -271,7 +271,7 @@ class _Prompts:
             )
             for grid, text, request in zip(grids, texts, requests)
         ]
-        layout = Layout(sequences, group.size, group.rank, device)
+        layout = Layout(sequences, group.size, group.rank, device, text_recurs=True)  # in every step
         return _Prompts(
             layout=layout,
             text=torch.cat([text.to(device) for text in texts]),

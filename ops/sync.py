@@ -37,6 +37,7 @@ from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
 from ops.shard_banks import ShardBanks
 from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
+from ops.uploads import upload, upload_numbers
 from ops.waiting import Pending
 
 log = logging.getLogger(__name__)
@@ -316,7 +317,7 @@ class FlatSync:
         self.parameters.settle()
         count = len(self._parts)
         own_weights = [weight] * count if part_weights is None else part_weights
-        summed = self._sum_scalars(*self._own_squares(), *own_weights, loss, weight, bad_weight)
+        summed = self._sum_scalars(self._own_squares(), *own_weights, loss, weight, bad_weight)
         squares, weights, (loss, total_weight, bad) = summed[:count], summed[count:-3], summed[-3:]
         check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
@@ -466,22 +467,25 @@ class FlatSync:
 
     # The step ---------------------------------------------------------------------------------------------------
 
-    def _own_squares(self) -> list[float]:
-        """The sum of squares of each part's elements in the own range."""
+    def _own_squares(self) -> list[Tensor]:
+        """The sum of squares of each part's elements in the own range, fp64 on the worker's device."""
         found = []
         for lo, hi in self._parts:
             lo, hi = max(lo, self.lo), min(hi, self.hi)
             if lo >= hi:
-                found.append(0.0)
+                found.append(torch.zeros((), dtype=torch.float64, device=self._device))
                 continue
             own = self.gradients.part(lo, hi)
             # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits.
             norms = [torch.linalg.vector_norm(piece).double() for piece in own.split(self._bucket())]
-            found.append(torch.stack(norms).square().sum().item())
+            squares = torch.stack(norms).square().sum()
+            found.append(squares if own.device == self._device else upload([squares], self._device)[0])
         return found
 
-    def _sum_scalars(self, *values: float) -> list[float]:
-        summed = torch.tensor(values, dtype=torch.float64, device=self._device)
+    def _sum_scalars(self, on_device: Sequence[Tensor], *values: float) -> list[float]:
+        """Sums over all workers, read at once: of numbers on the worker's device, fp64, and of these."""
+        given = upload_numbers([values], torch.float64, self._device)
+        summed = torch.cat([torch.stack(list(on_device)), *given])
         self._group.all_reduce(summed)
         return summed.tolist()
 

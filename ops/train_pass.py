@@ -17,6 +17,7 @@ from ops.flow import flow_loss
 from ops.noise import NoiseKey, rows
 from ops.objective import Objective
 from ops.packing import Layout
+from ops.uploads import upload_numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +76,8 @@ def train_pass(
         target.append(objective.target(level, clean, noise))
         levels.append(level)
     tokens, wanted = torch.cat(noisy), torch.cat(target)
-    times = objective.times(torch.tensor(levels, dtype=dtype, device=device))
-    weights = torch.tensor([clip.weight for clip in clips], dtype=dtype, device=device)
+    drawn, weights = upload_numbers([levels, [clip.weight for clip in clips]], dtype, device)
+    times = objective.times(drawn)
     del noisy, target
     phase("forward")
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

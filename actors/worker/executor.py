@@ -87,6 +87,7 @@ class Executor:
         self.work = WorkDone()
         self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
+        self._asked: frozenset[str] = frozenset()  # parts of layouts that the transformer uses
         self._outlasting: Outlasting | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
 
@@ -243,6 +244,8 @@ class Executor:
                 group.size,
                 group.rank,
                 self.device,
+                text_recurs=modules.config.text.is_padded,
+                beforehand=self._asked,
             )
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}
@@ -265,6 +268,7 @@ class Executor:
                 conditions=self._conditions(inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
+            self._asked = layout.asked
             losses = sequence_losses(done.predicted, done.target, layout, done.weights)
             self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
 
@@ -379,8 +383,7 @@ class CascadeMeasure:
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
-        self._room_gib = self._executor.meter.room_gib() or 0.0
-        self._executor.meter.start()
+        self._room_gib = self._executor.meter.start() or 0.0
         self._came = self._met = self._executor._watch.mark()
         return self
 
@@ -426,8 +429,7 @@ class CascadeMeasure:
 
     def _hold(self, outlasting: Outlasting) -> None:
         """Until the end of the step that the encode outlasts."""
-        if self._executor.device.type == "cuda":
-            torch.cuda.current_stream(self._executor.device).synchronize()
+        self._executor._watch.settle()
         self._clock("wait")
         began = time.perf_counter()
         outlasting.pass_gate()
@@ -450,8 +452,7 @@ class CascadeMeasure:
         worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
-        if executor.device.type == "cuda":
-            torch.cuda.current_stream(executor.device).synchronize()  # not the copies of published results
+        executor._watch.settle()  # not the copies of published results
         self._clock("idle")
         wait_s = executor._watch.seconds(self._came, self._met) + self._held_s
         exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0

@@ -26,8 +26,8 @@ _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc",
 class Meter(Protocol):
     """What a worker knows of its memory."""
 
-    def start(self) -> None:
-        """A cascade begins."""
+    def start(self) -> float | None:
+        """A cascade begins: GiB that it may take; None without a limit."""
         ...
 
     def stop(self) -> float | None:
@@ -36,7 +36,7 @@ class Meter(Protocol):
         ...
 
     def room_gib(self) -> float | None:
-        """GiB that a cascade may take; None without a limit."""
+        """GiB that a cascade may take, measured now; None without a limit. For the ends of steps: it takes time."""
         ...
 
     def settled(self) -> None:
@@ -47,7 +47,8 @@ class Meter(Protocol):
 class Unmetered:
     """Host memory has no limit that belongs to one worker."""
 
-    def start(self) -> None: ...
+    def start(self) -> float | None:
+        return None
 
     def stop(self) -> float | None:
         return None
@@ -59,39 +60,55 @@ class Unmetered:
 
 
 class DeviceMeter:
-    """A CUDA device, by the counters of PyTorch's allocator, which count at launch and need no synchronisation."""
+    """A CUDA device, by the counters of PyTorch's allocator, which count at launch and need no synchronisation. What
+    others have of the device is asked where nothing else is to be done, and holds for the cascades until then."""
 
     def __init__(self, device: torch.device, limit_gib: float = 0.0) -> None:
         """`limit_gib` of the device may be used; 0: all of it."""
         self._device, self._limit = device, limit_gib
         self._base = self._retries = 0
+        self._usable: float | None = None  # bytes for this process
+        self._room_gib = 0.0
         if limit_gib:
             total = torch.cuda.get_device_properties(device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_gib * GIB / total), device)
 
-    def start(self) -> None:
+    def start(self) -> float | None:
+        if self._usable is None:
+            self._usable = self._measured()
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._base = torch.cuda.memory_allocated(self._device)
-        self._retries = self._retries_so_far()
+        self._base, _, self._retries = self._counters()
+        self._room_gib = (self._usable - self._base) / GIB
+        return self._room_gib
 
     def stop(self) -> float | None:
-        peak = (torch.cuda.max_memory_allocated(self._device) - self._base) / GIB
-        if self._retries_so_far() == self._retries:
-            return peak
+        _, peak, retries = self._counters()
+        taken_gib = (peak - self._base) / GIB
         # The allocator had to give cached blocks back first: that is as much as fits, whatever the tensors add up to.
-        return max(peak, self.room_gib() or 0.0)
+        return taken_gib if retries == self._retries else max(taken_gib, self._room_gib)
 
     def room_gib(self) -> float | None:
-        free, total = torch.cuda.mem_get_info(self._device)
-        usable = min(total, self._limit * GIB) if self._limit else total
-        other = total - free - torch.cuda.memory_reserved(self._device)  # contexts, communicators, other processes
-        return (USABLE * (usable - other) - torch.cuda.memory_allocated(self._device)) / GIB
+        self._usable = self._measured()
+        return (self._usable - self._counters()[0]) / GIB
 
     def settled(self) -> None:
         collect()
+        self._usable = None
 
-    def _retries_so_far(self) -> int:
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
+    def _measured(self) -> float:
+        free, total = torch.cuda.mem_get_info(self._device)
+        usable = min(total, self._limit * GIB) if self._limit else total
+        other = total - free - torch.cuda.memory_reserved(self._device)  # contexts, communicators, other processes
+        return USABLE * (usable - other)
+
+    def _counters(self) -> tuple[int, int, int]:
+        """Bytes in tensors, the most of them since the last start, and how often the allocator had to try again. One
+        call: `memory_stats` would sort a hundred figures for each of them."""
+        found = torch.cuda.memory_stats_as_nested_dict(self._device)
+        if not found:  # nothing was ever allocated
+            return 0, 0, 0
+        tensors = found["allocated_bytes"]["all"]
+        return int(tensors["current"]), int(tensors["peak"]), int(found["num_alloc_retries"])
 
 
 class TensorMeter:
@@ -102,11 +119,12 @@ class TensorMeter:
         self._room: float | None = None
         self._count: StorageCount | None = None
 
-    def start(self) -> None:
+    def start(self) -> float | None:
         room = self.room_gib()
         assert room is not None
         self._count = StorageCount(limit_bytes=int(max(room, 0.0) * GIB))
         self._count.__enter__()  # type: ignore[no-untyped-call]
+        return room
 
     def stop(self) -> float | None:
         count, self._count = self._count, None

@@ -13,6 +13,10 @@ class Stopwatch(Protocol):
 
     def mark(self) -> object: ...
 
+    def settle(self) -> None:
+        """Wait until all work that was queued so far has ended."""
+        ...
+
     def seconds(self, first: object, second: object) -> float: ...
 
 
@@ -22,6 +26,8 @@ class HostWatch:
     def mark(self) -> float:
         return time.perf_counter()
 
+    def settle(self) -> None: ...
+
     def seconds(self, first: object, second: object) -> float:
         assert isinstance(first, float) and isinstance(second, float)
         return second - first
@@ -29,7 +35,7 @@ class HostWatch:
 
 class StreamWatch:
     """A watch for CUDA, whose work is only queued when a call returns: a collective holds up the stream, not the host.
-    To be asked after the stream was synchronised."""
+    To be asked once it has settled."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,6 +44,9 @@ class StreamWatch:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
+
+    def settle(self) -> None:
+        torch.cuda.current_stream(self._device).synchronize()
 
     def seconds(self, first: object, second: object) -> float:
         assert isinstance(first, torch.cuda.Event) and isinstance(second, torch.cuda.Event)

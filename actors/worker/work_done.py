@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,13 +29,24 @@ class FinishedStep:
     item_losses: tuple[tuple[str, float, float], ...]  # (item, share of the loss here, weight of its good samples)
 
 
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Losses of a cascade that may still be computed."""
+
+    task: CascadeTask
+    counted: tuple[float, ...]  # weight of each sample that counts here
+    values: Tensor  # fp64 [1 + S]: of all, then of each sample
+
+
 class WorkDone:
-    """An executor's account. Early encodes of a step count with the step in which they run."""
+    """An executor's account. Early encodes of a step count with the step in which they run. Losses stay on the device
+    until they are asked for: reading one makes the host wait for it."""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._ran: set[str] = set()  # cascades since the end of the last step
-        self._losses: dict[int, Tensor] = {}  # by step
+        self._unread: dict[int, list[_Unread]] = {}  # by step
+        self._losses: dict[int, float] = {}  # by step
         self._weights: dict[int, float] = {}
         self._bad_weights: dict[int, float] = {}
         self._expert_weights: dict[int, dict[int, float]] = {}  # of good samples, by step and expert
@@ -64,16 +76,26 @@ class WorkDone:
                 by_expert = self._expert_weights.setdefault(task.step, {})
                 by_expert[sample.expert] = by_expert.get(sample.expert, 0.0) + sample.weight * decoded
             self._bad.extend(s.key for s, decoded in zip(task.samples, ok) if not decoded)
-        value = loss.double().cpu()
-        if not torch.isfinite(value):
-            keys = ", ".join(s.key for s in task.samples)
-            log.warning("step %d: loss of %s is %s; samples %s", task.step, task.name, value.item(), keys)
-            self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
-        self._losses[task.step] = self._losses.get(task.step, torch.zeros((), dtype=torch.float64)) + value
-        for sample, decoded, part in zip(task.samples, ok, by_sample.tolist(), strict=True):
-            before = self._item_losses.get(sample.item, (0.0, 0.0))
-            counted = sample.weight if decoded and counts else 0.0
-            self._item_losses[sample.item] = (before[0] + part, before[1] + counted)
+        counted = tuple(s.weight if decoded and counts else 0.0 for s, decoded in zip(task.samples, ok, strict=True))
+        values = torch.cat([loss.double().reshape(1), by_sample])
+        self._unread.setdefault(task.step, []).append(_Unread(task, counted, values))
+
+    def _read(self, step: int) -> None:
+        """Take all losses of a step from the device at once."""
+        unread = self._unread.pop(step, [])
+        if not unread:
+            return
+        numbers = iter(torch.cat([one.values for one in unread]).tolist())
+        for one in unread:
+            task, value = one.task, next(numbers)
+            if not math.isfinite(value):
+                keys = ", ".join(s.key for s in task.samples)
+                log.warning("step %d: loss of %s is %s; samples %s", step, task.name, value, keys)
+                self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
+            self._losses[step] = self._losses.get(step, 0.0) + value
+            for sample, counted in zip(task.samples, one.counted, strict=True):
+                before = self._item_losses.get(sample.item, (0.0, 0.0))
+                self._item_losses[sample.item] = (before[0] + next(numbers), before[1] + counted)
 
     def check_complete(self, task: FinishTask) -> None:
         """Raise StepIncomplete unless all that the task names has run here. Ray does not run a call whose argument is
@@ -89,7 +111,8 @@ class WorkDone:
 
     def loss(self, step: int) -> float:
         """This worker's part of the step's loss so far."""
-        return float(self._losses.get(step, 0.0))
+        self._read(step)
+        return self._losses.get(step, 0.0)
 
     def take_losses(self, step: int) -> tuple[float, float, float]:
         """(loss, good weight, bad weight) of a step here; they are not held any longer."""

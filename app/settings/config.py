@@ -92,7 +92,7 @@ def check(config: RunConfig) -> None:
     check_buckets(config.data, config.model)
     check_flow(config.model, config.train.flow)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
-    check_attention(config.model, config.train, config.workers)
+    check_attention(config.model, config.train, config.workers, config.planner)
     check_experts(config.model, config.train)
     check_memory(config.train, config.workers, config.model)
 

@@ -17,6 +17,7 @@ class Lengths:
     host: tuple[int, ...]
     offsets: Tensor  # int32 [S + 1], exclusive cumulative sum on the device
     longest: int
+    recur: bool = True  # they come again in other cascades; the lengths of captions, unless padded, hardly ever do
 
     @property
     def total(self) -> int:
@@ -30,13 +31,14 @@ class Lengths:
     def cut(self, sequences: slice) -> Lengths:
         """The lengths of some neighbouring sequences."""
         host, (first, last, _) = self.host[sequences], sequences.indices(len(self.host))
-        return Lengths(host, self.offsets[first : last + 1] - self.offsets[first], max(host, default=0))
+        offsets = self.offsets[first : last + 1] - self.offsets[first]
+        return Lengths(host, offsets, max(host, default=0), self.recur)
 
     @staticmethod
-    def of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Lengths:
+    def of(lengths: Sequence[int], device: torch.device | str = "cpu", recur: bool = True) -> Lengths:
         host = tuple(int(length) for length in lengths)
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
-        return Lengths(host, offsets.to(device), max(host, default=0))
+        return Lengths(host, offsets.to(device), max(host, default=0), recur)
 
 
 Pair = tuple[Lengths, Lengths]  # of queries and of keys

@@ -25,17 +25,22 @@ from ops.attention.names import BACKEND_NAMES, AttentionName, BackendName
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """`auto` takes the first backend of the table that can serve the call and whose least length it has."""
+    """`auto` takes the first backend of the table that can serve the call and that suits its lengths."""
 
     backend: BackendName
-    least: int = 0  # rows of the longest sequence of queries
+    least: int = 0  # rows of the longest sequence, of queries and of keys
+    plans: bool = False  # each new shape on the host: for lengths that come again
+
+    def suits(self, lengths: Pair) -> bool:
+        return all(one.longest >= self.least and (one.recur or not self.plans) for one in lengths)
 
 
 # From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s); `python -m app.bench.gpu`
-# measures them. cuDNN plans each new shape on the host, which short sequences do not earn back.
+# measures them. cuDNN plans each new shape on the host, tens of milliseconds for each direction, which short sequences
+# do not earn back, nor those that hold a caption of any length.
 PREFERENCES = (
     Preference("flash3"),
-    Preference("cudnn", least=1024),
+    Preference("cudnn", least=1024, plans=True),
     Preference("flash"),
     Preference("sdpa"),
 )
@@ -103,7 +108,7 @@ def choose(q: Tensor, lengths: Pair) -> Backend:
     """What `auto` means for this call."""
     if not q.is_cuda:  # nothing else computes gradients there
         return backend_of("sdpa")
-    candidates = (p for p in PREFERENCES if lengths[0].longest >= p.least)
+    candidates = (p for p in PREFERENCES if p.suits(lengths))
     return next(b for b in (backend_of(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
 
 
@@ -112,7 +117,7 @@ def serving(q: Tensor) -> list[BackendName]:
     if not q.is_cuda:
         return ["sdpa"]
     possible = [p for p in PREFERENCES if backend_of(p.backend).why_not(q) is None]
-    always = next(i for i, p in enumerate(possible) if not p.least)
+    always = next(i for i, p in enumerate(possible) if not p.least and not p.plans)
     return [p.backend for p in possible[: always + 1]]
 
 

@@ -188,6 +188,11 @@ class TextConfig:
         return self.max_length if self.recipe and self.recipe.keeps_padding else self.pad_to + self.picture_rows
 
     @property
+    def is_padded(self) -> bool:
+        """All captions have as many rows."""
+        return self.least_tokens == self.most_tokens
+
+    @property
     def most_tokens(self) -> int:
         """Rows of the longest caption that the transformer sees, those of the first frame among them."""
         return max(self.max_length, self.pad_to) + self.picture_rows

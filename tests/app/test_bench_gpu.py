@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.gpu import runner
+from app.bench.gpu import counting, runner
 from app.bench.gpu.__main__ import _without, main
 from app.bench.gpu.attention_right import softmax_attention
 from app.bench.gpu.catalogue import catalogue, chosen
-from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_call
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, as_on_a_gpu, counted_step
 from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
 from app.bench.gpu.idle import use_of
 from app.bench.gpu.lines import FILE, Facts, ResultLine, append_line, read_lines
@@ -30,6 +30,7 @@ from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.flow import flow_loss
+from ops.models.base.config import DiTConfig
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(device=torch.device("cpu"), rehearse=False)
@@ -312,17 +313,46 @@ def test_moves_and_reads_are_counted_and_views_are_not() -> None:
     with DispatchCounter() as counter:
         there = host.to(STAND_IN)
         doubled = (there * 2).view(8)
-        assert doubled.sum().item() == 0
+        assert doubled.sum().item() == 1
         doubled.cpu()
         host + 1  # on the host: nothing that a device sees
-    assert (counter.uploads, counter.uploaded_bytes, counter.downloads, counter.waits) == (1, 32, 1, 2)
+        torch.empty(8, device=STAND_IN)  # memory alone
+    assert (counter.uploads, counter.uploaded_bytes, counter.downloads, counter.waits) == (1, 32, 1, 3)
     assert counter.kernels == 3  # upload, product, sum
 
 
-def test_uploads_of_a_packed_call_do_not_grow_with_its_blocks_and_nothing_waits() -> None:
-    (_, one), (_, three) = (counted_call(small(WAN_1_3B, layers)) for layers in (1, 3))
-    assert one.uploads == three.uploads > 0 and one.kernels < three.kernels
-    assert three.downloads == three.waits == 0
+def test_an_upload_waits_unless_it_is_pinned_and_does_not_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = torch.ones(4)
+    monkeypatch.setattr(counting, "is_pinned", lambda source: source is pinned)
+    there = torch.empty(4, device=STAND_IN)
+    for upload, waits in (
+        (lambda: pinned.to(STAND_IN, non_blocking=True), 0),
+        (lambda: there.copy_(pinned, non_blocking=True), 0),
+        (lambda: pinned.to(STAND_IN), 1),
+        (lambda: torch.ones(4).to(STAND_IN, non_blocking=True), 1),
+        (lambda: there.copy_(torch.ones(4)), 1),
+        (lambda: torch.tensor([1.0, 2.0], device=STAND_IN), 1),
+        (lambda: there[torch.tensor([0, 3])], 1),
+    ):
+        with DispatchCounter() as counter:
+            upload()
+        assert (counter.uploads, counter.waits) == (1, waits)
+    with DispatchCounter() as counter:
+        there * torch.tensor(2.0)  # one number of the host goes with the launch
+        there.fill_(2.0)
+        assert torch.tensor([3.0, 4.0], device=STAND_IN).tolist() == [1.0, 1.0]
+    assert (counter.uploads, counter.downloads, counter.waits) == (1, 1, 2)
+
+
+@pytest.mark.parametrize("model", [WAN_1_3B, HUNYUAN_13B], ids=lambda config: config.architecture)
+def test_a_cascade_uploads_its_layout_and_its_levels_and_waits_only_for_its_end(model: DiTConfig) -> None:
+    one, two = (counted_step(small(model, layers)) for layers in (1, 2))
+    assert one.cascade.kernels < two.cascade.kernels and two.finish.kernels > 0
+    for counts in (one.cascade, two.cascade):
+        assert (counts.uploads, counts.downloads, counts.waits) == (2, 0, 1)
+    losses, sums = 1, 1
+    for counts in (one.finish, two.finish):
+        assert (counts.uploads, counts.downloads, counts.waits) == (1, losses + sums, losses + sums)
 
 
 def test_the_reference_of_attention_is_attention() -> None:

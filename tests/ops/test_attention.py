@@ -109,6 +109,19 @@ def test_document_mask_visits_the_blocks_that_hold_pairs_and_hardly_another(pack
             assert (column in some) == partial or (column in some and 0 in q_lengths)
 
 
+def test_other_lengths_are_no_reason_to_compile_flex_again() -> None:
+    """Each pack has a mask of its own; on a device it is traced and compiled with the call."""
+    from torch._dynamo.testing import CompileCounter
+    from torch.nn.attention.flex_attention import flex_attention
+
+    counter = CompileCounter()
+    compiled = torch.compile(flex_attention, dynamic=True, backend=counter)
+    for lengths in ((300, 200), (310, 190), (128, 400, 77), (1000, 100, 300, 7), (65, 901)):
+        rows = torch.zeros(1, 2, sum(lengths), 16)
+        compiled(rows, rows, rows, block_mask=document_mask(lengths, lengths, torch.device("cpu")))
+    assert counter.frame_count == 1
+
+
 @settings(max_examples=30)
 @given(pack=PACK, seed=st.integers(0, 99))
 def test_auto_on_the_cpu_is_sdpa_bit_for_bit(pack: list[tuple[int, int]], seed: int) -> None:
@@ -174,12 +187,32 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
         return choose(q, (Lengths.of(pair[0]), Lengths.of(pair[-1]))).name  # type: ignore[arg-type]
 
     monkeypatch.setattr(flash, "INSTALLED", False)
-    assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (2048,), (512,)) == "cudnn"
+    assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (2048,), (1024,)) == "cudnn"
+    assert auto(OnCuda(), (2048,), (512,)) == "flash" and auto(OnCuda(), (512,), (2048,)) == "flash"
     assert auto(OnCuda(), (2048, 2047)) == "flash" and auto(OnCuda(), (64, 64)) == "flash"
     assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
     monkeypatch.setattr(flash, "INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert auto(OnCuda(), (2048, 2047)) == "flash3" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
+
+
+def test_lengths_of_captions_are_no_shapes_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN plans each new shape: captions of their true length would be planned for in every cascade."""
+    from ops.models.config import TextConfig
+    from ops.packing import Layout, Sequence
+
+    monkeypatch.setattr(flash, "INSTALLED", False)
+    q = OnCuda()
+    for padded, backend in ((False, "flash"), (True, "cudnn")):
+        layout = Layout([Sequence((5, 20, 20), 77)], text_recurs=padded)
+        video, joint = layout.video_exchange.lengths, layout.joint_exchange.lengths
+        assert choose(q, (video, video)).name == "cudnn" and choose(q, (joint, joint)).name == backend  # type: ignore[arg-type]
+        assert joint.cut(slice(0, 1)).recur == layout.text.recur == padded
+        shared = Layout([Sequence((5, 20, 20), 77)], 2, 0, text_recurs=padded).joint_exchange.shared(3)
+        assert {piece.lengths.recur for piece in shared.pieces} == {padded}
+    assert choose(q, (Layout([Sequence((5, 20, 20), 0)]).joint_exchange.lengths,) * 2).name == "cudnn"  # type: ignore[arg-type]
+    assert TextConfig(max_length=512, pad_to=512).is_padded and not TextConfig(max_length=512).is_padded
+    assert not TextConfig(max_length=512, pad_to=128).is_padded
 
 
 def test_what_auto_comes_to_is_known_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,15 +82,43 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from ops.noise_kernel import BLOCK, philox_normal
-kinds = {{"out": "*fp32", "start": "i64", "blocks": "i32", "low": "i64", "high": "i64", "BLOCK": "constexpr"}}
+kinds = {{"out": "*fp32", "start": "i64", "blocks": "i64", "low": "i64", "high": "i64", "BLOCK": "constexpr"}}
 source = ASTSource(fn=philox_normal, signature=kinds, constexprs={{(5,): BLOCK}})
 ptx = triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"]
 assert "0D401921FB54442D18" in ptx.upper(), "two pi in fp64: a rounded one would make other numbers than the CPU"
 print(ptx.count("mul.hi.u64") + ptx.count("mad.hi.u64"))
 """
+    assert int(compiled(code)) >= 20, "two wide products in each of ten rounds"
+
+
+def test_numbers_of_a_cascade_are_no_reason_to_compile_again() -> None:
+    """Triton makes a kernel for each kind of argument that it sees: 1, multiples of 16, 32 or 64 bits."""
+    pytest.importorskip("triton")
+    code = """
+import itertools
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from ops.noise_kernel import BLOCK, philox_normal
+backend = make_backend(GPUTarget("cuda", 90, 32))
+bind = create_function_from_signature(philox_normal.signature, philox_normal.params, backend)
+out = torch.empty(8)
+kinds = set()
+for place, number in itertools.product(range(4), (0, 1, 5, 16, 2**31 - 1, 2**31, 2**40, 2**63 - 1, -1, -(2**63))):
+    numbers = [3, 3, 3, 3]
+    numbers[place] = number
+    kinds.add(str(bind(out, *numbers, BLOCK=BLOCK)[1]))
+print(len(kinds), kinds.pop().count("i64"))
+"""
+    assert compiled(code).split() == ["1", "4"]
+
+
+def compiled(code: str) -> str:
+    """What a process prints that does not interpret kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert int(done.stdout) >= 20, "two wide products in each of ten rounds"
+    return done.stdout

@@ -1,44 +1,68 @@
-"""What one packed DiT call asks of a device, counted without one: ops, copies between host and device, waits.
+"""What one packed cascade and the end of a step ask of a device, counted without one: kernels, copies, waits.
 
 The model is on PyTorch's meta device, which stands for the GPU: it has shapes but no memory, so real sizes cost
-nothing. Every op on it would be at least one kernel, every tensor moved to it an upload, and every value read from it
-makes the host wait.
+nothing. A worker alone runs on it (`actors.worker.executor`): noise, layout, forward, losses, backward, the end of the
+cascade, and the end of the step. Every op on it would be at least one kernel. The host waits where a value is read,
+where it waits for the stream, and in each copy to the device that is not both from pinned memory and without blocking:
+CUDA copies pageable memory in the stream's order, and PyTorch waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
+from actors.config import TrainConfig
+from actors.messages import CascadeTask, FinishTask, StepSample
+from actors.worker.executor import Executor
+from actors.worker.handoff import EncodeResult
+from actors.worker.loading import Modules
+from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
-from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build
+from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, build
+from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
-from ops.comm import Group
-from ops.flow import flow_loss
+from ops.geometry import Geometry
+from ops.groups import Groups
 from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.noise import NoiseKey
 from ops.packing import Sequence as PackedSequence
+from ops.sync import FlatSync
+from ops.waiting import CancelToken
+
+if TYPE_CHECKING:
+    from ops.models.base.vae import VAE
+    from ops.models.text import TextEncoder
 
 STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
-FREE = ("aten.detach", "aten.lift_fresh", "prim.device")  # no kernel and no view of their own
+FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
+_PINNED = WeakIdKeyDictionary()
+MAKES = (torch.tensor, torch.as_tensor)  # their copy to a device is not dispatched
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DispatchCount:
-    """One packed call, forward and backward, of a model at its real size."""
+    """One packed cascade, and the end of its step, of a model at its real size."""
 
     family: str
     config: DiTConfig
-    estimate_s: float = 10.0
+    estimate_s: float = 20.0
 
     @property
     def name(self) -> str:
@@ -48,10 +72,15 @@ class DispatchCount:
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
-        first, second = counted_call(self.config)
-        per_layer = (second.kernels - first.kernels) / sum(self.config.block_counts)
-        figures: dict[str, float] = {f"without blocks: {name}": value for name, value in first.figures().items()}
-        figures |= second.figures()
+        first, second = counted_step(self.config, blocks=False), counted_step(self.config)
+        per_layer = (second.cascade.kernels - first.cascade.kernels) / sum(self.config.block_counts)
+        figures: dict[str, float] = {}
+        for prefix, counter in (
+            ("without blocks: ", first.cascade),
+            ("", second.cascade),
+            ("end of step: ", second.finish),
+        ):
+            figures |= {f"{prefix}{name}": value for name, value in counter.figures().items()}
         return figures | {"kernels per block": round(per_layer, 1)}
 
 
@@ -60,12 +89,24 @@ def measurements() -> list[DispatchCount]:
 
 
 class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch leaves it untyped
-    """Counts inside its `with`. A value that is read from the stand-in is taken to be 0."""
+    """Counts inside its `with`. A value that is read from the stand-in is taken to be 1."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.dispatched = self.kernels = self.uploads = self.downloads = self.waits = 0
         self.uploaded_bytes = 0
+        self._made = _Made(self)
+
+    def __enter__(self) -> DispatchCounter:
+        self._made.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._made.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self,
@@ -81,28 +122,40 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         name = func._schema.name.replace("::", ".")
         if there and name in READS:
             self.waits += 1
-            return 0 if name == "aten._local_scalar_dense" else func(*args, **given)
-        if name in ("aten._to_copy", "aten.copy_") and (moved := self._moved(name, args, given)) is not None:
-            return moved
+            return 1 if name == "aten._local_scalar_dense" else func(*args, **given)
+        if name in ("aten._to_copy", "aten.copy_"):
+            if (moved := self._moved(name, args, given)) is not None:
+                return moved
+        elif there:
+            for index in tensors:  # an index in host memory goes there first; a single number goes with the launch
+                if index.device != STAND_IN and index.dim():
+                    self.uploaded(index, blocking=True)
         out = func(*args, **given)
         there = there or any(isinstance(t, Tensor) and t.device == STAND_IN for t in tree_leaves(out))
         if there and not func.is_view and not name.startswith(FREE):
             self.kernels += 1
         return out
 
+    def uploaded(self, source: Tensor, blocking: bool) -> None:
+        """A copy to the device has begun; with `blocking` the host waits until all queued before it has ended."""
+        self.uploads += 1
+        self.uploaded_bytes += source.numel() * source.element_size()
+        self.waits += blocking
+
     def _moved(self, name: str, args: tuple[object, ...], given: Mapping[str, object]) -> Tensor | None:
         """The result of a download (uploads are only counted); None where the op can run unchanged."""
         source, first, device = args[1 if name == "aten.copy_" else 0], args[0], given.get("device")
         assert isinstance(source, Tensor) and isinstance(first, Tensor)
         target = torch.device(device) if isinstance(device, str | torch.device) else first.device
+        freely = bool(args[2] if name == "aten.copy_" and len(args) > 2 else given.get("non_blocking", False))
         if source.device != STAND_IN and target == STAND_IN:
-            self.uploads += 1
-            self.uploaded_bytes += source.numel() * source.element_size()
+            self.uploaded(source, blocking=not (freely and is_pinned(source)))
         if source.device == STAND_IN and target != STAND_IN:
             self.downloads += 1
-            self.waits += not given.get("non_blocking", False)
-            dtype = given.get("dtype")
-            return torch.zeros(source.shape, dtype=dtype if isinstance(dtype, torch.dtype) else source.dtype)
+            self.waits += not freely
+            asked = given.get("dtype")
+            dtype = asked if isinstance(asked, torch.dtype) else source.dtype
+            return torch.ones(source.shape, dtype=dtype)
         return None
 
     def figures(self) -> dict[str, float]:
@@ -116,29 +169,135 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         }
 
 
-def counted_call(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter]:
-    """Forward and backward of one pack: of the model without its blocks, and of the whole model."""
-    return _count(config, blocks=False), _count(config, blocks=True)
+class _Made(TorchFunctionMode):
+    """Counts tensors made of numbers on the stand-in: each is a copy from pageable memory."""
+
+    def __init__(self, counter: DispatchCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        made = any(func is make for make in MAKES) and not isinstance(args[0], Tensor)
+        if made and isinstance(out, Tensor) and out.device == STAND_IN:
+            self._counter.uploaded(out, blocking=True)
+        return out
 
 
-def _count(config: DiTConfig, blocks: bool) -> DispatchCounter:
+def is_pinned(source: Tensor) -> bool:
+    """Whether it is what stands for pinned memory, which PyTorch makes only beside a GPU."""
+    return source in _PINNED
+
+
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """What a step of one cascade asks of a device: the cascade, and the end of the step."""
+
+    cascade: DispatchCounter
+    finish: DispatchCounter
+
+
+def counted_step(config: DiTConfig, blocks: bool = True) -> StepCounts:
+    """The second step of a worker alone, of one packed cascade; the first makes what is kept. Without `blocks` the
+    model has none of them."""
     with as_on_a_gpu():
-        dit = build(config, STAND_IN, torch.bfloat16)
-        if not blocks:
-            for name, child in list(dit.named_children()):
-                if isinstance(child, torch.nn.ModuleList):
-                    setattr(dit, name, torch.nn.ModuleList())
-        counter = DispatchCounter()
-        with counter:
-            call = PackedCall.of(config, PACK, STAND_IN, torch.bfloat16)
-            out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-            flow_loss(out.float(), call.target, call.layout, call.weights).backward()
-    return counter
+        worker = _worker(config, blocks)
+        _run(worker, 0, DispatchCounter(), DispatchCounter())
+        counts = StepCounts(DispatchCounter(), DispatchCounter())
+        _run(worker, 1, counts.cascade, counts.finish)
+        worker.leave()
+    return counts
+
+
+def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter) -> None:
+    """Encode results are in place, as after encodes on the same worker."""
+    dit = worker.modules.config.dit
+    samples = [
+        StepSample(step=step, item="i", index=i, key=f"s/{i}", grid=one.grid, weight=1 / len(PACK))
+        for i, one in enumerate(PACK)
+    ]
+    for sample, one in zip(samples, PACK, strict=True):
+        for module, rows, width in (("vae", one.tokens, worker.widths[0]), ("text", one.text_tokens, dit.text_dim)):
+            encoded = torch.empty(rows, width, dtype=torch.bfloat16, device=STAND_IN)
+            worker.store.keep(module, EncodeResult(id=sample.id, rows=encoded))
+    task = CascadeTask(
+        generation=0,
+        step=step,
+        cascade="d",
+        name=f"dit s{step}",
+        module="dit",
+        bag=(0,),
+        samples=tuple(samples),
+        pieces=(),
+        planned_start_s=0.0,
+        planned_end_s=0.0,
+        sources={"vae": (0,) * len(PACK), "text": (0,) * len(PACK)},
+    )
+    with cascade, patch.object(worker, "_watch", _CountedWatch(cascade)):
+        worker.dit(task, {})
+    with finish:
+        worker.finish(FinishTask(generation=0, step=step, export=False, cascades=("d",), weight=1.0))
+
+
+class _CountedWatch(HostWatch):
+    """Counts each wait for all that was queued."""
+
+    def __init__(self, counter: DispatchCounter) -> None:
+        self._counter = counter
+
+    def settle(self) -> None:
+        self._counter.waits += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Width:
+    """All that a cascade asks of an encoder."""
+
+    channels: int = 0
+    dim: int = 0
+
+
+def _worker(config: DiTConfig, blocks: bool) -> Executor:
+    """In a generation of its own."""
+    dit = build(config, STAND_IN, torch.bfloat16)
+    if not blocks:
+        for name, child in list(dit.named_children()):
+            if isinstance(child, nn.ModuleList):
+                setattr(dit, name, nn.ModuleList())
+    dit.register_forward_pre_hook(_as_autocast)
+    model = ModelConfig(
+        dit=config, vae=VAEConfig(channels=config.in_channels), text=TextConfig(d_model=config.text_dim)
+    )
+    modules = Modules(
+        config=model,
+        geometry=Geometry(patch=config.patch),
+        dit=dit,
+        vae=cast("VAE", _Width(channels=config.in_channels)),
+        text=cast("TextEncoder", _Width(dim=config.text_dim)),
+    )
+    train = TrainConfig(parameter_dtype="bfloat16", autocast="bfloat16")
+    worker = Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, STAND_IN)
+    worker.form(0, Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1"), (0,), None)
+    return worker
+
+
+def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+    """The casts of tokens and text in front of the first products, which `torch.autocast` makes of a real device."""
+    tokens, times, text, *others = args
+    assert isinstance(tokens, Tensor) and isinstance(text, Tensor)
+    return tokens.bfloat16(), times, text.bfloat16(), *others
 
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """Attention as on a GPU (variable-length flash); autocast does not know the stand-in, and weights are bf16."""
+    """Attention as on a GPU (variable-length flash), noise in one launch, updates in buckets of its size; autocast does
+    not know the stand-in, and weights are bf16. Sums of weights are read from it, and no weights."""
     flash = backend_of("flash")
     autocast = torch.autocast
 
@@ -152,8 +311,20 @@ def as_on_a_gpu() -> Iterator[None]:
             return nullcontext()
         return autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
+    def drawn(key: NoiseKey, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+        return torch.randn(count, device=device)
+
+    def pinned(size: int, device: torch.device) -> Tensor:
+        memory = torch.empty(size, dtype=torch.uint8)
+        _PINNED[memory] = True
+        return memory
+
     with (
         patch.object(varlen, "choose", lambda q, lengths: flash),
+        patch.object(noise, "normal", drawn),
+        patch.object(sync, "_BUCKET_CPU", sync._BUCKET_CUDA),
+        patch.object(sync, "check_weight", lambda *weights: None),
+        patch.object(uploads, "staging", pinned),
         patch.object(torch, "autocast", quiet),
         patch.object(torch, "is_autocast_enabled", lambda device_type=None: False),
     ):

@@ -52,7 +52,7 @@ class StackInputs:
         return StackInputs(
             modulation=modulation[torch.tensor(members, device=layout.device)],
             text=torch.cat(chosen),
-            text_lengths=Lengths.of([len(text) for text in chosen], layout.device),
+            text_lengths=Lengths.of([len(text) for text in chosen], layout.device, layout.text_recurs),
             device=layout.device,
         )
 

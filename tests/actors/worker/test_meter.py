@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
-from actors.plan.types import Item
+from actors.plan.types import USABLE, Item
 from actors.worker.executor import Executor
-from actors.worker.meter import TensorMeter, Unmetered, collect, freed, ran_out
+from actors.worker.meter import GIB, DeviceMeter, TensorMeter, Unmetered, collect, freed, ran_out
 from ops.storages import storage_bytes
 from ops.sync import trainable
 from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
@@ -174,3 +174,53 @@ def test_the_error_travels_between_processes() -> None:
 )
 def test_errors_that_mean_memory(error: BaseException, memory: bool) -> None:
     assert ran_out(error) == memory
+
+
+class FakeAllocator:
+    """PyTorch's functions for the memory of a device of 80 GiB, of which others have 2."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = self.peak = self.retries = self.asked = 0
+        self.others_gib = 2.0
+        for name in ("mem_get_info", "memory_reserved", "memory_stats_as_nested_dict", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.delattr(torch.cuda, "memory_stats")
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        self.asked += 1
+        return int((80 - self.others_gib) * GIB) - self.memory_reserved(device), 80 * GIB
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 40 * GIB
+
+    def memory_stats_as_nested_dict(self, device: torch.device) -> dict[str, Any]:
+        tensors = {"current": self.current, "peak": self.peak}
+        return {"allocated_bytes": {"all": tensors}, "num_alloc_retries": self.retries} if self.peak else {}
+
+    def reset_peak_memory_stats(self, device: torch.device) -> None:
+        self.peak = self.current
+
+    def take(self, gib: float) -> None:
+        self.current += int(gib * GIB)
+        self.peak = max(self.peak, self.current)
+
+
+def test_a_device_is_asked_for_its_room_once_a_step_and_not_by_cascades(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeAllocator(monkeypatch)
+    meter = DeviceMeter(torch.device("cuda", 0))
+    assert meter.start() == pytest.approx(USABLE * 78) and meter.stop() == 0.0
+    device.take(10)
+    for _ in range(3):
+        assert meter.start() == pytest.approx(USABLE * 78 - 10)
+        device.take(5)
+        device.take(-5)
+        assert meter.stop() == pytest.approx(5)
+    assert device.asked == 1
+    device.others_gib = 6.0  # communicators came
+    assert meter.start() == pytest.approx(USABLE * 78 - 10) and meter.room_gib() == pytest.approx(USABLE * 74 - 10)
+    room = meter.start()
+    assert room == pytest.approx(USABLE * 74 - 10) and device.asked == 2
+    device.retries += 1
+    assert meter.stop() == room, "as much as fits"
+    meter.settled()
+    assert meter.start() == room and device.asked == 3
