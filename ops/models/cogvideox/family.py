@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import Family, Json, LoraNames, ParitySample, Published, PublishedParts, Scheduler, VAEClass
@@ -83,7 +83,7 @@ def _published(index: Json, fields: Json, scheduler: Json) -> Published:
     )
 
 
-def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, object]:
     inputs = {
         "hidden_states": sample.latent.transpose(0, 1)[None],
         "encoder_hidden_states": sample.text[None],
