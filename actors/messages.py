@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Concatenate, Protocol
+from typing import TYPE_CHECKING, Any, Concatenate, Protocol
 
 import numpy as np
 
@@ -22,6 +22,10 @@ from ops.models.config import ModelConfig
 from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 
 class SumStart(StrEnum):
@@ -430,12 +434,12 @@ class AsideWork(Protocol):
         """A name that only this aside has among all of the run."""
         ...
 
-    def weights(self, modules: Any) -> Mapping[str, Any]:
+    def weights(self, modules: Any) -> Mapping[str, Tensor]:  # Modules: that room imports this one
         """Tensors, in host memory, that the transformer's trained parameters are while it is made. Called beside the
         worker's steps, so it only reads."""
         ...
 
-    def make(self, modules: Any, device: Any, before: Callable[[str], None]) -> object:
+    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> object:  # Modules
         """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first."""
         ...
 

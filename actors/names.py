@@ -28,7 +28,7 @@ def keeper_name(run: str, node: str) -> str:
     return f"{run}/keeper/{node[:12]}"
 
 
-def find_monitor(run_dir: Path) -> Any:
+def find_monitor(run_dir: Path) -> Any:  # the caller names its protocol
     """Handle of the monitor of a live run; without a type, as the protocols that it follows are in `actors.pool` and in
     the command line. Raises LookupError when the run is not alive on this cluster."""
     import ray

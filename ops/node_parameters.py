@@ -147,13 +147,13 @@ class NodeParameters:
                 self._exchange([(min(hi, lo + start), min(hi, lo + start + exchange)) for lo, hi in self._bounds])
         self._meet()
 
-    def fetched(self, block: nn.Module) -> Callable[..., Any]:
+    def fetched(self, block: nn.Module) -> Callable[..., Any]:  # blocks take and return what they like
         """What runs this block with parameters that are fetched when it is called."""
         return partial(self._run, self._numbers[id(block)])
 
     # -- a block -------------------------------------------------------------------------------------------------------
 
-    def _run(self, number: int, *inputs: object) -> Any:
+    def _run(self, number: int, *inputs: object) -> Any:  # as the block
         block = self._blocks[number]
         weights = self._place.fetch(number)
         if torch.is_grad_enabled():

@@ -30,7 +30,7 @@ Received = Callable[[int, Tensor], None]
 class RunsBlocks(Protocol):
     """A module most of whose weights are in blocks that run one after the other (`PackedTransformer`)."""
 
-    # what runs a block in its place; None: the block itself
+    # what runs a block in its place (Any: and returns what it does); None: the block itself
     fetched: Callable[[nn.Module], Callable[..., Any]] | None
 
     def all_blocks(self) -> list[nn.Module]: ...

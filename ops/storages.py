@@ -31,14 +31,13 @@ class StorageCount(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTor
         self._limit = limit_bytes
         self._known: dict[int, weakref.ref[Any]] = {}  # by address: storages that live, counted or from before
 
-    # `Any` is what PyTorch's own signature says of arguments and results of operators.
     def __torch_dispatch__(
         self,
-        func: Callable[..., Any],
+        func: Callable[..., Any],  # Any, here and below: as PyTorch's own signature says
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        args: tuple[Any, ...] = (),  # as above
+        kwargs: Mapping[str, Any] | None = None,  # as above
+    ) -> Any:  # as above
         kwargs = kwargs or {}
         for tensor in _tensors((*args, *kwargs.values())):
             self._note(tensor, 0)

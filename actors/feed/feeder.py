@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -43,8 +43,7 @@ def _end_when_terminated() -> None:
 
 def _reference(value: object) -> Ref[object]:
     """A batch, or Ray's reference to one, as a reference."""
-    found: Any = value if isinstance(value, ray.ObjectRef) else put(value)  # at run time a Ref is Ray's own
-    return found
+    return cast("Ref[object]", value) if isinstance(value, ray.ObjectRef) else put(value)  # it is Ray's own at run time
 
 
 EngineOf = Callable[[Dataset, DataConfig, NeedsPixels], Engine]

@@ -106,14 +106,14 @@ def gpu_kinds() -> tuple[str, ...]:
     return tuple(sorted(kind for kind in found if kind.rpartition("-")[0] not in found))
 
 
-def look_at(kind: str) -> SeenGpu | None:
+def look_at(kind: str, patience_s: float = _LOOK_S) -> SeenGpu | None:
     """A GPU of this kind ("": of any) of the cluster; None where none is free in time, or it cannot be used."""
     task = remote_of(_seen).options(
         num_cpus=0, num_gpus=1, max_retries=0, name="look at a GPU", **({"accelerator_type": kind} if kind else {})
     )
     answer = task.remote()
     try:
-        found: SeenGpu | None = get(answer, timeout=_LOOK_S)
+        found: SeenGpu | None = get(answer, timeout=patience_s)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
         cancel(answer)
         log.warning("no GPU %s could be looked at: %s", kind, type(error).__name__)

@@ -8,8 +8,7 @@ worker 3. Had the DiT run on (0, 1), worker 2 would publish and both calls would
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from actors.messages import (
     STORE,
@@ -79,20 +78,20 @@ def calls_of(
             if cascade.module == "dit"
             else _delivered(cascade, bag, samples, consumer, holdings)
         )
-        fields = _task_fields(cascade, steps, bag, samples) | {
-            "generation": generation,
-            "sources": places.sources,
-            "leave": position in left,
-            "outlasts": position in outlasting,
-            "patience": patience,
-            "rates": rates,
-        }
+        task = replace(
+            _task_of(cascade, steps, bag, samples, generation),
+            sources=places.sources,
+            leave=position in left,
+            outlasts=position in outlasting,
+            patience=patience,
+            rates=rates,
+        )
         made: dict[object, CascadeTask] = {}
         for rank in bag:
             start = starts.get((position, rank), SumStart.NEVER)
             keep, publish = places.keep.get(rank, ()), places.publish if rank == bag[0] else ()
             if (own := (start, keep, publish)) not in made:
-                made[own] = CascadeTask(**fields, start_sum=start, keep=keep, publish=publish)
+                made[own] = replace(task, start_sum=start, keep=keep, publish=publish)
             calls.append(Call(rank=rank, task=made[own], needs=places.needs, items=places.items))
     return calls
 
@@ -220,24 +219,29 @@ def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Hol
     return _Places(sources=sources, needs=tuple(needs))
 
 
-def _task_fields(
-    cascade: Cascade, steps: Mapping[int, StepItems], bag: tuple[int, ...], samples: tuple[StepSample, ...]
-) -> dict[str, Any]:
+def _task_of(
+    cascade: Cascade,
+    steps: Mapping[int, StepItems],
+    bag: tuple[int, ...],
+    samples: tuple[StepSample, ...],
+    generation: int,
+) -> CascadeTask:
     """What the tasks of a cascade say of it, to every rank."""
     pieces = _pieces(cascade, steps[cascade.step].items)
     frames, height, width = pieces[0].bucket
     packed = "" if len(pieces) == 1 else "+"
-    return {
-        "step": cascade.step,
-        "cascade": cascade.id,
-        "name": f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}",
-        "module": cascade.module,
-        "bag": bag,
-        "samples": samples,
-        "pieces": pieces,
-        "planned_start_s": cascade.start_s,
-        "planned_end_s": cascade.end_s,
-    }
+    return CascadeTask(
+        generation=generation,
+        step=cascade.step,
+        cascade=cascade.id,
+        name=f"{cascade.module} {frames}f{packed} {height}x{width} b{len(samples)} sp{len(bag)} s{cascade.step}",
+        module=cascade.module,
+        bag=bag,
+        samples=samples,
+        pieces=pieces,
+        planned_start_s=cascade.start_s,
+        planned_end_s=cascade.end_s,
+    )
 
 
 def _pieces(cascade: Cascade, items: Mapping[str, StepItem]) -> tuple[Piece, ...]:

@@ -170,7 +170,7 @@ class VersionBook:
 
     # -- kept for whoever comes after this process ---------------------------------------------------------------------
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """All of it, as an object of JSON."""
         known = {name: value for name, value in vars(self).items() if name != "versions"}
         for name in ("pinned", "expected"):
@@ -179,7 +179,7 @@ class VersionBook:
         return {**known, "versions": listed}
 
     @classmethod
-    def from_json(cls, known: Mapping[str, Any]) -> VersionBook:
+    def from_json(cls, known: Mapping[str, Any]) -> VersionBook:  # JSON
         """As `to_json` gave it, from JSON."""
         versions = [
             Version(

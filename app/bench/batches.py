@@ -104,7 +104,7 @@ def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strateg
             Path(folder),
             [StageSizes(0, limits, sizes)],
             cast(Any, PlannerHere(planner)),  # what the loop asks of its client, without an actor between
-            cast(Any, data),
+            cast(Any, data),  # likewise, of its source
             Events(heard),
         )
         for step in range(steps):

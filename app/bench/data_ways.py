@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import av
 import numpy as np
@@ -30,6 +30,8 @@ from data.engines.blocks import as_batch
 from data.engines.engine import Engine
 from data.types import Clip, DecodeJob
 from ops.geometry import Geometry
+
+T = TypeVar("T")
 
 WORKERS = 2
 ITEMS = 2  # per step
@@ -271,7 +273,7 @@ def _init_ray(warm: bool = False) -> None:
         ray.data.range(WORKERS, override_num_blocks=WORKERS).map_batches(import_decoder).take_all()
 
 
-def import_decoder(rows: Any) -> Any:
+def import_decoder(rows: T) -> T:
     assert decode_video is not None
     return rows
 

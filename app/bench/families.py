@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -142,12 +142,14 @@ class UniformBatch:
         )
 
 
-def stacked(inputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def stacked(inputs: Sequence[Mapping[str, object]]) -> dict[str, object]:
     """Arguments of single samples as those of a batch: what has a batch dimension of 1 is joined, the rest is alike."""
-    return {
-        key: torch.cat([one[key] for one in inputs]) if isinstance(value, Tensor) and value.shape[0] == 1 else value
-        for key, value in inputs[0].items()
-    }
+    return {key: _joined([one[key] for one in inputs]) for key in inputs[0]}
+
+
+def _joined(values: Sequence[object]) -> object:
+    rows = [value for value in values if isinstance(value, Tensor) and value.shape[0] == 1]
+    return torch.cat(rows) if rows else values[0]
 
 
 def seconds_of(module: nn.Module, forward: Callable[[], Tensor]) -> float:

@@ -291,8 +291,9 @@ def _kept(keep: Path | None, make: Callable[[], list[Headroom]], key: str) -> li
     return made
 
 
-def _row(fields: dict[str, Any]) -> Headroom:
+def _row(fields: dict[str, Any]) -> Headroom:  # JSON, written by `_kept`
     for name in ("measured", "planned"):
+        # Any: numbers and tuples of them
         figures: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields[name].items()}
         fields = {**fields, name: Figures(**figures)}
     return Headroom(**fields)

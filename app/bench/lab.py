@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 import yaml
 
@@ -35,12 +35,24 @@ if TYPE_CHECKING:
     from ray._private.node import Node
     from ray.cluster_utils import Cluster
 
+    from actors.feed.step_source import FeederHandle
     from actors.outcome import Outcome
+    from actors.plan.costs.profile import Profile
+    from actors.run.asides import AsideSource
     from actors.run.steps import StepRunner
     from actors.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+
+class Replacements(TypedDict, total=False):
+    """What takes the place of parts of a run, as `start_controller` says."""
+
+    profile: Profile | None
+    feeder: Callable[[], FeederHandle] | None
+    asides: AsideSource | None
+
 
 TINY: Mapping[str, Mapping[str, object]] = {
     "model": {
@@ -138,7 +150,9 @@ class Lab:
             tree[section] = _merge(tree.get(section, {}), values)
         return RunConfig.from_yaml(yaml.safe_dump(tree))
 
-    def start(self, config: RunConfig, worker_class: type[Worker] | None = None, **replacements: Any) -> LabRun:
+    def start(
+        self, config: RunConfig, worker_class: type[Worker] | None = None, **replacements: Unpack[Replacements]
+    ) -> LabRun:
         """Begin a run in a thread of this process; `replacements` go to `start_controller`."""
         run = LabRun(config, worker_class, replacements)
         self.runs.append(run)
@@ -148,7 +162,7 @@ class Lab:
 class LabRun:
     """A controller in a thread, what it has reported so far, and faults to inflict on it."""
 
-    def __init__(self, config: RunConfig, worker_class: type[Worker] | None, replacements: Mapping[str, Any]) -> None:
+    def __init__(self, config: RunConfig, worker_class: type[Worker] | None, replacements: Replacements) -> None:
         from actors.worker.worker import Worker
 
         self.config = config

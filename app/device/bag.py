@@ -92,9 +92,9 @@ class MeasuredBag:
         self._send(order)
         return self._answers(ANSWER_S * (_WARM_UP + order[-1]))
 
-    def _answers(self, patience_s: float) -> list[object]:
+    def _answers(self, patience_s: float, cause_s: float = _CAUSE_S) -> list[object]:
         """Answers of all members, by rank. Raises MemoryError where any of them ran out: the others only wait for it,
-        or fail as it leaves them."""
+        or fail as it leaves them. After a failure its cause is waited for another `cause_s`."""
         found: dict[int, object] = {}
         waiting = set(range(self.degree))
         until, failed = time.monotonic() + patience_s, ""
@@ -106,7 +106,7 @@ class MeasuredBag:
                     raise answer
                 if isinstance(answer, Exception):
                     failed = failed or f"member {rank} of a bag of {self.degree} failed: {answer}."
-                    until = min(until, time.monotonic() + _CAUSE_S)
+                    until = min(until, time.monotonic() + cause_s)
         if failed:
             raise ConfigError(failed)
         if waiting:
@@ -125,39 +125,16 @@ class MeasuredBag:
         self.close()
 
 
-class Bag(MeasuredBag):
-    """`degree` processes of this machine, one per device. Closing it ends them."""
+class PipedBag(MeasuredBag):
+    """Members at the other ends of these pipes, by rank."""
 
-    def __init__(self, config: RunConfig, degree: int, device: str) -> None:
-        """Raises ConfigError where a member does not come up."""
-        import torch.distributed
-
-        super().__init__(degree)
-        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._members = []
-        for rank in range(degree):
-            mine, theirs = context.Pipe()
-            settings = (config.to_yaml(), rank, degree, device, self._store.port, theirs)
-            member = context.Process(target=_member, args=settings, name=f"heddle-profile-{rank}", daemon=True)
-            member.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._members.append(member)
-        try:
-            self._answers(START_S)
-        except BaseException:
-            self.close()
-            raise
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        super().__init__(len(pipes))
+        self._pipes = pipes
 
     def close(self) -> None:
         for pipe in self._pipes:
             pipe.close()
-        for member in self._members:
-            member.join(2.0)
-            if member.is_alive():
-                member.kill()
 
     def _send(self, order: Order) -> None:
         for pipe in self._pipes:
@@ -175,6 +152,38 @@ class Bag(MeasuredBag):
         except (EOFError, OSError):
             answer = RuntimeError("its process has ended")
         return answer
+
+
+class Bag(PipedBag):
+    """`degree` processes of this machine, one per device. Closing it ends them."""
+
+    def __init__(self, config: RunConfig, degree: int, device: str) -> None:
+        """Raises ConfigError where a member does not come up."""
+        import torch.distributed
+
+        context = multiprocessing.get_context("spawn")
+        ends = [context.Pipe() for _ in range(degree)]
+        super().__init__([mine for mine, _ in ends])
+        self._store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._members = []
+        for rank, (_, theirs) in enumerate(ends):
+            settings = (config.to_yaml(), rank, degree, device, self._store.port, theirs)
+            member = context.Process(target=_member, args=settings, name=f"heddle-profile-{rank}", daemon=True)
+            member.start()
+            theirs.close()
+            self._members.append(member)
+        try:
+            self._answers(START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        super().close()
+        for member in self._members:
+            member.join(2.0)
+            if member.is_alive():
+                member.kill()
 
 
 def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pipe: Connection) -> None:

@@ -9,28 +9,32 @@ with LentRay(partial(borrowed_ray, None, 2), has_nodes=False) as ray:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from actors.messages import PublishedResult
 from actors.plan.costs.handoff import HandoffPoint
 from actors.pool.room import Need
 from actors.ray_calls import get, kill, node_address, nodes, remote_of, wait
-from actors.refs import Ref
+from actors.refs import Method, Ref
 from app.device.bag import ANSWER_S, START_S, MeasuredBag, Order, answer_of, carried_out, come_up
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    import torch.distributed
+
     from app.device.bench import Bench
     from ops.comm import Group
 
 HANDOFFS = (2**16, 2**22, 2**26)  # bytes: a long caption's rows, the latents of a clip and of a batch of long ones
 _WARM_UP = 1
 _SHORTEST_S = 1e-6  # a clock that was set back meanwhile
+
+T = TypeVar("T")
 
 
 class LentRay:
@@ -113,7 +117,7 @@ class BagMember:
     """The actor: a member of a bag over nodes."""
 
     def __init__(self) -> None:
-        self._store: Any = None
+        self._store: torch.distributed.TCPStore | None = None
         self._bench: Bench | None = None
         self._group: Group | None = None
 
@@ -145,6 +149,17 @@ class BagMember:
         return answer_of(lambda: carried_out(order, bench, group))
 
 
+class BagMemberHandle(Protocol):
+    """A `BagMember` as the profile knows it."""
+
+    @property
+    def serve(self) -> Method[[], tuple[str, int]]: ...
+    @property
+    def come_up(self) -> Method[[str, int, tuple[int, ...], str, tuple[str, int]], object]: ...
+    @property
+    def carry_out(self) -> Method[[Order], object]: ...
+
+
 class BagOverNodes(MeasuredBag):
     """Ray actors on these nodes, one for each member, that run cascades together. Closing it ends them."""
 
@@ -153,7 +168,8 @@ class BagOverNodes(MeasuredBag):
         super().__init__(len(seats))
         numbers = {node: number for number, node in enumerate(dict.fromkeys(seats))}
         self.nodes = len(numbers)
-        self._actors = [_actor_on(BagMember, node, config.workers.cpus_per_worker, device) for node in seats]
+        cpus = config.workers.cpus_per_worker
+        self._actors: list[BagMemberHandle] = [_actor_on(BagMember, node, cpus, device) for node in seats]
         self._waiting: dict[Ref[object], int] = {}
         try:
             meet = _answer(self._actors[0].serve.remote(), START_S, f"the first member of a bag of {self.degree}")
@@ -170,7 +186,7 @@ class BagOverNodes(MeasuredBag):
     def _send(self, order: Order) -> None:
         self._expect(actor.carry_out.remote(order) for actor in self._actors)
 
-    def _expect(self, references: Any) -> None:
+    def _expect(self, references: Iterable[Ref[object]]) -> None:
         self._waiting = {reference: rank for rank, reference in enumerate(references)}
 
     def _arrived(self, ranks: set[int], timeout_s: float) -> list[tuple[int, object]]:
@@ -184,7 +200,7 @@ class BagOverNodes(MeasuredBag):
         self._actors = []
 
 
-def _outcome(reference: Ref[object]) -> object:
+def _outcome(reference: Ref[T]) -> T | Exception:
     """What a call has answered, or how it failed."""
     import ray
 
@@ -196,7 +212,7 @@ def _outcome(reference: Ref[object]) -> object:
         return RuntimeError(f"its actor has failed ({type(error).__name__}: {str(error).splitlines()[0]})")
 
 
-def _answer(reference: Ref[Any], patience_s: float, who: str) -> Any:
+def _answer(reference: Ref[T], patience_s: float, who: str) -> T:
     """Raises ConfigError where no worker answers."""
     if not wait([reference], timeout=patience_s)[0]:
         raise ConfigError(f"{who} has not answered in {patience_s:.0f} s: its node has no room, or is very busy.")
@@ -254,10 +270,19 @@ class HandoffEnd:
             torch.cuda.synchronize(self._device)
 
 
+class HandoffEndHandle(Protocol):
+    """A `HandoffEnd` as the profile knows it. What one has made reaches the other as its reference."""
+
+    @property
+    def make(self) -> Method[[int], list[PublishedResult]]: ...
+    @property
+    def take(self) -> Method[[Ref[list[PublishedResult]]], float]: ...
+
+
 def timed_handoffs(places: tuple[str, str], device: str, repeats: int) -> list[HandoffPoint]:
     """Results of several sizes, handed from a worker on the one node to one on the other and back: the mean of both
     ways, as the clocks of two nodes may differ. Raises ConfigError where a worker does not answer."""
-    ends = [_actor_on(HandoffEnd, node, 0.0, device, device) for node in places]
+    ends: list[HandoffEndHandle] = [_actor_on(HandoffEnd, node, 0.0, device, device) for node in places]
     try:
         return [
             HandoffPoint(num_bytes=size, seconds=max(_SHORTEST_S, seconds), nodes=len(set(places)))
@@ -269,9 +294,9 @@ def timed_handoffs(places: tuple[str, str], device: str, repeats: int) -> list[H
             kill(end)
 
 
-def _there_and_back(ends: Sequence[Any], num_bytes: int) -> float:
+def _there_and_back(ends: Sequence[HandoffEndHandle], num_bytes: int) -> float:
     took = [
         _answer(taker.take.remote(maker.make.remote(num_bytes)), ANSWER_S, "a worker that takes a handoff")
         for maker, taker in (ends, ends[::-1])
     ]
-    return float(sum(took)) / 2
+    return sum(took) / 2

@@ -20,6 +20,7 @@ from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
+    from ray.util.metrics import Gauge
     from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class RayTracker:
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._run = folder.name
-        self._gauges: dict[str, Any] = {}
+        self._gauges: dict[str, Gauge] = {}
         self._labels: dict[str, set[str]] = {}  # of the step before, by gauge
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:

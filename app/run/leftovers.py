@@ -14,12 +14,13 @@ from ops.typed import ConfigError
 log = logging.getLogger(__name__)
 
 _GONE_S = 30.0  # ended actors give their names back within this
-_ALIVE_S = 15.0  # a run whose workers were heard this recently has a controller
+_ALIVE_S = 15.0
 
 
-def end_leftovers(config: RunConfig, *, overwrite: bool) -> None:
+def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE_S) -> None:
     """Called before a run starts in an existing folder. Raises ConfigError if the run there is alive. With `overwrite`,
-    ends the actors of an earlier run, which still hold memory in this cluster."""
+    ends the actors of an earlier run, which still hold memory in this cluster. A run whose workers were heard in the
+    last `alive_s` has a controller."""
     import ray
 
     from actors.names import NAMESPACE, run_id
@@ -32,7 +33,7 @@ def end_leftovers(config: RunConfig, *, overwrite: bool) -> None:
         report = get(monitor_of(folder).report.remote(), timeout=30)
     except (LookupError, ray.exceptions.RayError):
         report = None  # its cluster is gone, or it has ended
-    if report is not None and any(report.now - seen.at < _ALIVE_S for seen in report.seen.values()):
+    if report is not None and any(report.now - seen.at < alive_s for seen in report.seen.values()):
         raise ConfigError(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
     if not overwrite:
         return

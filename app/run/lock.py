@@ -30,7 +30,7 @@ from ops.typed import ConfigError
 log = logging.getLogger(__name__)
 
 BEAT_S = 2.0
-STALE_S = 15.0  # the holder of a stamp that has not changed for this long is dead
+STALE_S = 15.0
 _LOOK_S = 0.2
 _SETTLE_S = 1.0  # where flock does not work and two processes take a lock at once, the later stamp counts
 _BYTES = 512  # size of every stamp, so that the next one fits on a full disk
@@ -43,7 +43,7 @@ class FolderHeld(ConfigError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stamp:
-    """What a holder writes into its lock file, with another `beat` every BEAT_S."""
+    """What a holder writes into its lock file, with another `beat` every few seconds."""
 
     token: str  # of one start of a run
     host: str
@@ -69,8 +69,10 @@ def holder(path: Path) -> Stamp | None:
 class FolderLock:
     """Held from `take` to `release` (or the end of the `with`, or of the process)."""
 
-    def __init__(self, path: Path, token: str = "") -> None:
+    def __init__(self, path: Path, token: str = "", *, beat_s: float = BEAT_S, stale_s: float = STALE_S) -> None:
+        """The stamp changes every `beat_s`; one of another machine that has not for `stale_s` is of a dead process."""
         self.path, self.token = path, token or uuid.uuid4().hex
+        self._beat_s, self._stale_s = beat_s, stale_s
         self.lost = False  # another process has taken it, believing this one dead
         self._file: int | None = None
         self._stamp: Stamp | None = None
@@ -93,7 +95,7 @@ class FolderLock:
             return
         self._end.set()
         if self._beats is not None:
-            self._beats.join(timeout=BEAT_S)
+            self._beats.join(timeout=self._beat_s)
         if not self.lost and _is_at(self._file, self.path):
             with suppress(OSError):  # a folder that has become read-only keeps the file; the kernel frees the lock
                 self.path.unlink()
@@ -122,10 +124,10 @@ class FolderLock:
         trusted = by_kernel is True and (before is None or before.kernel == _kernel())
         if not trusted and before is not None:
             tell(
-                f"{self.path.name} names process {before.pid} on {before.host}; looking for {STALE_S:.0f} s whether "
-                f"it is alive"
+                f"{self.path.name} names process {before.pid} on {before.host}; looking for {self._stale_s:.0f} s "
+                f"whether it is alive"
             )
-            if _changes(self.path, STALE_S):
+            if _changes(self.path, self._stale_s):
                 return False
             tell(f"process {before.pid} on {before.host} is not alive; going on without it")
         self._stamp = Stamp(
@@ -144,7 +146,7 @@ class FolderLock:
         return True
 
     def _beat(self) -> None:
-        while not self._end.wait(BEAT_S) and not self.lost:
+        while not self._end.wait(self._beat_s) and not self.lost:
             assert self._file is not None and self._stamp is not None
             found = holder(self.path)
             if found is not None and found.token != self.token:

@@ -24,8 +24,8 @@ from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
 
-_TIMELINE_BYTES = 128 * 2**20  # a larger file is renamed to OLDER_TIMELINE and replaces the one before
-_PLANS = 1000  # the newest ones that stay
+_TIMELINE_BYTES = 128 * 2**20
+_PLANS = 1000
 
 
 class Recorder:
@@ -38,13 +38,20 @@ class Recorder:
         guard: Callable[[], None] = lambda: None,
         config: RunConfig | None = None,
         changes: Sequence[str] = (),
+        *,
+        plans: int = _PLANS,
+        timeline_bytes: int = _TIMELINE_BYTES,
     ) -> None:
         """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
-        them. `guard` raises once this process must no longer write here. `config` names the trackers, which get
-        of it; it is saved with the first step, and `changes` say what differs from the start before."""
+        them. `guard` raises once this process must no longer write here. `config` names the trackers, which get it; it
+        is saved with the first step, and `changes` say what differs from the start before.
+
+        The newest `plans` stay, and of the others one in this number. A timeline of more than `timeline_bytes` becomes
+        OLDER_TIMELINE, in the place of the one before."""
         from app.records.metrics import Metrics
 
         self._run_dir, self._samples, self._guard = run_dir, samples, guard
+        self._plans, self._timeline_bytes = plans, timeline_bytes
         self._unsaved, self._changes = config, tuple(changes)
         if config is None:
             self._metrics = Metrics(run_dir)
@@ -73,18 +80,18 @@ class Recorder:
         for span in timeline:
             self._timeline.write(json.dumps(span.line()) + "\n")
         self._timeline.flush()
-        if self._timeline.tell() > _TIMELINE_BYTES:
+        if self._timeline.tell() > self._timeline_bytes:
             self._timeline.close()
             os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
             self._timeline = _appending(self._run_dir / TIMELINE)
         self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
 
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
-        """Keep the newest plans and every 1,000th of the older ones, since a run may take millions of steps."""
+        """Keep the newest plans and a few of the older ones, since a run may take millions of steps."""
         folder = self._run_dir / "plans"
         record = PlanRecord.of(plan.step, plan.cascades, plan.planning_s)
         (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
-        if (old := step - _PLANS) % _PLANS:
+        if (old := step - self._plans) % self._plans:
             (folder / f"step-{old}.json").unlink(missing_ok=True)
 
     def _save_settings(self) -> None:

@@ -22,11 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from actors.ray_calls import node_address, resources
+from actors.ray_calls import get, get_all, kill, node_address, put, remote_of, resources, wait
+from actors.refs import Method, Ref
 from app.device.choice import device_name
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames, write_mp4
 from app.sampling.clips import ClipOrder, ClipSettings, clip_files, make_clips
@@ -40,6 +41,7 @@ from ops.waiting import GroupError
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed
 
     from actors.plan.costs.profile import Profile
     from app.settings.config import RunConfig
@@ -51,6 +53,8 @@ MAX_LOSSES = 3  # of workers while they make one prompt; then it is the prompt t
 START_S = 900.0  # a worker's process and weights may take this long
 _LOOK_S = 5.0
 _COLLECTIVE_S = 600.0
+
+T = TypeVar("T")
 
 
 class CrewError(RuntimeError):
@@ -98,10 +102,10 @@ class PromptQueue:
     """Which prompts are still to be made, and which workers have lost some. Chunks are neighbours, and become smaller
     to the end, so that all workers end at about the same time."""
 
-    def __init__(self, total: int, finished: Iterable[int], limit: int) -> None:
+    def __init__(self, total: int, finished: Iterable[int], limit: int, max_losses: int = MAX_LOSSES) -> None:
         done = set(finished)
         self._waiting = deque(index for index in range(total) if index not in done)
-        self._limit = limit
+        self._limit, self.max_losses = limit, max_losses
         self._losses: dict[int, int] = {}
         self.unfinished = len(self._waiting)
 
@@ -128,7 +132,7 @@ class PromptQueue:
         for index in chunk:
             self._losses[index] = self._losses.get(index, 0) + 1
         self._waiting.extendleft(reversed(chunk))
-        return [index for index in chunk if self._losses[index] >= MAX_LOSSES]
+        return [index for index in chunk if self._losses[index] >= self.max_losses]
 
 
 class ClipRecord:
@@ -167,7 +171,7 @@ class ClipWorker:
         self._job: ClipJob | None = None
         self._group: Group | None = None
         self._half: Group | None = None
-        self._store: Any = None
+        self._store: torch.distributed.TCPStore | None = None
 
     def encode(self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray] = ()) -> Iterator[PromptRows]:
         """The negative prompt, then all prompts in their order: by one worker for all, before it loads the model.
@@ -229,6 +233,38 @@ class ClipWorker:
         return [replace(clip, seconds=(time.perf_counter() - begin) / len(made)) for clip in made]
 
 
+class EncodeMethod(Protocol):
+    """A method whose rows come one after the other."""
+
+    def options(self, *, num_returns: Literal["streaming"]) -> EncodeMethod: ...
+    def remote(
+        self, job: ClipJob, prompts: Sequence[str], first: Sequence[np.ndarray]
+    ) -> Iterator[Ref[PromptRows]]: ...
+
+
+class MakeMethod(Protocol):
+    """A method that takes references to rows."""
+
+    def remote(self, work: ClipWork, negative: Ref[PromptRows], *told: Ref[PromptRows]) -> Ref[list[MadeClip]]: ...
+
+
+class ClipWorkerHandle(Protocol):
+    """A `ClipWorker` as the command knows it."""
+
+    @property
+    def encode(self) -> EncodeMethod: ...
+    @property
+    def load(self) -> Method[[ClipJob], None]: ...
+    @property
+    def serve(self) -> Method[[], tuple[str, int]]: ...
+    @property
+    def way(self) -> Method[[int], BagWay]: ...
+    @property
+    def join(self) -> Method[[int, BagWay, str, int], None]: ...
+    @property
+    def make(self) -> MakeMethod: ...
+
+
 def profile_for(config: RunConfig, geometry: Geometry, device: torch.device) -> Profile:
     """Costs of a run's model on a device: the run's own profile where it is of this one, else by its FLOPs."""
     from actors.plan.types import PlanError
@@ -266,10 +302,12 @@ def spread(
     batch: int = 1,
     together: bool = False,
     worker_class: type = ClipWorker,
+    max_losses: int = MAX_LOSSES,
     tell: Callable[[str], None] = print,
 ) -> list[Path]:
     """Makes what is missing of the prompts' clips on the Ray that this process has joined; returns the files: the clips
-    in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once.
+    in order, then their contact sheet. Apart, a worker makes up to `batch` clips at once. A prompt that has cost
+    `max_losses` workers is given up, and the job with it.
 
     Raises ConfigError where the cluster has no room for all workers asked for, what a worker raised, and CrewError.
     What is finished stays, and the same call continues.
@@ -280,7 +318,7 @@ def spread(
     if finished:
         tell(f"note: {len(finished)} of {len(prompts)} clips are there already")
     shown = {index: sheet_frames(read_mp4(files[index])) for index in finished}
-    queue = PromptQueue(len(prompts), finished, 1 if together else batch)
+    queue = PromptQueue(len(prompts), finished, 1 if together else batch, max_losses)
     begin = time.monotonic()
 
     def keep(chunk: Sequence[int], clips: Sequence[MadeClip]) -> None:
@@ -319,8 +357,6 @@ class _Crew:
     """The actors of a job: their processes start with it."""
 
     def __init__(self, job: ClipJob, worker_class: type, size: int) -> None:
-        import ray
-
         self.job, self.size = job, size
         offered = resources(free=False)
         gpus = offered.get("GPU", 0)
@@ -331,43 +367,42 @@ class _Crew:
         options = {"num_cpus": 1, "num_gpus": 1 if self._gpu else 0, "max_restarts": 0}
         # without a GPU of its own a worker would still see those of the node
         self._job = replace(job, device="cuda" if self._gpu else "cpu")
-        self._actor: Any = ray.remote(worker_class).options(**options)
-        self._unused: list[Any] = [self._actor.remote() for _ in range(size)]  # of the members: they have no task yet
-        self.members: list[Any] = list(self._unused)
+        self._start: Callable[[], ClipWorkerHandle] = remote_of(worker_class).options(**options).remote
+        self._unused = [self._start() for _ in range(size)]  # of the members: they have no task yet
+        self.members = list(self._unused)
 
-    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray]) -> list[Any]:
+    def encode(self, prompts: Sequence[str], first: Sequence[np.ndarray]) -> list[Ref[PromptRows]]:
         """References to the rows of the negative prompt and of all prompts, by the first member, which loads the model
         afterwards. They are this process's own: no worker's end loses them."""
         import ray
 
         stream = self._unused[0].encode.options(num_returns="streaming").remote(self._job, prompts, first)
-        rows: list[Any] = []
+        waited: Any = stream  # Ray waits for one, too, which its types leave out
+        rows: list[Ref[PromptRows]] = []
         while len(rows) <= len(prompts):
-            ready, _ = ray.wait([stream], timeout=START_S, fetch_local=False)
+            ready, _ = ray.wait([waited], timeout=START_S, fetch_local=False)
             if not ready:
                 raise CrewError(f"the prompts are not encoded after {START_S:.0f} s.")
             try:
-                rows.append(ray.put(ray.get(next(stream))))
+                rows.append(put(get(next(stream))))
             except ray.exceptions.RayTaskError as error:
                 raise error.cause from None
             except ray.exceptions.RayActorError as error:
                 raise CrewError(f"a worker died while it encoded the prompts: {_line(error)}") from None
         return rows
 
-    def start(self) -> tuple[Any, Any]:
+    def start(self) -> tuple[ClipWorkerHandle, Ref[None]]:
         """(a new worker, its loading under way)"""
         if self._unused:
             handle = self._unused.pop(0)
         else:
-            handle = self._actor.remote()
+            handle = self._start()
             self.members.append(handle)
         return handle, handle.load.remote(self._job)
 
     def close(self) -> None:
-        import ray
-
         for handle in self.members:
-            ray.kill(handle)
+            kill(handle)
         self.members.clear()
         self._unused.clear()
 
@@ -378,8 +413,8 @@ class _Orders:
 
     prompts: Sequence[str]
     first: Sequence[np.ndarray]
-    negative: Any  # references to PromptRows, which Ray's own types do not say
-    rows: dict[int, Any]  # by number of the prompt
+    negative: Ref[PromptRows]
+    rows: dict[int, Ref[PromptRows]]  # by number of the prompt
 
     @staticmethod
     def encoded(crew: _Crew, prompts: Sequence[str], first: Sequence[np.ndarray], wanted: Sequence[int]) -> _Orders:
@@ -388,10 +423,11 @@ class _Orders:
         negative, *rows = crew.encode([prompts[index] for index in wanted], pictures)
         return _Orders(prompts, first, negative, dict(zip(wanted, rows, strict=True)))
 
-    def of(self, chunk: Sequence[int]) -> tuple[Any, ...]:
-        """What `ClipWorker.make` is called with."""
+    def begin(self, handle: ClipWorkerHandle, chunk: Sequence[int]) -> Ref[list[MadeClip]]:
+        """Has a worker make the clips of these prompts."""
         pictures = tuple(self.first[index] for index in chunk) if self.first else ()
-        return ClipWork(number=chunk[0], first=pictures), self.negative, *(self.rows[index] for index in chunk)
+        work = ClipWork(number=chunk[0], first=pictures)
+        return handle.make.remote(work, self.negative, *(self.rows[index] for index in chunk))
 
 
 def _make_apart(
@@ -404,15 +440,16 @@ def _make_apart(
     import ray
 
     started, occupancy = time.monotonic(), Occupancy()
-    idle: list[Any] = []
-    busy: dict[Any, tuple[Any, list[int]]] = {}  # answer that is awaited -> its worker, its chunk (none: it loads)
+    idle: list[ClipWorkerHandle] = []
+    # answer that is awaited -> its worker, its chunk (none: it loads)
+    busy: dict[Ref[list[MadeClip] | None], tuple[ClipWorkerHandle, list[int]]] = {}
     loading = crew.size
 
-    def employ(handle: Any) -> None:
+    def employ(handle: ClipWorkerHandle) -> None:
         chunk = queue.take(crew.size)
         occupancy.given_out(queue.waits, time.monotonic())
         if chunk:
-            busy[handle.make.remote(*orders.of(chunk))] = (handle, chunk)
+            busy[orders.begin(handle, chunk)] = (handle, chunk)
         else:
             idle.append(handle)
 
@@ -423,18 +460,18 @@ def _make_apart(
     for _ in range(crew.size):
         hire()
     while queue.unfinished:
-        ready, _ = ray.wait(list(busy), timeout=_LOOK_S)
+        ready, _ = wait(list(busy), timeout=_LOOK_S)
         if not ready:
             if time.monotonic() - started > START_S and not any(chunk for _, chunk in busy.values()):
                 raise CrewError(f"no worker has loaded {crew.job.checkpoint} within {START_S:.0f} s.")
             continue
         handle, chunk = busy.pop(ready[0])
         try:
-            clips = ray.get(ready[0])
+            clips = get(ready[0]) or []
         except ray.exceptions.RayActorError as error:
             if not chunk:  # it died before it could be asked: its replacement would, too
                 raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), orders.prompts, error)
+            _take_back(queue, chunk, orders.prompts, error)
             occupancy.given_out(queue.waits, time.monotonic())
             occupancy.died(handle)
             log.warning("a worker died with prompts %s; another one makes them", chunk)
@@ -475,7 +512,7 @@ def _make_together(
             members = _form(crew, tell)
             while queue.unfinished:
                 chunk = queue.take(crew.size)
-                answers = [handle.make.remote(*orders.of(chunk)) for handle in members]
+                answers = [orders.begin(handle, chunk) for handle in members]
                 keep(chunk, _first_of(answers))
                 queue.finish(chunk)
             return
@@ -483,28 +520,26 @@ def _make_together(
             # what is not an exchange that failed is a fault of its own: it would come again
             if not isinstance(error.cause, GroupError | TimeoutError) or not _somebody_died(crew):
                 raise error.cause from None
-            _give_up(queue.lose(chunk), orders.prompts, error)
+            _take_back(queue, chunk, orders.prompts, error)
         except ray.exceptions.RayActorError as error:
             if not chunk:
                 raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {_line(error)}") from None
-            _give_up(queue.lose(chunk), orders.prompts, error)
+            _take_back(queue, chunk, orders.prompts, error)
         log.warning("a worker died with prompts %s; all start again", chunk)
         crew.close()
 
 
-def _first_of(answers: Sequence[Any]) -> Any:
+def _first_of(answers: Sequence[Ref[T]]) -> T:
     """What the first rank has made, when all have ended. Raises what any of them has raised, at once: the others may
     still wait for it in an exchange."""
-    import ray
-
     waiting = list(answers)
     while waiting:
-        done, waiting = ray.wait(waiting)
-        ray.get(done)
-    return ray.get(answers[0])
+        done, waiting = wait(waiting, timeout=None)
+        get_all(done)
+    return get(answers[0])
 
 
-def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
+def _form(crew: _Crew, tell: Callable[[str], None]) -> list[ClipWorkerHandle]:
     """Workers that have loaded the job and are one bag, or two. One more may have no place in them."""
     _answers(crew, [crew.start()[1] for _ in range(crew.size)], START_S, "loaded the model")
     first = crew.members[0]
@@ -518,19 +553,17 @@ def _form(crew: _Crew, tell: Callable[[str], None]) -> list[Any]:
     return members
 
 
-def _answers(crew: _Crew, calls: Sequence[Any], patience_s: float, what: str) -> list[Any]:
+def _answers(crew: _Crew, calls: Sequence[Ref[T]], patience_s: float, what: str) -> list[T]:
     """Results of calls to workers. Raises what any of them has raised, at once, and CrewError, naming the workers that
     have not answered."""
-    import ray
-
     waiting, until = list(calls), time.monotonic() + patience_s
     while waiting:
-        done, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        done, waiting = wait(waiting, timeout=max(0.0, until - time.monotonic()))
         if not done:
             late = ", ".join(str(calls.index(one)) for one in waiting)
             raise CrewError(f"worker(s) {late} of {crew.size} have not {what} within {patience_s:.0f} s.")
-        ray.get(done)
-    return list(ray.get(list(calls)))
+        get_all(done)
+    return get_all(calls)
 
 
 def _somebody_died(crew: _Crew) -> bool:
@@ -538,17 +571,19 @@ def _somebody_died(crew: _Crew) -> bool:
     import ray
 
     for handle in crew.members:
+        actor: Any = handle  # a method that Ray gives every actor
         try:
-            ray.get(handle.__ray_ready__.remote(), timeout=_LOOK_S)
+            ray.get(actor.__ray_ready__.remote(), timeout=_LOOK_S)
         except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             return True
     return False
 
 
-def _give_up(hopeless: Sequence[int], prompts: Sequence[str], error: Exception) -> None:
-    if hopeless:
+def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str], error: Exception) -> None:
+    """The prompts of a worker that has died wait again. Raises CrewError where one of them has cost too many."""
+    if hopeless := queue.lose(chunk):
         raise CrewError(
-            f"{MAX_LOSSES} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
+            f"{queue.max_losses} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
             f"{_line(error)} Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )
 

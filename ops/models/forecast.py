@@ -400,7 +400,7 @@ def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
     first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
     if not recipe.picture:
         return pooled_text(encoder, first, second, pooled, config, "cpu")
-    shape: Any = encoder.config
+    shape: Any = encoder.config  # of a LlavaModel: to torch it may be any attribute
     first = _Long(max(1, tokens - config.picture_rows) + recipe.crop + recipe.picture.dropped)
     first.input_ids[0] = shape.image_token_index
     size = shape.vision_config.image_size

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 from ops.models.base.family import TextRecipe
 from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
-from ops.models.files import check_files, variant_of
+from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import (
     check_tokenizer,
     pooled_text_folder,
-    read_json,
     text_folder,
     text_parts,
     tokenizer_of,
@@ -41,7 +40,11 @@ if TYPE_CHECKING:
         LlamaConfig,
         LlamaModel,
         LlavaModel,
+        PreTrainedConfig,
+        PreTrainedModel,
     )
+
+T = TypeVar("T", bound="PreTrainedModel")
 
 PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 _BYTES = 384  # vocabulary of the tokenizer over bytes
@@ -251,19 +254,20 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
     from transformers import LlamaModel, LlavaForConditionalGeneration
 
     pair, recipe = random_pair(config, "cpu"), recipe_of(config)
-    encoder: Any = pair.encoder
+    encoder: Any = pair.encoder  # Any, here and below: of Transformers, whose methods torch's Module does not have
     if recipe.states != "t5":
         shape, _ = _random_shapes(config)
         assert config.recipe is not None
         getattr(shape, "text_config", shape).num_hidden_layers += config.recipe.skipped_layers
         with torch.random.fork_rng(devices=[]):
+            # Any: as `encoder`
             whole: Any = LlamaModel(shape) if recipe.states == "llama" else LlavaForConditionalGeneration(shape)
         getattr(whole, "model", whole).load_state_dict(encoder.state_dict(), strict=False)
         encoder = whole
     if recipe.picture:
         random_processor(config).save_pretrained(folder / recipe.picture.processor)
-    second: Any = pair.second  # both are models of Transformers
-    tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]
+    second: Any = pair.second  # as `encoder`
+    tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]  # of Transformers: `Tokenizer` saves nothing
     for (part, tokens), model, tokenizer in zip(
         (recipe.states_parts, recipe.pooled_parts), (encoder, second), tokenizers
     ):
@@ -282,7 +286,7 @@ def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
     return _without_norm(LlamaModel(first) if states == "llama" else LlavaModel(first)), CLIPTextModel(clip)
 
 
-def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:
+def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:  # of the class that the recipe names
     from transformers import CLIPTextConfig
 
     heads = config.num_heads
@@ -329,7 +333,7 @@ def _random_llama(config: TextConfig) -> LlamaConfig:
     )
 
 
-def _shapes(config: TextConfig) -> tuple[Any, Any]:
+def _shapes(config: TextConfig) -> tuple[Any, Any]:  # of classes that their files name
     """(of the states' encoder without the layers that the recipe leaves out, of CLIP), by the config.json of their
     folders."""
     from transformers import AutoConfig
@@ -342,7 +346,7 @@ def _shapes(config: TextConfig) -> tuple[Any, Any]:
 
 
 def _without_norm(model: LlamaModel | LlavaModel) -> nn.Module:
-    language: Any = getattr(model, "language_model", model)
+    language: Any = getattr(model, "language_model", model)  # its norm is of a class, and becomes another
     language.norm = nn.Identity()  # its states go on as they are
     return model
 
@@ -425,9 +429,9 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
     )
 
 
-def _loaded(kind: type[Any], folder: Path, shape: object, dtype: torch.dtype) -> Any:
+def _loaded(kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype) -> T:
     check_files(folder)
-    model, report = kind.from_pretrained(
+    loaded: Any = kind.from_pretrained(  # with its report, which the annotation leaves out
         folder,
         config=shape,
         local_files_only=True,
@@ -436,6 +440,8 @@ def _loaded(kind: type[Any], folder: Path, shape: object, dtype: torch.dtype) ->
         variant=variant_of(folder),
         output_loading_info=True,
     )
+    model: T
+    model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")
     return model

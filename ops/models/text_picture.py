@@ -21,7 +21,8 @@ from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, length_groups
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, LlavaConfig
+    from transformers import LlamaConfig, LlavaConfig, PreTrainedTokenizerBase
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 _VISION_PATCH = 8  # pixels, of the random vision tower
 _VISION_WIDTH = 16
@@ -34,9 +35,11 @@ class Eyes(NamedTuple):
     mark: int  # the token of `PictureRecipe.mark`
 
 
-def eyes_of(tokenizer: Any, processor: Preprocessor, picture: PictureRecipe) -> Eyes:
+def eyes_of(tokenizer: PreTrainedTokenizerBase, processor: Preprocessor, picture: PictureRecipe) -> Eyes:
     """The eyes for a tokenizer of Transformers that knows the mark."""
-    return Eyes(processor, tokenizer.convert_tokens_to_ids(picture.mark))
+    mark = tokenizer.convert_tokens_to_ids(picture.mark)
+    assert isinstance(mark, int), "one token has one number"
+    return Eyes(processor, mark)
 
 
 class LlavaText:
@@ -159,7 +162,7 @@ def random_llava(text: LlamaConfig, config: TextConfig, token: int) -> LlavaConf
     )
 
 
-def random_processor(config: TextConfig) -> Any:
+def random_processor(config: TextConfig) -> CLIPImageProcessorPil:
     """What prepares pictures for the random vision tower."""
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 

@@ -91,8 +91,7 @@ def foreign(path: Path, beat: int) -> None:
     os.close(file)
 
 
-def test_a_stamp_of_another_machine_that_keeps_changing_is_alive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 60.0)
+def test_a_stamp_of_another_machine_that_keeps_changing_is_alive(path: Path) -> None:
     foreign(path, 0)
     beats = threading.Event()
 
@@ -105,19 +104,16 @@ def test_a_stamp_of_another_machine_that_keeps_changing_is_alive(path: Path, mon
     thread.start()
     try:
         with pytest.raises(FolderHeld, match="process 7 on far"):
-            FolderLock(path).take(0.0, ignore)
+            FolderLock(path, stale_s=60.0).take(0.0, ignore)
     finally:
         beats.set()
         thread.join()
 
 
-def test_a_stamp_of_another_machine_that_stands_still_is_taken_over_and_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "STALE_S", 1.0)
+def test_a_stamp_of_another_machine_that_stands_still_is_taken_over_and_told(path: Path) -> None:
     foreign(path, 3)
     said: list[str] = []
-    with FolderLock(path) as ours:
+    with FolderLock(path, stale_s=1.0) as ours:
         ours.take(0.0, said.append)
         found = holder(path)
         assert found is not None and found.token == ours.token
@@ -126,19 +122,14 @@ def test_a_stamp_of_another_machine_that_stands_still_is_taken_over_and_told(
 
 def test_without_kernel_locks_a_live_stamp_of_this_machine_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_flock", lambda file: None)
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(lock, "STALE_S", 30.0)
-    with FolderLock(path) as first:
+    with FolderLock(path, beat_s=0.1) as first:
         first.take(0.0, ignore)
         with pytest.raises(FolderHeld):
-            FolderLock(path).take(0.0, ignore)
+            FolderLock(path, stale_s=30.0).take(0.0, ignore)
 
 
-def test_one_that_was_believed_dead_learns_that_it_has_lost_its_folder(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    with FolderLock(path) as ours:
+def test_one_that_was_believed_dead_learns_that_it_has_lost_its_folder(path: Path) -> None:
+    with FolderLock(path, beat_s=0.1) as ours:
         ours.take(0.0, ignore)
         deadline = time.monotonic() + 120
         while not ours.lost:
@@ -148,9 +139,8 @@ def test_one_that_was_believed_dead_learns_that_it_has_lost_its_folder(
     assert path.exists(), "the file is the other one's now"
 
 
-def test_a_lock_file_that_somebody_removed_is_put_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    with FolderLock(path) as ours:
+def test_a_lock_file_that_somebody_removed_is_put_back(path: Path) -> None:
+    with FolderLock(path, beat_s=0.1) as ours:
         ours.take(0.0, ignore)
         path.unlink()
         deadline = time.monotonic() + 120

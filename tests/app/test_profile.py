@@ -17,7 +17,7 @@ from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import MaxFrames, Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.worker.meter import TensorMeter
-from app.device.bag import Bag, carried_out, degrees_here
+from app.device.bag import PipedBag, carried_out, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
 from app.device.measuring import BagsHere, Measuring, footprint_of, is_known
@@ -526,16 +526,13 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
     assert not read_profile(out).fits("dit", 1, 1, 32, 32, 2) or not read_profile(out).fits("dit", 3, 1, 32, 32, 2)
 
 
-class Pipes:
+class Pipes(PipedBag):
     """Members of a bag that say what they are given, after these seconds; None: nothing."""
 
     def __init__(self, *answers: tuple[float, object] | None) -> None:
-        self.bag = Bag.__new__(Bag)
-        self.bag.degree, self.bag._members, self.bag._pipes = len(answers), [], []
-        for answer in answers:
-            mine, theirs = multiprocessing.Pipe()
-            self.bag._pipes.append(mine)
-            self.bag._members.append(theirs)  # type: ignore[arg-type]  # held open
+        self._ends = [multiprocessing.Pipe() for _ in answers]
+        super().__init__([mine for mine, _ in self._ends])
+        for (_, theirs), answer in zip(self._ends, answers, strict=True):
             threading.Thread(target=self._say, args=(theirs, answer), daemon=True).start()
 
     @staticmethod
@@ -551,18 +548,15 @@ class Pipes:
 ONE = PointTimes(seconds=(1.0,))
 
 
-def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("app.device.bag._CAUSE_S", 100.0)
+def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail() -> None:
     for first in (None, (0.0, RuntimeError("peer closed")), (0.0, EOFError), (0.0, ONE)):
         with pytest.raises(MemoryError, match="full"):
-            Pipes(first, (0.3, MemoryError("full"))).bag._answers(120.0)
+            Pipes(first, (0.3, MemoryError("full")))._answers(120.0, cause_s=100.0)
     with pytest.raises(ConfigError, match="member 1 of a bag of 2 failed: its process has ended"):
-        Pipes((0.0, ONE), (0.0, EOFError)).bag._answers(120.0)
+        Pipes((0.0, ONE), (0.0, EOFError))._answers(120.0)
     with pytest.raises(ConfigError, match="member 0 of a bag of 2 has not answered in 0 s"):
-        Pipes(None, (0.0, ONE)).bag._answers(0.2)
-    assert Pipes((0.2, ONE), (0.0, "ready")).bag._answers(120.0) == [ONE, "ready"], "by rank"
+        Pipes(None, (0.0, ONE))._answers(0.2)
+    assert Pipes((0.2, ONE), (0.0, "ready"))._answers(120.0) == [ONE, "ready"], "by rank"
 
 
 def test_measurements_that_limit_no_batch_are_kept_and_said(

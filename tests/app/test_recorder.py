@@ -13,7 +13,6 @@ from actors.records.metrics_line import metrics_of
 from actors.records.span_record import span_of
 from actors.step import StepAssignment
 from app.records.rundir import RunDir
-from app.run import recorder
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from app.settings.run_folder import prepare_run_dir
@@ -24,21 +23,19 @@ def plan() -> Any:
     return StepAssignment(step=step, cascades=(), planning_s=0.1)
 
 
-def record(folder: Path, steps: int) -> RunDir:
-    with Recorder(folder) as writer:
+def record(folder: Path, steps: int, plans: int = 1000, timeline_bytes: int = 2**27) -> RunDir:
+    with Recorder(folder, plans=plans, timeline_bytes=timeline_bytes) as writer:
         for step in range(steps):
             writer.on_step(metrics_of({"step": step, "loss": 1.0}), [span_of({"step": step, "name": "x" * 80})], plan())
     return RunDir(folder)
 
 
-def test_old_plans_are_thinned_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_PLANS", 10)
-    assert sorted(record(tmp_path, 35).plans()) == [0, 10, 20, *range(25, 35)]
+def test_old_plans_are_thinned_out(tmp_path: Path) -> None:
+    assert sorted(record(tmp_path, 35, plans=10).plans()) == [0, 10, 20, *range(25, 35)]
 
 
-def test_the_timeline_keeps_its_newest_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "_TIMELINE_BYTES", 4000)
-    run = record(tmp_path, 40)
+def test_the_timeline_keeps_its_newest_part(tmp_path: Path) -> None:
+    run = record(tmp_path, 40, timeline_bytes=4000)
     steps = [span.step for span in run.spans()]
     assert steps == list(range(steps[0], 40)) and 9 < len(steps) < 30
     assert run.metrics().count() == 40

@@ -358,10 +358,12 @@ def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) ->
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
-def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spreading, "MAX_LOSSES", 1)  # a start of a worker takes seconds
+def test_a_deadly_prompt_is_named(checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"1 worker\(s\) died while they made prompt 1 \('a disc number 1'\)"):
-        spread(job(checkpoint), PROMPTS, tmp_path / "x.mp4", 1, worker_class=Doomed, tell=lambda text: None)
+        # one loss: a start of a worker takes seconds
+        spread(
+            job(checkpoint), PROMPTS, tmp_path / "x.mp4", 1, worker_class=Doomed, max_losses=1, tell=lambda text: None
+        )
     assert (tmp_path / "x-00.mp4").is_file()
 
 
@@ -378,7 +380,7 @@ def test_the_others_of_a_bag_are_not_asked_before_the_one_that_failed(monkeypatc
         assert references == ["failed"], "it still waits in an exchange"
         raise OSError("no memory left")
 
-    monkeypatch.setattr(ray, "wait", lambda waiting: (["failed"], ["waits"]))
+    monkeypatch.setattr(ray, "wait", lambda waiting, **how: (["failed"], ["waits"]))
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(OSError, match="no memory left"):
         spreading._first_of(["waits", "failed"])
@@ -399,7 +401,7 @@ def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lambda waiting, timeout: ([], list(waiting)))
+    monkeypatch.setattr(ray, "wait", lambda waiting, **how: ([], list(waiting)))
     with pytest.raises(CrewError, match=r"worker\(s\) 0, 1 of 2 have not met the others within 600 s"):
         spreading._answers(SimpleNamespace(size=2), ["a", "b"], 600.0, "met the others")  # type: ignore[arg-type]
 

@@ -91,12 +91,11 @@ def test_a_monitor_that_ends_before_it_answers_is_one_sentence(
         answer(tmp_path, monitor.scale.remote(3))
 
 
-def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("app.run.leftovers._ALIVE_S", 900.0)  # the workers were heard when this file began
+def test_a_live_run_is_not_started_a_second_time(live_run: tuple[Path, Any]) -> None:
     folder = live_run[0]
     config = RunConfig.load(DEMO, [f"run.dir={folder.parent}", f"run.name={folder.name}"])
     with pytest.raises(ConfigError, match="is alive on this cluster; end it with"):
-        end_leftovers(config, overwrite=True)
+        end_leftovers(config, overwrite=True, alive_s=900.0)  # the workers were heard when this file began
 
 
 def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple[Path, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class Fit:
         seconds = sum(c * x for c, x in zip(self.coefficients, features))
         return seconds * self.residual(load) if self.residual is not None else seconds
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         named = dict(zip(FORMS[self.form].names, self.coefficients))
         if self.form == "adaptiveload":
             named["p"] = self.exponent

@@ -22,7 +22,7 @@ _SAME = [f.name for f in fields(ProfileFile) if f.name not in _OWN]
 _POINT = ("module", "batch", "frames", "height", "width", "degree")
 
 
-def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
+def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:  # JSON, whose values `build` checks
     """The profile of a file, of a run's folder, or of an object that is parsed already. Raises PlanError."""
     if not isinstance(source, Mapping) and (Path(source) / "config.yaml").is_file():
         source = Path(source) / LEARNED
@@ -63,7 +63,7 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:
     return profile
 
 
-def _notes_on(data: Mapping[str, Any]) -> list[str]:
+def _notes_on(data: Mapping[str, Any]) -> list[str]:  # the same, checked
     """What a file says that no plan follows any more."""
     points = data.get("latency", ())
     if data.get("memory") or any(point.get("peak_gib") is not None for point in points):
@@ -78,7 +78,7 @@ def write_profile(profile: Profile, path: str | Path) -> None:
     Path(path).write_text(json.dumps(profile_json(profile), indent=1) + "\n")
 
 
-def profile_json(profile: Profile) -> dict[str, Any]:
+def profile_json(profile: Profile) -> dict[str, object]:
     """What `read_profile` reads back; live points become latency entries."""
     measured = {key: profile.held(key) for key in profile.measured if key not in profile.live}
     points = measured | {key: point.seconds for key, point in profile.live.items()}

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -26,7 +26,10 @@ from actors import ray_calls
 
 log = logging.getLogger(__name__)
 
-_TASK_ERROR: Any = ray.exceptions.RayTaskError  # has no types
+_TASK_ERROR: Any = ray.exceptions.RayTaskError  # Ray gives it no types
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class CallHere:
@@ -40,7 +43,7 @@ class CallHere:
     def options(self, **options: object) -> CallHere:
         return self
 
-    def remote(self, *arguments: Any) -> Future[Any]:
+    def remote(self, *arguments: object) -> Future[object]:
         return self._actor.submit(self._method, arguments)
 
 
@@ -49,14 +52,14 @@ class Post:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._sent: deque[tuple[Future[Any], Coroutine[Any, Any, Any]]] = deque()
+        self._sent: deque[Coroutine[object, object, None]] = deque()
         self._woken = False
         self._running: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
 
-    def send(self, call: Coroutine[Any, Any, Any]) -> Future[Any]:
+    def send(self, call: Coroutine[object, object, T]) -> Future[T]:
         """The answer of `call`, which runs on the loop after those that this thread sent before."""
-        answer: Future[Any] = Future()
-        self._sent.append((answer, call))
+        answer: Future[T] = Future()
+        self._sent.append(_answered(answer, call))
         if not self._woken:
             self._woken = True
             self._loop.call_soon_threadsafe(self._begin)
@@ -65,12 +68,12 @@ class Post:
     def _begin(self) -> None:
         self._woken = False  # before the box is emptied: what comes now wakes the loop again
         while self._sent:
-            task = self._loop.create_task(_answered(*self._sent.popleft()))
+            task = self._loop.create_task(self._sent.popleft())
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
 
-async def _answered(answer: Future[Any], call: Coroutine[Any, Any, Any]) -> None:
+async def _answered(answer: Future[T], call: Coroutine[object, object, T]) -> None:
     try:
         answer.set_result(await call)
     except asyncio.CancelledError:
@@ -92,7 +95,7 @@ class ActorHere:
             raise AttributeError(method)
         return CallHere(self, method)
 
-    def submit(self, method: str, arguments: Sequence[Any]) -> Future[Any]:
+    def submit(self, method: str, arguments: Sequence[object]) -> Future[object]:
         bound = getattr(self._plain, method)
         if inspect.iscoroutinefunction(bound):
             return self._post.send(bound(*arguments))
@@ -113,13 +116,13 @@ class CallsHere:
         self._post = Post(self._loop)
         self._actors: list[ActorHere] = []
 
-    def actor(self, plain: object) -> Any:
+    def actor(self, plain: object) -> Any:  # the caller names its protocol, as of Ray's own handles
         """A handle of an object, by the protocols of `actors.refs`."""
         made = ActorHere(plain, self._post)
         self._actors.append(made)
         return made
 
-    def get(self, reference: Any, timeout: float | None = None) -> Any:
+    def get(self, reference: object, timeout: float | None = None) -> object:
         if isinstance(reference, list):
             return [self.get(one, timeout) for one in reference]
         if not isinstance(reference, Future):
@@ -135,25 +138,23 @@ class CallsHere:
         except Exception as error:
             raise _TASK_ERROR("here", str(error), error) from error
 
-    def wait(
-        self, references: Sequence[Any], *, num_returns: int, timeout: float | None
-    ) -> tuple[list[Any], list[Any]]:
+    def wait(self, references: Sequence[R], *, num_returns: int, timeout: float | None) -> tuple[list[R], list[R]]:
         all_of_them = num_returns == len(references)
         when = concurrent.futures.ALL_COMPLETED if all_of_them else concurrent.futures.FIRST_COMPLETED
         if timeout != 0:
             concurrent.futures.wait([r for r in references if isinstance(r, Future)], timeout, when)
-        done: list[Any] = []
-        waiting: list[Any] = []
+        done: list[R] = []
+        waiting: list[R] = []
         for one in references:
             (waiting if isinstance(one, Future) and not one.done() else done).append(one)
         return done, waiting
 
-    def put(self, value: Any) -> Future[Any]:
-        made: Future[Any] = Future()
+    def put(self, value: T) -> Future[T]:
+        made: Future[T] = Future()
         made.set_result(value)
         return made
 
-    def kill(self, handle: Any, no_restart: bool = True) -> None:
+    def kill(self, handle: ActorHere, no_restart: bool = True) -> None:
         handle.close()
 
     def close(self) -> None:

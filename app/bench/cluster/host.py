@@ -7,16 +7,43 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from ray.exceptions import ActorDiedError
 
-from actors.messages import HeldShard, Orders, WorkerInfo
+from actors.messages import HeldShard, WorkerInfo
 from actors.plan.costs.profile import Profile
+from actors.pool.monitor import MonitorHandle
+from actors.refs import Method
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
+
+
+class HostHandle(Protocol):
+    """A `Host` as other processes know it."""
+
+    @property
+    def know(self) -> Method[[Sequence[HostHandle]], None]: ...
+    @property
+    def add(self) -> Method[[str, str], WorkerInfo]: ...
+    @property
+    def call(self) -> Method[[str, int, str, Sequence[object]], object]: ...
+    @property
+    def end(self) -> Method[[Sequence[str]], None]: ...
+    @property
+    def closed(self) -> Method[[int], None]: ...
+    @property
+    def together(self) -> Method[[MeetingKey, int, int, float], float]: ...
+    @property
+    def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
+    @property
+    def keep(self) -> Method[[str, Sequence[HeldShard]], bool]: ...
+    @property
+    def committed(self) -> Method[[int], None]: ...
+    @property
+    def begin(self) -> Method[[int], None]: ...
 
 
 @dataclass
@@ -79,17 +106,17 @@ class Meetings:
 class Host:
     """Plain class; `app.bench.cluster.parts` makes the actor of it."""
 
-    def __init__(self, number: int, profile: Profile, physics: Physics, monitor: Any) -> None:
+    def __init__(self, number: int, profile: Profile, physics: Physics, monitor: MonitorHandle) -> None:
         """`profile` is the truth about cascades, in real seconds; `monitor` takes the heartbeats."""
         self.number, self.profile, self.physics = number, profile, physics
         self._monitor = monitor
         self._workers: dict[str, VirtualWorker] = {}
-        self._hosts: Sequence[Any] = ()
+        self._hosts: Sequence[HostHandle] = ()
         self._meetings = Meetings()
         self._kept: dict[str, list[HeldShard]] = {}  # by node of the keeper
         self._local: dict[int, set[int]] = {}  # ranks that are here, by generation
 
-    async def know(self, hosts: Sequence[Any]) -> None:
+    async def know(self, hosts: Sequence[HostHandle]) -> None:
         """All hosts of the cluster, this one too: on the first, members of a bag on several hosts meet."""
         self._hosts = hosts
 
@@ -101,7 +128,7 @@ class Host:
         worker.idle()
         return WorkerInfo(worker=name, node=node, host=node, pid=os.getpid(), device="virtual", gpu_memory_gib=0.0)
 
-    async def call(self, name: str, number: int, method: str, arguments: Sequence[Any]) -> Any:
+    async def call(self, name: str, number: int, method: str, arguments: Sequence[object]) -> object:
         """The `number`th call of a worker, from 0; it begins when those before it have ended."""
         worker = self._workers.get(name)
         if worker is None:
@@ -159,15 +186,14 @@ class Host:
             return await self._meetings.meet(key, 1, here, brought)
 
         async def others(own: float) -> float:
-            found: float = await resolve(self._hosts[0].together.remote((key[0], "all", *key[1:]), here, total, own))
-            return found
+            return await resolve(self._hosts[0].together.remote((key[0], "all", *key[1:]), here, total, own))
 
         return await self._meetings.meet(key, 1, here, brought, others)
 
     async def _beat_for_ever(self, worker: VirtualWorker) -> None:
         while not worker.dead:
             try:
-                orders: Orders = await resolve(self._monitor.beat.remote(worker.progress))
+                orders = await resolve(self._monitor.beat.remote(worker.progress))
                 if orders.generation > worker.progress.generation >= 0:
                     self._meetings.end(orders.generation - 1, f"generation {orders.generation} has begun")
             except Exception as error:  # the monitor is being started again

@@ -12,25 +12,28 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import Answering
 from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
+from actors.outcome import Tell
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
 from actors.refs import Ref
-from actors.state.keeper import Standing, place
+from actors.state.checkpoint_files import Meta
+from actors.state.keeper import KeeperHandle, Standing, place
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
+from app.bench.cluster.host import HostHandle
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
 
@@ -82,7 +85,7 @@ class VirtualCall:
     def options(self, *, name: str = "", concurrency_group: str = "") -> VirtualCall:
         return VirtualCall(self._handle, self._method, name)
 
-    def remote(self, *arguments: Any) -> Any:
+    def remote(self, *arguments: object) -> Ref[object]:
         """One call of Ray, as to a worker of its own process."""
         handle = self._handle
         number = handle.calls
@@ -94,7 +97,7 @@ class VirtualCall:
 class VirtualHandle:
     """Looks like `actors.messages.WorkerHandle`; counts its calls, which a host answers in this order."""
 
-    def __init__(self, name: str, host: Any) -> None:
+    def __init__(self, name: str, host: HostHandle) -> None:
         self.name, self.host, self.calls = name, host, 0
 
     def __getattr__(self, method: str) -> VirtualCall:
@@ -106,11 +109,11 @@ class VirtualHandle:
 class VirtualPool(Pool):
     """The real pool's book of members, whose workers live in hosts."""
 
-    def __init__(self, machines: Machines, hosts: Sequence[Any]) -> None:
+    def __init__(self, machines: Machines, hosts: Sequence[HostHandle]) -> None:
         super().__init__()
         self._machines, self._hosts = machines, hosts
 
-    def host_of(self, node: str) -> Any:
+    def host_of(self, node: str) -> HostHandle:
         """The process that hosts the workers of a node."""
         return self._hosts[self._machines.number(node) % len(self._hosts)]
 
@@ -136,7 +139,7 @@ class VirtualPool(Pool):
 class VirtualLookout(Lookout):
     """The real one, which finds room on virtual nodes."""
 
-    def __init__(self, config: RuntimeConfig, pool: Pool, monitor: MonitorHandle, tell: Any, machines: Machines):
+    def __init__(self, config: RuntimeConfig, pool: Pool, monitor: MonitorHandle, tell: Tell, machines: Machines):
         super().__init__(config.workers, pool, monitor, tell)
         self._machines = machines
 
@@ -157,7 +160,7 @@ class VirtualKeepers:
 
     silent: tuple[str, ...] = ()
 
-    def __init__(self, machines: Machines, hosts: Sequence[Any], copies: int) -> None:
+    def __init__(self, machines: Machines, hosts: Sequence[HostHandle], copies: int) -> None:
         self._machines, self._hosts, self._copies = machines, hosts, copies
         self._homes: list[str] = []  # by rank
         self._placed: dict[int, tuple[str, ...]] = {}
@@ -168,19 +171,20 @@ class VirtualKeepers:
         """What the keepers on living nodes hold."""
         found: dict[str, list[HeldShard]] = {node: [] for node in self._machines.nodes}
         for asked in [host.inventory.remote() for host in self._hosts]:
-            books: dict[str, list[HeldShard]] = get(asked)
-            for node, held in books.items():
+            for node, held in get(asked).items():
                 if node in found:
                     found[node] += held
-        return [KeeperInventory(keeper=cast(Any, VirtualKeeper(node)), shards=held) for node, held in found.items()]
+        return [
+            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node)), shards=held) for node, held in found.items()
+        ]
 
     def standing(self, patience_s: float) -> Standing:
         return Standing()
 
-    def home(self, rank: int) -> Any:
+    def home(self, rank: int) -> VirtualKeeper:
         return VirtualKeeper(self._homes[rank])
 
-    def in_use(self) -> dict[str, Any]:
+    def in_use(self) -> dict[str, VirtualKeeper]:
         return {}
 
     def gone(self) -> list[str]:
@@ -221,7 +225,7 @@ class VirtualKeepers:
         for host in self._hosts:
             host.begin.remote(base.step)
 
-    def _host_of(self, node: str) -> Any:
+    def _host_of(self, node: str) -> HostHandle:
         return self._hosts[self._machines.number(node) % len(self._hosts)]
 
     def close(self) -> None:
@@ -241,7 +245,7 @@ class VirtualWriter:
     def due(self, step: int) -> bool:
         return False
 
-    def save_origin(self, origin: Origin, meta: Mapping[str, Any]) -> bool:
+    def save_origin(self, origin: Origin, meta: Meta) -> bool:
         self.step = origin.step
         return True
 
@@ -259,15 +263,16 @@ class VirtualState(RunState):
         return None
 
     def step_on_disk(self) -> int:
-        writer: Any = self.writer
-        return int(writer.step)
+        writer: object = self.writer
+        assert isinstance(writer, VirtualWriter)
+        return writer.step
 
     @property
     def _total(self) -> int:
         """No weights are counted."""
         return ELEMENTS
 
-    def _meta(self, step: int) -> Any:
+    def _meta(self, step: int) -> Meta:
         return {"step": step}
 
 

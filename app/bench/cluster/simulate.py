@@ -22,15 +22,16 @@ from actors.config import (
     TrainConfig,
     WorkersConfig,
 )
-from actors.feed.step_source import StepSource
+from actors.feed.step_source import FeederHandle, StepSource
 from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
-from actors.planning.client import PlannerClient
+from actors.planning.client import PlannerClient, PlannerHandle
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
+from actors.pool.monitor import MonitorHandle
 from actors.ray_calls import get, kill
 from actors.records.events import GenerationFormed, RunEvent
 from actors.records.metrics_line import StepMetrics
@@ -41,6 +42,7 @@ from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
 from actors.state.survivors import Survivors
 from actors.step import StepAssignment
+from app.bench.cluster.host import HostHandle
 from app.bench.cluster.parts import (
     Machines,
     VirtualKeepers,
@@ -183,8 +185,9 @@ def run_here(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
         class ClientHere(PlannerClient):
             """The real client, whose planner is a thread."""
 
-            def _start(self) -> Any:
-                return here.actor(Planner(self._profile, self._config))
+            def _start(self) -> PlannerHandle:
+                handle: PlannerHandle = here.actor(Planner(self._profile, self._config))
+                return handle
 
         profile = scaled_profile(setup.physics.speed)
         monitor = here.actor(Monitor())
@@ -201,7 +204,7 @@ def run_on_ray(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
     from app.bench.cluster.host import Host
     from app.bench.cluster.parts import VirtualFeeder
 
-    monitor: Any = start_monitor(f"cluster-{time.time_ns()}")
+    monitor = start_monitor(f"cluster-{time.time_ns()}")
     profile = scaled_profile(setup.physics.speed)
     made = remote_of(Host).options(num_cpus=0, max_concurrency=1_000_000)
     count = max(1, min(_HOSTS, setup.nodes * setup.gpus // 64))
@@ -211,7 +214,13 @@ def run_on_ray(setup: Setup, timeout_s: float = 3000.0) -> ClusterFigures:
 
 
 def _run(
-    setup: Setup, hosts: Sequence[Any], monitor: Any, planner: Any, feeder: Any, timeout_s: float, alone: bool
+    setup: Setup,
+    hosts: Sequence[HostHandle],
+    monitor: MonitorHandle,
+    planner: PlannerClient,
+    feeder: Callable[[], FeederHandle],
+    timeout_s: float,
+    alone: bool,
 ) -> ClusterFigures:
     try:
         for told in [host.know.remote(hosts) for host in hosts]:
@@ -249,7 +258,12 @@ def _train(controller: Controller, timeout_s: float) -> Outcome:
 
 
 def controller_of_virtual(
-    setup: Setup, hosts: Sequence[Any], monitor: Any, planner: Any, feeder: Any, watching: Watching
+    setup: Setup,
+    hosts: Sequence[HostHandle],
+    monitor: MonitorHandle,
+    planner: PlannerClient,
+    feeder: Callable[[], FeederHandle],
+    watching: Watching,
 ) -> tuple[Controller, Machines]:
     """The real controller on virtual machines."""
     config = runtime_config(setup)
@@ -260,8 +274,8 @@ def controller_of_virtual(
     events = Events(watching)
     survivors = Survivors()
     source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S)
-    keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)
-    writer: Any = VirtualWriter()
+    keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)  # what a run's state asks of Keepers
+    writer: Any = VirtualWriter()  # and of Writer
     state = VirtualState(
         config,
         model,
@@ -296,7 +310,7 @@ class _NoStore:
     host, port = "", 0
 
 
-def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequence[Any]) -> None:
+def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequence[HostHandle]) -> None:
     """Called by the controller's thread; the controller does not hear what happens."""
     if what == "join":
         machines.add()

@@ -13,11 +13,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from ray.exceptions import ActorDiedError
@@ -37,6 +37,7 @@ from actors.messages import (
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster
+from actors.refs import Ref
 from app.bench.cluster.physics import Physics
 from ops.shards import ARRAYS, shard_bounds
 
@@ -44,7 +45,8 @@ ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has 
 _LATE = 1.5  # of a straggling cascade
 
 
-MeetingKey = tuple[Any, ...]  # of a meeting; the first part is its generation
+T = TypeVar("T")
+MeetingKey = tuple[int, *tuple[int | str, ...]]  # of a meeting; the first part is its generation
 
 
 class Home(Protocol):
@@ -68,7 +70,7 @@ class VirtualWorker:
         self.progress = Progress.of_start(name)
         self._turn = 0
         self._waiting: dict[int, asyncio.Event] = {}
-        self._running: asyncio.Task[Any] | None = None
+        self._running: asyncio.Task[object] | None = None
         self._seat: FormTask | None = None
         self._topology: Topology | None = None
         self._broken = ""  # why no call of this generation is answered any more
@@ -79,7 +81,7 @@ class VirtualWorker:
 
     # -- calls in their order ------------------------------------------------------------------------------------------
 
-    async def take(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
+    async def take(self, number: int, method: str, arguments: Sequence[object]) -> object:
         """Call `method` when all calls with smaller numbers have ended."""
         if number != self._turn and not self.dead:
             await self._waiting.setdefault(number, asyncio.Event()).wait()
@@ -145,7 +147,7 @@ class VirtualWorker:
         self._done(task, span)
         return published(task)
 
-    async def dit(self, task: CascadeTask, *results: Any) -> None:
+    async def dit(self, task: CascadeTask, *results: Ref[list[PublishedResult]]) -> None:
         """Forward and backward; `results` are references to what others have encoded."""
         self._check(task.generation)
         for reference in results:
@@ -256,7 +258,7 @@ class VirtualWorker:
         self._spans.append(span)
         self.idle()
 
-    async def _met(self, place: tuple[Any, ...], bag: Sequence[int] | None, brought: float = 0.0) -> float:
+    async def _met(self, place: tuple[int | str, ...], bag: Sequence[int] | None, brought: float = 0.0) -> float:
         """Returns when all of the bag are there, or all workers, with what they brought together."""
         assert self._seat is not None
         total = self._seat.world if bag is None else len(bag)
@@ -326,8 +328,11 @@ def published(task: CascadeTask) -> list[PublishedResult]:
     return [PublishedResult(module=task.module, id=task.samples[i].id, rows=rows, ok=True) for i in task.publish]
 
 
-async def resolve(reference: Any) -> Any:
-    """The value of a reference: of Ray, of a thread, or the value itself."""
-    if isinstance(reference, Future):
-        return await asyncio.wrap_future(reference)
-    return await reference if hasattr(reference, "__await__") else reference
+async def resolve(reference: Ref[T]) -> T:
+    """The value of a reference, of Ray or of a thread."""
+    held: object = reference
+    if isinstance(held, Future):
+        held = asyncio.wrap_future(held)
+    assert isinstance(held, Awaitable), f"{held!r} is no reference"
+    value: T = await held
+    return value

@@ -81,6 +81,7 @@ class ShownFigure:
 def read_paper(path: Path) -> PublishedPaper:
     """Raises ConfigError for a file that is not a data file of a paper."""
     try:
+        # YAML: the constructors refuse other keys, and values are checked below
         tree: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
         figures = tuple(PublishedFigure(**figure) for figure in tree["figures"])
         for label, value in (pair for figure in figures for pair in figure.published.items()):

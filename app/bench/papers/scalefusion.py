@@ -126,7 +126,7 @@ def peaks_of(clip: ClipSize, ranks: int, pairs: int = 2) -> RankPeaks:
     sequences = [Sequence((clip.frames, clip.height, clip.width), model.caption_rows)]
     precision = Precision(parameters=torch.bfloat16, cuda=True)
 
-    def gib(ranks: int, **changes: Any) -> tuple[float, float]:
+    def gib(ranks: int, **changes: Any) -> tuple[float, float]:  # fields of the model, as `replace` takes them
         peak, weights = forward_bytes(replace(model, **changes), sequences, ranks, precision)
         return peak / GIB, weights / GIB
 

@@ -193,7 +193,7 @@ class DiTConfig:
         """The settings of the transformer for the other noise levels, in the same folder."""
         raise NotImplementedError(f"{type(self).__name__} knows of no second expert.")
 
-    def of_pipeline(self, index: Mapping[str, Any]) -> Self:
+    def of_pipeline(self, index: Mapping[str, Any]) -> Self:  # `Json` of ops/models/base/family.py, which imports this
         """The same with what a pipeline's model_index.json says of its transformers."""
         return self
 

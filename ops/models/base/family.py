@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Never
 
 from ops.conditions import NOTHING, Conditions
 from ops.config import TokenShift
@@ -209,7 +209,7 @@ class OwnCode:
     constants: Callable[[Any], Mapping[str, Tensor]] = lambda config: {}
 
 
-def no_class(*_: object) -> Any:
+def no_class(*_: object) -> Never:
     """Stands for what only a family with a class in Diffusers has."""
     raise AssertionError("Diffusers has no class of this family; ask `Family.own_code` first.")
 
@@ -261,13 +261,13 @@ class Family:
     published_heads: Mapping[str, int] = field(default_factory=dict)
 
     lora_names: LoraNames
-    # of a config of this family, and of the flow that was trained
+    # of a config of this family (hence `Any`), and of the flow that was trained
     scheduler: Callable[[Any, FlowConfig], Scheduler] = no_class
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     whole_times: bool = False  # sampling as SamplerConfig.whole_times
     spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
     # (config of this family, sample) -> what the Diffusers class takes
-    parity_inputs: Callable[[Any, ParitySample], dict[str, Any]] = no_class
+    parity_inputs: Callable[[Any, ParitySample], Mapping[str, object]] = no_class
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops, joint_flops
 from ops.ranges import between, check_numbers
+
+if TYPE_CHECKING:
+    from ops.models.base.family import Json
 
 JOINT_BLOCKS = ("transformer_blocks.", "single_transformer_blocks.")
 JOINT_PROJECTIONS = (  # of these blocks, without the way out of the single-stream ones
@@ -82,7 +84,7 @@ def default_rope_split(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * spatial, spatial, spatial
 
 
-def read_joint(fields: Mapping[str, Any], known: Mapping[str, Any], axes_key: str) -> dict[str, object]:
+def read_joint(fields: Json, known: Json, axes_key: str) -> dict[str, object]:
     """What Diffusers' config.json says of pooled text and RoPE, whose axes stand at `axes_key`."""
     pooled, axes = fields["pooled_projection_dim"], tuple(fields[axes_key])
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
@@ -100,7 +100,7 @@ def _published(index: Json, fields: Json) -> Published:
     return Published(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
 
 
-def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, object]:
     inputs = {
         "hidden_states": sample.latent.transpose(0, 1)[None],
         "encoder_hidden_states": sample.text[None],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import CLIP_L, PICTURE_VAE_FIELDS, T5_XXL
 from ops.models.base.family import (
@@ -83,7 +83,7 @@ def _write_rest(config: FluxConfig) -> dict[str, object]:
     }
 
 
-def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, object]:
     import torch
 
     from ops.packing import patchify
@@ -95,7 +95,7 @@ def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, Any]:
     if pooled is None:
         same = config.pooled_width == config.text_dim
         pooled = text.mean(0)[None] if same else torch.zeros(1, config.pooled_width)
-    inputs = {
+    inputs: dict[str, object] = {
         "hidden_states": patchify(sample.latent, config.patch)[None],
         "encoder_hidden_states": text[None],
         "pooled_projections": pooled,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
 from ops.models.base.family import (
@@ -91,7 +91,7 @@ def _published(index: Json, fields: Json) -> Published:
     )
 
 
-def _parity_inputs(config: LatteConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: LatteConfig, sample: ParitySample) -> dict[str, object]:
     del config
     return {
         "hidden_states": sample.latent[None],

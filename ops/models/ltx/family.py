@@ -40,7 +40,7 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
     return fields.get("latent_channels", 128), (stride_t, stride_s, stride_s)
 
 
-def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor, Tensor]:
+def _vae_normalisation(fields: Json, channels: int, module: Any) -> tuple[Tensor, Tensor]:  # of Diffusers
     """The normalisation in the buffers of the loaded module; its config.json has the scale only. Predictions have no
     values."""
     del channels
@@ -76,7 +76,7 @@ def _published(index: Json, fields: Json) -> Published:
     )
 
 
-def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, object]:
     import torch
 
     _, t, h, w = sample.latent.shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
@@ -87,7 +87,7 @@ def _published(index: Json, fields: Json) -> Published:
     )
 
 
-def _parity_inputs(config: MochiConfig, sample: ParitySample) -> dict[str, Any]:
+def _parity_inputs(config: MochiConfig, sample: ParitySample) -> dict[str, object]:
     import torch
 
     del config

@@ -71,8 +71,8 @@ class FrameAutoencoder(nn.Module):
 
         super().__init__()
         levels = len(numbers["block_out_channels"])
-        kind: Any = AutoencoderKL  # of Diffusers, which is untyped
-        self.module: Any = kind(
+        # Any: of Diffusers, which is untyped
+        self.module: Any = AutoencoderKL(  # type: ignore[no-untyped-call]
             **numbers,
             down_block_types=("DownEncoderBlock2D",) * levels,
             up_block_types=("UpDecoderBlock2D",) * levels,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops, crossing_flops
 from ops.ranges import above, between, check_numbers
+
+if TYPE_CHECKING:
+    from ops.models.base.family import Json
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ class WanConfig(DiTConfig):
     def other_expert(self) -> Self:
         return replace(self, expert="low" if self.expert == "high" else "high")
 
-    def of_pipeline(self, index: Mapping[str, Any]) -> Self:
+    def of_pipeline(self, index: Json) -> Self:
         return replace(self, boundary=index.get("boundary_ratio") or self.boundary)
 
     @property

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from actors.config import PlannerConfig
 from actors.planning import client
-from actors.planning.client import PlannerClient
+from actors.planning.client import PlannerClient, PlannerHandle
 
 
 class Planner:
@@ -34,11 +35,16 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
 saved: list[Any] = []
 
 
-def of(planner: Planner, keep_in: Path | None) -> PlannerClient:
-    found = PlannerClient.__new__(PlannerClient)
-    found._profile, found._setting, found._keep_in = (), None, keep_in  # type: ignore[assignment]
-    found._actor, found._asked, found._learned = planner, None, None  # type: ignore[assignment]
-    return found
+def of(planner: Any, keep_in: Path | None) -> PlannerClient:
+    class ClientHere(PlannerClient):
+        """Its planner is an object of this process."""
+
+        def _start(self) -> PlannerHandle:
+            handle: PlannerHandle = planner
+            return handle
+
+    nothing: Any = ()  # as costs: the planner here hands out what it was told
+    return ClientHere(nothing, PlannerConfig(), keep_in=keep_in)
 
 
 def test_a_limit_that_came_while_costs_were_on_their_way_is_not_forgotten(planner: Planner, tmp_path: Path) -> None:
