@@ -1,8 +1,9 @@
 """`heddle bench mapper`: what each rule of the mapper is worth, as Arachne's ablation (section V-D, Table III).
 
-Every set is planned five times by the same counted search: degrees and order are found alike, workers are then chosen
-with all rules, without one of them, or by number. A bag over nodes takes longer without common rails, by the profile's
-factor; a DiT cascade waits for latents that none of its workers holds.
+Every set is planned five times by the same counted search, with all rules, without one of them, or by number. Where
+bags keep to nodes the search knows the rules, and finds degrees and order that suit them; else workers are chosen
+afterwards. A bag over nodes takes longer without common rails, by the profile's factor; a DiT cascade waits for latents
+that none of its workers holds.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from actors.plan.schedule.check import check
 from actors.plan.schedule.constructive import constructive
 from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
-from actors.plan.schedule.problem import Mapper, PlannedJob, PlanOptions, Problem, StepContext
+from actors.plan.schedule.problem import EncodeKey, Mapper, PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
 from actors.plan.strategies.search.improve import improved, realise
 from actors.plan.strategies.search.space import Space, build
@@ -49,8 +49,9 @@ def drawn(source: random.Random, speeds: Sequence[float]) -> Problem:
     profile.cross_island = CrossIsland(penalty=source.choice([0.0, 0.4]))
     profile.handoff = Handoff(latency_s=source.choice([0.0, 0.1, 3.0]), gib_per_s=source.choice([0.0, 0.01]))
     nodes = source.choice([(3,), (4, 4), (2, 3, 2), (8, 2), (8, 8)])
-    letters = {"rails": "AABBCCDD"[: max(nodes)], "islands": source.choice(["ABABABAB", "AABBCCDD"])[: max(nodes)]}
-    places = source.choice([(), places_in(nodes, rails="ABCDEFGH"[: max(nodes)]), places_in(nodes, **letters)])
+    islands = source.choice(["ABABABAB", "AABBCCDD"])[: max(nodes)]
+    with_islands = places_in(nodes, rails="AABBCCDD"[: max(nodes)], islands=islands)
+    places = source.choice([(), places_in(nodes, rails="ABCDEFGH"[: max(nodes)]), with_islands])
     workers = sum(nodes)
     speed = tuple(source.choice(speeds) for _ in range(workers))
     steps = [
@@ -201,6 +202,7 @@ def test_a_bag_holds_a_worker_of_every_late_input(producers: bool, start: float)
     clip = Item(id="a", batch=1, frames=17, height=480, width=832)
     options = PlanOptions(mapper=Mapper(producers=producers))
     problem = Problem([[clip]], profile, Cluster(nodes=(3,)), options)
+    ran: dict[EncodeKey, tuple[float, tuple[int, ...]]]
     ran = {((0, "a"), "text", 0, 1): (1.0, (0,)), ((0, "a"), "vae", 0, 1): (2.0, (1,))}
     context = StepContext((1.0, 2.0, 1.5), 0.0, ran)
     jobs = own_jobs(problem, context, 0)
