@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Self
 
 from ops.attention.names import AttentionName
 from ops.config import Diffusion
@@ -193,7 +193,7 @@ class DiTConfig:
         """The settings of the transformer for the other noise levels, in the same folder."""
         raise NotImplementedError(f"{type(self).__name__} knows of no second expert.")
 
-    def of_pipeline(self, index: Mapping[str, Any]) -> Self:  # `Json` of ops/models/base/family.py, which imports this
+    def of_pipeline(self, index: Mapping[str, object]) -> Self:
         """The same with what a pipeline's model_index.json says of its transformers."""
         return self
 

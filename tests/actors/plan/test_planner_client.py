@@ -43,7 +43,7 @@ def of(planner: Any, keep_in: Path | None) -> PlannerClient:
             handle: PlannerHandle = planner
             return handle
 
-    nothing: Any = ()  # as costs: the planner here hands out what it was told
+    nothing: Any = ()  # as costs: the planner here hands out what it was given
     return ClientHere(nothing, PlannerConfig(), keep_in=keep_in)
 
 
