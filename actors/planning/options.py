@@ -15,6 +15,7 @@ from ops.degrees import bag_sizes
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.folders import tiling_of
+from ops.models.tiling import Tiling
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -101,7 +102,7 @@ def flop_profile(
     between them the slowest counts), or "", which is taken for a CPU. A GPU that is neither in the table nor among the
     `measured` is timed for ten seconds where it is this process's own; else it is taken for an H100, and a note of the
     profile says so."""
-    parts = (model.dit, model.vae, model.text, geometry, model.image, tiling_of(model.vae))
+    parts = (model.dit, model.vae, model.text, geometry, model.image, _tiling_if_there(model.vae))
     if device in ("", "cpu"):
         return Profile.from_flops(*parts)
     measured = measured or {}
@@ -149,3 +150,12 @@ def _measured_here(device: str) -> dict[str, float]:
     if name not in device.split("+"):
         return {}
     return {name: matmul_tflops(torch.device("cuda"), torch.bfloat16, _MEASURED_S)}
+
+
+def _tiling_if_there(vae: VAEConfig) -> Tiling:
+    """How an autoencoder cuts clips; of a preset whose folder is not here, which a benchmark prices all the same,
+    that it cuts none."""
+    try:
+        return tiling_of(vae)
+    except FileNotFoundError:
+        return Tiling()

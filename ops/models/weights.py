@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ops.models.config import ModelConfig
@@ -57,6 +55,8 @@ def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_WeightFile]:
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -160,6 +160,8 @@ def write_folder(
 ) -> None:
     """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index. With the
     stem "model" as that of Transformers does."""
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shards = _shards(state, shard_bytes)

@@ -15,7 +15,9 @@ from ops.models.wan.config import WanConfig
 
 SETUP = TrainedSetup(
     model=ModelConfig(
-        dit=WanConfig(gradient_checkpointing=False), vae=VAEConfig(kind="diffusers", path="vae"), text=TextConfig()
+        dit=WanConfig(gradient_checkpointing=False),
+        vae=VAEConfig(kind="diffusers", path="vae", dtype="float32"),
+        text=TextConfig(),
     ),
     train=TrainConfig(
         optimizer=OptimizerConfig(ema_decay=0.99),
@@ -30,6 +32,7 @@ GAINS: dict[str, Callable[[TrainedSetup], bool]] = {  # of each change, how the 
     "train.parameter_dtype and train.autocast: bfloat16": lambda s: s.train.parameter_dtype == "bfloat16",
     "train.optimizer.ema_decay: 0": lambda s: s.train.optimizer.ema_decay == 0,
     "model.vae.tiling: true": lambda s: s.model.vae.tiling,
+    "model.vae.dtype: bfloat16": lambda s: s.model.vae.dtype == "bfloat16",
     "planner.degrees: []": lambda s: s.degrees == (1, 2, 4),
     "train.memory.state: host": lambda s: s.train.memory.state == "host",
     "train.memory.gradients: auto": lambda s: s.train.memory.gradients == "auto",
