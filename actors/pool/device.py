@@ -90,7 +90,8 @@ def workers_device(
     kept = WorkersDevice.kept(folder)
     if kept is not None and kept.kinds == kinds and kept.name != "cpu" and not kept.assumed:
         return kept
-    seen = {kind: (look or look_at)(kind) for kind in kinds or ("",)}
+    there = kinds or (("",) if resources(free=False).get("GPU") else ())  # some clusters do not name theirs
+    seen = {kind: (look or look_at)(kind) for kind in there}
     names = [gpu.name if gpu is not None else kind for kind, gpu in seen.items()]
     return WorkersDevice(
         name="+".join(sorted(set(filter(None, names)))) or "cuda",

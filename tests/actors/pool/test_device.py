@@ -135,6 +135,15 @@ def test_a_gpu_that_nobody_can_look_at_is_assumed_and_said_so(
     assert any("an H100's FLOPs are assumed" in note for note in profile.notes)
 
 
+def test_where_no_gpu_has_come_yet_nobody_waits_for_one_to_be_looked_at(
+    cluster: dict[str, float], tmp_path: Path
+) -> None:
+    del cluster["GPU"]
+    looks = Looks()
+    found = workers_device(config_of(workers=WorkersConfig(device="cuda")), tmp_path, looks)
+    assert found == WorkersDevice(name="cuda") and found.assumed and looks.asked == []
+
+
 def test_with_a_measured_profile_names_are_enough(cluster: dict[str, float], tmp_path: Path) -> None:
     cluster["accelerator_type:H100"], looks = 1.0, Looks(H100=H100)
     config = config_of(workers=WorkersConfig(device="cuda"), planner=PlannerConfig(profile="p.json"))
