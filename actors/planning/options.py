@@ -13,9 +13,9 @@ from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
 from ops.degrees import bag_sizes
 from ops.geometry import Geometry
+from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.folders import tiling_of
-from ops.models.tiling import Tiling
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).

@@ -17,7 +17,7 @@ import numpy as np
 from actors.messages import CascadeShape, Piece, Span, StepReport, shapes_of
 from actors.plan.types import Cascade, Item, Module
 from actors.planning.observations import PartShape, parts_of
-from ops.models.tiling import Tiling
+from ops.models.base.tiling import Tiling
 from ops.models.wan.config import WanConfig
 
 MODEL = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, gradient_checkpointing=True)

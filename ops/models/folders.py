@@ -14,10 +14,10 @@ from typing import cast
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json
+from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
-from ops.models.tiling import Tiling
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
 

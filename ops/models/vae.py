@@ -17,7 +17,7 @@ from ops.models.base.vae import DiffusersVAE, LatentFacts, PixelForm
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json, variant_of
-from ops.models.folders import component, vae_numbers
+from ops.models.folders import component, tiling_by, vae_numbers
 from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
 
@@ -43,7 +43,8 @@ def vae_of(model: nn.Module, config: VAEConfig, device: torch.device | str) -> D
     if config.compile:
         module.encoder.compile()
     runs: type[DiffusersVAE] = DiffusersVAE if kind.runs is None else kind.runs()
-    return runs(module, _facts(module, kind, device), form, config.tiles, device)
+    fields: Json = {"_class_name": kind.name, **module.config}
+    return runs(module, _facts(module, fields, kind, device), form, config.tiles, tiling_by(fields, config), device)
 
 
 def layout_of(
@@ -72,8 +73,7 @@ def clip_groups(clips: int, frames: int, height: int, width: int) -> Sequence[ra
     return [range(start, min(start + step, clips)) for start in range(0, clips, step)]
 
 
-def _facts(module: nn.Module, kind: VAEClass, device: torch.device) -> LatentFacts:
-    fields: Json = {"_class_name": kind.name, **module.config}  # type: ignore[dict-item]
+def _facts(module: nn.Module, fields: Json, kind: VAEClass, device: torch.device) -> LatentFacts:
     channels, stride = kind.numbers(fields)
     mean, std = kind.normalisation(fields, channels, module)
     if len(mean) != channels or len(std) != channels:

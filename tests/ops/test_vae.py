@@ -176,6 +176,7 @@ def test_what_a_bag_member_encodes_is_known_from_the_settings_alone(family: str,
     vae = make(family, **settings)
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": type(vae.model).__name__, **vae.model.config}))
     tiling = tiling_of(VAEConfig(kind="diffusers", path=str(tmp_path), **settings))  # type: ignore[arg-type]
+    assert tiling == vae.tiling
     for shape in ((5, 96, 80), (29, 64, 32), (1, 32, 32)):
         tiles = vae.plan_tiles(*shape)
         for clips, members in ((1, 1), (3, 1), (1, 2), (3, 4)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ops.models.tiling import DealtTiles
+from ops.models.base.tiling import DealtTiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

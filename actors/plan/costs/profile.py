@@ -25,9 +25,9 @@ from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
 from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
+from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.tiling import Tiling
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)

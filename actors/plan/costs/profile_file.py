@@ -17,8 +17,8 @@ from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module, refuse_below, refuse_unless_positive
 from ops.geometry import Geometry
+from ops.models.base.tiling import Tiling
 from ops.models.families import PUBLISHED_HEADS
-from ops.models.tiling import Tiling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ops.models.base.tiles import Tile, Tiles, whole
+from ops.models.base.tiling import Tiling, cuts
 
 
 class VAE(Protocol):
@@ -120,15 +121,17 @@ class DiffusersVAE:
         facts: LatentFacts,
         form: PixelForm,
         tiles: Tiles | None,
+        tiling: Tiling,
         device: torch.device,
     ) -> None:
-        """Take a module that lies on the device. With `tiles` clips are cut over height and width, too."""
+        """Take a module that lies on the device. Clips are cut by `tiling` before they are encoded; with `tiles` also
+        their latents over height and width."""
         self.device = device
         # Any: classes of Diffusers, which is untyped, with different switches and tiles.
         self.model: Any = model
         self.channels, self.vae_stride = facts.channels, facts.stride
         self._mean, self._std = (part.view(1, -1, 1, 1, 1) for part in (facts.mean, facts.std))
-        self._form, self.tiles = form, tiles
+        self._form, self.tiles, self.tiling = form, tiles, tiling
         if tiles is not None:
             tiles.check(self.vae_stride[1])
             self._set_tiles(tiles)
@@ -146,12 +149,7 @@ class DiffusersVAE:
         return self.join([(tile, self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], grid)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
-        rows, columns = [(0, height)], [(0, width)]
-        if self.tiles and (height > self.model.tile_sample_min_height or width > self.model.tile_sample_min_width):
-            scale = self._encoder_patch
-            rows = _cuts(height, self._stride_of("height"), self.model.tile_sample_min_height, scale)
-            columns = _cuts(width, self._stride_of("width"), self.model.tile_sample_min_width, scale)
-        tiles = _grid_of(self._encoded_spans(frames), rows, columns)
+        tiles = _grid_of(*self.tiling.spans(frames, height, width))
         return tiles if len(tiles) > 1 else whole(frames, height, width)
 
     @torch.no_grad()
@@ -175,8 +173,8 @@ class DiffusersVAE:
         if self.tiles:
             (tile_h, tile_w), (step_h, step_w) = self.tiles.least, self.tiles.step
             if height > tile_h // stride[1] or width > tile_w // stride[2]:
-                rows = _cuts(height, step_h // stride[1], tile_h // stride[1], 1)
-                columns = _cuts(width, step_w // stride[2], tile_w // stride[2], 1)
+                rows = cuts(height, step_h // stride[1], tile_h // stride[1])
+                columns = cuts(width, step_w // stride[2], tile_w // stride[2])
         return _grid_of(self._decoded_spans(frames), rows, columns)
 
     @torch.no_grad()
@@ -250,12 +248,8 @@ class DiffusersVAE:
 
     @property
     def _encoder_patch(self) -> int:
-        """Pixels of a side of which the encoder's tiles are counted: a patch of them, where it is cut after that."""
+        """Pixels of a side of what the encoder cuts: of a patch, where it makes patches first."""
         return 1
-
-    def _encoded_spans(self, frames: int) -> list[tuple[int, int]]:
-        """Frames of each segment over time that is encoded by itself."""
-        return [(0, frames)]
 
     def _decoded_spans(self, frames: int) -> list[tuple[int, int]]:
         """Latent frames of each segment over time that is decoded by itself."""
@@ -284,10 +278,6 @@ class DiffusersVAE:
             tile_sample_stride_height=step_h,
             tile_sample_stride_width=step_w,
         )
-
-    def _stride_of(self, side: str) -> int:
-        """Pixels from a tile to the next."""
-        return int(getattr(self.model, f"tile_sample_stride_{side}"))
 
     def _latent_tile(self, side: str) -> tuple[int, int]:
         """(rows kept of each tile, rows blended with its neighbour), in latents, as Diffusers rounds them."""
@@ -328,8 +318,3 @@ def _ordered(parts: list[tuple[Tile, Tensor]], planned: list[Tile], what: str) -
             f"{what} got tiles {[tile.index for tile, _ in ordered]}; it needs each of 0..{len(planned) - 1} once."
         )
     return ordered
-
-
-def _cuts(size: int, stride: int, length: int, scale: int) -> list[tuple[int, int]]:
-    patched = size // scale
-    return [(start * scale, min(start + length, patched) * scale) for start in range(0, patched, stride)]

@@ -19,10 +19,6 @@ class CogVideoXVAE(DiffusersVAE):
         overlaps = [_overlap(least, step, ratio) for least, step in pairs]
         self.model.enable_tiling(*tiles.least, *overlaps)
 
-    def _stride_of(self, side: str) -> int:
-        overlap = getattr(self.model, f"tile_overlap_factor_{side}")
-        return int(getattr(self.model, f"tile_sample_min_{side}") * (1 - overlap))
-
     def _latent_tile(self, side: str) -> tuple[int, int]:
         full = getattr(self.model, f"tile_latent_min_{side}")
         blended = int(full * getattr(self.model, f"tile_overlap_factor_{side}"))

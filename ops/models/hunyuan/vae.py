@@ -13,13 +13,6 @@ from ops.models.base.vae import DiffusersVAE
 class HunyuanVAE(DiffusersVAE):
     """AutoencoderKLHunyuanVideo."""
 
-    def _encoded_spans(self, frames: int) -> list[tuple[int, int]]:
-        """Segments share their first frame with the one before."""
-        full, step = self._segment
-        if not self.model.use_framewise_encoding or frames <= full:
-            return [(0, frames)]
-        return [(start, min(start + full + 1, frames)) for start in range(0, frames, step)]
-
     def _decoded_spans(self, frames: int) -> list[tuple[int, int]]:
         full, step = (length // self.vae_stride[0] for length in self._segment)
         if not self.model.use_framewise_decoding or frames <= full:

@@ -20,8 +20,8 @@ from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
 from ops.geometry import Geometry
+from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig
-from ops.models.tiling import Tiling
 from ops.models.wan.config import WanConfig
 from ops.typed import as_plain
 
