@@ -380,6 +380,48 @@ def test_a_checkpoint_is_written_while_the_run_goes_on(keepers: Callable[..., Ke
     assert [one.step for one in keeper.inventory()] == [4, 4]
 
 
+def test_four_files_are_written_at_a_time(
+    keepers: Callable[..., Keeper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = begun(keepers())
+    commits(keeper, [Writing(keeper)], [0])
+    write, together = checkpoint_files.write_shard, threading.Barrier(4)
+
+    def meeting(folder: Path, shard: ShardState) -> checkpoint_files.File:
+        together.wait(timeout=60)  # for as many as may write
+        return write(folder, shard)
+
+    monkeypatch.setattr("actors.state.keeper.write_shard", meeting)
+    bounds = shard_bounds(TOTAL, 8)
+    written = keeper.write(str(tmp_path), 0, 1, bounds)
+    assert [(one.lo, one.hi) for one in written] == bounds
+
+
+def test_when_a_file_cannot_be_written_those_beside_it_have_ended_and_no_other_begins(
+    keepers: Callable[..., Keeper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeper = begun(keepers())
+    commits(keeper, [Writing(keeper)], [0])
+    failed, ended = threading.Event(), []
+
+    def write(folder: Path, shard: ShardState) -> checkpoint_files.File:
+        if shard.lo == 0:
+            failed.set()
+            raise OSError(28, "No space left on device")
+        assert failed.wait(60)
+        time.sleep(0.2)  # the folder must still be there
+        ended.append(shard.lo)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("actors.state.keeper.write_shard", write)
+    with pytest.raises(OSError, match="No space left"):
+        keeper.write(str(tmp_path), 0, 1, shard_bounds(TOTAL, 20))
+    seen = len(ended)
+    assert 3 <= seen < 19, "the others that had begun"
+    time.sleep(0.5)
+    assert len(ended) == seen
+
+
 def test_a_version_that_goes_while_it_is_written_is_no_checkpoint(
     keepers: Callable[..., Keeper], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
