@@ -25,6 +25,7 @@ from tests.blackbox.run import Deviation, Run
 FAILURE, USAGE, DATA, RESUMABLE = 1, 2, 4, 75
 FREEZE_S = (0.5, 14.0)  # some outlast place.SUSPECT_S
 _ANSWER_S = 150.0  # a refusal comes within this time on a busy machine
+_NEAR_END = 50  # steps, in which a run may end before another process has started
 
 Undo = Callable[[], object]
 
@@ -162,10 +163,15 @@ def _stop(scene: Scene) -> str:
 
 
 def _second_start(scene: Scene) -> str:
-    """The same folder from another terminal: refused with a sentence, and the first one is not disturbed."""
+    """The same folder from another terminal: refused with a sentence, and the first one is not disturbed. A start that
+    comes when the run has just ended has nothing to do; near the end none overwrites it."""
     option = scene.rng.choice(["--resume", "--overwrite", ""])
+    if option == "--overwrite" and scene.place.steps - scene.run.step() < _NEAR_END:
+        option = "--resume"
     config = (scene.run.folder / "config.yaml").read_bytes()
     done, output = _other_start(scene, *([option] if option else []))
+    if done == 0 and option == "--resume" and not scene.run.alive and scene.run.code(0.1) == 0:
+        return "second start --resume: the run had just ended"
     if done != USAGE or "Traceback" in output:
         raise Deviation(f"{option or 'plain'} beside the live run was answered with {done}: {output[-400:]}")
     if (scene.run.folder / "config.yaml").read_bytes() != config:
