@@ -27,7 +27,6 @@ from ops.shards import bytes_per_weight, missing
 log = logging.getLogger(__name__)
 
 _WRITE_S = 3600.0
-_AT_ONCE = 4  # shards that are written at the same time, and so in the writing task's memory
 
 
 def root_of(run_dir: Path) -> Path:
