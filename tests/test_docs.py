@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("docs/map.md", "docs/settings.md", "docs/words.md", "CONTRIBUTING.md")
 MOST_STATIONS = 10
+MOST_WORDS = 48
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -32,6 +33,24 @@ def test_a_walk_is_short() -> None:
     walks = (ROOT / "docs" / "map.md").read_text(encoding="utf-8").split("## Four walks")[1].split("\n## ")[0]
     lengths = [len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) for walk in walks.split("\n### ")[1:]]
     assert len(lengths) == 4 and max(lengths) <= MOST_STATIONS
+
+
+def test_the_words_are_few_and_stand_in_code() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\*", (ROOT / "docs" / "words.md").read_text(encoding="utf-8"), re.MULTILINE)
+    code = " ".join(path.read_text(encoding="utf-8").lower() for path in sources()).replace("_", " ")
+    unknown = [word for row in rows for word in words_of(row) if not re.search(rf"\b{word}", code)]
+    assert not unknown, f"docs/words.md explains {unknown}, which no file says"
+    assert 30 < len(rows) <= MOST_WORDS
+
+
+def words_of(row: str) -> list[str]:
+    """The words of a row: `leave / drain` are two, and what stands in brackets says only where a word belongs."""
+    return [word.strip().lower() for word in re.sub(r"\(.*?\)", "", row).split("/")]
+
+
+def sources() -> list[Path]:
+    """All Python files of the program."""
+    return [path for room in ("app", "actors", "data", "ops") for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def stations() -> list[tuple[str, str]]:
