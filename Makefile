@@ -2,7 +2,7 @@
 # make test   install, run the tests
 # make faults the tests that kill workers, nodes and helpers one after the other
 # make long   the tests of whole runs that take minutes each
-# make kernels compile every shipped kernel for sm_90
+# make kernels compile every shipped kernel for sm_90 and sm_100
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
 # make bench  the benchmarks whose figures stand in docs/results.md

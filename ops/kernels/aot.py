@@ -1,7 +1,8 @@
-"""Compile every shipped kernel configuration for sm_90 without a GPU, and report what the compiler made of it.
+"""Compile every shipped kernel configuration without a GPU, and report what the compiler made of it.
 
-    python -m ops.kernels.aot          # one line per configuration; exit status 1 if one breaks a rule
-    python -m ops.kernels.aot 5120     # those of this width only
+    python -m ops.kernels.aot             # for sm_90, one line per configuration; exit status 1 if one breaks a rule
+    python -m ops.kernels.aot 5120        # those of this width only
+    python -m ops.kernels.aot sm_100      # for Blackwell, with the launches that it runs with
 
 Rules: no spills (stack 0), activations move in 128-bit (or, where the table says so, 64-bit) accesses, no layout
 conversion inside a row loop, and registers and shared memory leave room for as many programs per multiprocessor as the
@@ -32,11 +33,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ops.kernels.base.compiled import CompileCase
-from ops.kernels.base.tuning import Launch
+from ops.kernels.base.tuning import Launch, configuration
 from ops.kernels.folders import compiled_ops
 
 OPS = compiled_ops()
-TARGET = GPUTarget("cuda", 90, 32)
+ARCHITECTURES = ("sm_90", "sm_100")
 FP32 = {
     "mean_ptr",
     "rstd_ptr",
@@ -110,12 +111,14 @@ class CompileReport:
         )
 
 
-def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
-    """Every row of the ops' tables with the flags and table dtypes that the ops use it with, then their extra cases."""
+def shipped(widths: Collection[int], arch: str) -> Iterator[CompileCase]:
+    """Every row that the ops' tables have for an architecture, with the flags and table dtypes that the ops use it
+    with, then their extra cases."""
     for op in OPS:
-        for (kernel, width, dtype, _), launch in op.table.items():
+        for kernel, width, dtype in dict.fromkeys(key[:3] for key in op.table):
             if width not in widths:
                 continue
+            launch = configuration(op.table, kernel, width, dtype, arch)
             fp32_residual = dtype == "float32"
             for case in op.cases(kernel, width, launch, fp32_residual):
                 if not (fp32_residual or case.variant):  # an fp32 residual stream comes with fp32 tables
@@ -125,8 +128,8 @@ def shipped(widths: Collection[int]) -> Iterator[CompileCase]:
         yield from op.extra
 
 
-def compile_case(case: CompileCase) -> CompileReport:
-    """Compile for sm_90 and disassemble."""
+def compile_case(case: CompileCase, arch: str) -> CompileReport:
+    """Compile for an architecture and disassemble."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], int | str] = {}
     attributes: dict[tuple[int, ...], list[list[str | int]]] = {}
@@ -139,7 +142,8 @@ def compile_case(case: CompileCase) -> CompileReport:
         if name.endswith("_ptr"):
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=TARGET, options={"num_warps": case.launch.warps, "enable_fp_fusion": True})
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    compiled = triton.compile(source, target=target, options={"num_warps": case.launch.warps, "enable_fp_fusion": True})
     listing = disassemble(compiled.asm["cubin"])
     found = re.search(r"REG:(\d+) STACK:(\d+)", listing)
     assert found is not None, f"cuobjdump printed no resource usage for {case.name}: {listing[:500]}"
@@ -216,10 +220,10 @@ def _cuobjdump(*arguments: str) -> str:
     return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True, timeout=60).stdout
 
 
-def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
+def check(position: int, widths: Collection[int], arch: str) -> tuple[str, bool]:
     """The line of one shipped case and whether it breaks a rule."""
-    case = list(shipped(widths))[position]
-    report = compile_case(case)
+    case = list(shipped(widths, arch))[position]
+    report = compile_case(case, arch)
     broken = report.violations(case.launch, case.scalars, case.adds)
     return report.line() + (f"  BROKEN: {'; '.join(broken)}" if broken else ""), bool(broken)
 
@@ -227,14 +231,17 @@ def check(position: int, widths: Collection[int]) -> tuple[str, bool]:
 def main(chosen: Sequence[str]) -> int:
     """Check the shipped cases of the chosen widths, or all; 1 if one breaks a rule, 2 if there are none."""
     known = sorted({width for op in OPS for _, width, _, _ in op.table})
-    widths = [width for width in known if str(width) in chosen] if chosen else known
-    if len(widths) < len(set(chosen)):
-        sys.stderr.write(f"widths {' '.join(chosen)}: the table has {known}\n")
+    unknown = [word for word in chosen if word not in {*map(str, known), *ARCHITECTURES}]
+    archs = [arch for arch in ARCHITECTURES if arch in chosen] or [ARCHITECTURES[0]]
+    if unknown or len(archs) > 1:
+        sys.stderr.write(f"{' '.join(unknown or archs)}: takes widths of {known}, and one of {ARCHITECTURES}\n")
         return 2
+    widths = [width for width in known if str(width) in chosen] or known
     failures = 0
-    sys.stdout.write(f"triton {triton.__version__}, {TARGET.backend} sm_{TARGET.arch}\n")
+    sys.stdout.write(f"triton {triton.__version__}, cuda {archs[0]}\n")
     with ProcessPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        for line, broken in pool.map(check, range(len(list(shipped(widths)))), repeat(widths)):
+        cases = range(len(list(shipped(widths, archs[0]))))
+        for line, broken in pool.map(check, cases, repeat(widths), repeat(archs[0])):
             failures += broken
             sys.stdout.write(line + "\n")
     return 1 if failures else 0

@@ -1,4 +1,4 @@
-"""The ahead-of-time gate: every shipped kernel configuration compiled for sm_90, without a GPU.
+"""The ahead-of-time gate: every shipped kernel configuration compiled for sm_90 and sm_100, without a GPU.
 
 With the triton that the pinned torch brings, which a GPU will run, and with the one of the oldest torch that the
 project takes, because versions differ in spills. One that is not installed is put beside the project (.cache/) from the
@@ -28,12 +28,12 @@ pytestmark = [
 ]
 
 
-def compile_shipped(*widths: str, version: str) -> None:
+def compile_shipped(*widths: str, version: str, arch: str = "sm_90") -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     # Compiled kernels are cached between runs by a key of source, flags and triton's version.
     environment |= {"PYTHONPATH": folder(version), "TRITON_CACHE_DIR": str(ROOT / ".cache" / "triton-kernels")}
     run = subprocess.run(
-        [sys.executable, "-m", "ops.kernels.aot", *widths],
+        [sys.executable, "-m", "ops.kernels.aot", arch, *widths],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -45,7 +45,7 @@ def compile_shipped(*widths: str, version: str) -> None:
     assert re.search(r"push .* RED\.128 x1$", run.stdout, re.MULTILINE)
     for width in widths or ("1536", "3072", "5120"):
         assert f"backward {width}, fp32 tables" in run.stdout
-    assert f"triton {version}," in run.stdout
+    assert f"triton {version}, cuda {arch}\n" in run.stdout
 
 
 def install(version: str, folder: Path) -> str | None:
@@ -89,9 +89,27 @@ def test_the_widest_kernels_compile_without_spills() -> None:
 
 
 @pytest.mark.kernels
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("version", [PINNED, OLDEST])
-def test_all_kernels_compile_without_spills(version: str) -> None:
-    compile_shipped(version=version)
+def test_all_kernels_compile_without_spills(version: str, arch: str) -> None:
+    compile_shipped(version=version, arch=arch)
+
+
+def test_the_gate_takes_known_widths_and_one_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    aot = pytest.importorskip("ops.kernels.aot")
+    for wrong in (["1537"], ["sm_75"], ["sm_90", "sm_100"]):
+        assert aot.main(wrong) == 2
+        assert "takes widths of [1536, 3072, 5120], and one of ('sm_90', 'sm_100')" in capsys.readouterr().err
+
+
+def test_an_architecture_without_rows_runs_with_those_of_sm_90() -> None:
+    from ops.kernels.base.tuning import Launch, configuration, rule
+
+    rows = {("forward", 1536, "bfloat16", "sm_90"): Launch(chunk=64, warps=1)}
+    own = {("forward", 1536, "bfloat16", "sm_100"): Launch(chunk=128, warps=1)}
+    assert configuration(rows, "forward", 1536, arch="sm_100").chunk == 64
+    assert configuration(rows | own, "forward", 1536, arch="sm_100").chunk == 128
+    assert configuration(rows, "forward", 1024, arch="sm_100") == rule("forward", 1024)
 
 
 def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None:

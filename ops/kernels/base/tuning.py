@@ -38,8 +38,11 @@ CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat16", arch: str = "sm_90") -> Launch:
-    """The row of the op's table if there is one, else the rule below."""
-    found = table.get((kernel, width, dtype, arch))
+    """The row of the op's table for the architecture, else the one for sm_90, else the rule below.
+
+    sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here.
+    """
+    found = table.get((kernel, width, dtype, arch)) or table.get((kernel, width, dtype, "sm_90"))
     return rule(kernel, width) if found is None else found
 
 
