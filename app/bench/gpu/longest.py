@@ -84,9 +84,8 @@ def fitting(place: Place) -> tuple[int, DiTConfig]:
     """Clips of a step and the model: its blocks for which the published length has room. Raises RuntimeError if no
     block has."""
     for count in CLIPS:
-        tokens = sum(one.tokens for one in clips(place, count, PUBLISHED))
         try:
-            return count, step_config(WAN_14B, AS_TRAINED, place, tokens, ROOM)
+            return count, step_config(WAN_14B, AS_TRAINED, place, clips(place, count, PUBLISHED), ROOM)
         except RuntimeError:
             if count == CLIPS[-1]:
                 raise

@@ -7,7 +7,7 @@ bf16 weights with fp32 gradient, master copy, moments and EMA (ops/sync.py), ful
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from app.bench.gpu.ceilings import matmul_peak
-from app.bench.gpu.flops import blocks_that_fit, step_bytes, step_flops
+from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
+from app.bench.gpu.memory import blocks_that_fit, step_bytes
 from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
@@ -26,7 +27,7 @@ from ops.config import OptimizerConfig
 from ops.flow import flow_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
-from ops.models.load import dit_skeleton
+from ops.packing import Sequence as PackedSequence
 from ops.parameters import ParameterMemory
 from ops.sync import FlatSync, StepResult
 
@@ -97,7 +98,7 @@ class TrainStep:
             "spread": timing.spread,
             **_shares(config, settings, place, timing.seconds, matmul_peak(earlier)),
             **idle,
-            **_memory(config, settings, parameters, peak),
+            **_memory(config, settings, place, peak),
         }
 
 
@@ -185,25 +186,24 @@ def fused_ops(on: bool) -> Iterator[None]:
 
 
 def step_config(
-    model: DiTConfig, settings: StepSettings, place: Place, tokens: int = CLIP_480P81.tokens, room: float = ROOM
+    model: DiTConfig,
+    settings: StepSettings,
+    place: Place,
+    clips: Sequence[PackedSequence] = (CLIP_480P81,),
+    room: float = ROOM,
 ) -> DiTConfig:
-    """The model with the setting; of one that is too large for a step of `tokens` as many blocks as fit into the share
-    `room` of the free memory. Raises RuntimeError if none does."""
+    """The model with the setting; of one that is too large for a step of `clips` with checkpointing as many blocks as
+    fit into the share `room` of the free memory. Raises RuntimeError if none does."""
     config = place.pick(model, small(model, 2))
     config = replace(config, gradient_checkpointing=settings.checkpointing, attention=settings.attention)
     if place.device.type != "cuda":
         return config
-    one, two = (_parameters(replace(config, num_layers=layers)) for layers in (1, 2))
     free = room * torch.cuda.mem_get_info(place.device)[0]
-    fitting = blocks_that_fit(config, two - one, 2 * one - two, tokens, free)
+    fitting = blocks_that_fit(replace(config, gradient_checkpointing=True, attention="auto"), clips, free)
     if not fitting:
         raise RuntimeError(f"not one block fits: {free / 2**30:.0f} GiB are free for a step. Use a larger device.")
     # a model that fits whole keeps all its blocks also without checkpointing, where it may run out of memory
     return replace(config, num_layers=fitting)
-
-
-def _parameters(config: DiTConfig) -> int:
-    return sum(weight.numel() for weight in dit_skeleton(config).parameters())
 
 
 def _shares(
@@ -220,11 +220,9 @@ def _shares(
     }
 
 
-def _memory(config: DiTConfig, settings: StepSettings, parameters: int, peak: float | None) -> dict[str, float | None]:
-    wanted = step_bytes(config, parameters, CLIP_480P81.tokens, settings.checkpointing)
-    if settings.fetched:  # the figure that decides is that of weights on the device
-        wanted = None
-    model = None if wanted is None or peak is None else wanted / 2**30
+def _memory(config: DiTConfig, settings: StepSettings, place: Place, peak: float | None) -> dict[str, float | None]:
+    counts = settings.fused and settings.attention == "auto" and not (settings.compiled or settings.fetched)
+    model = step_bytes(config, [place.pick(CLIP_480P81, SMALL_CLIP)]) / 2**30 if counts else None
     return {
         "peak GiB": peak,
         "memory model GiB": model,
