@@ -8,8 +8,6 @@ committed.
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +19,7 @@ from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import Answering
 from actors.messages import PublishedResult
 from actors.plan.types import Module
-from actors.ray_calls import put
+from actors.ray_calls import end_when_terminated, put
 from actors.refs import Ref
 from actors.step import DrawnItem, Position, StepBatches
 from data.buckets import BatchSize
@@ -32,13 +30,6 @@ from data.engines.engine import Engine
 from data.types import DataItem, NeedsPixels
 
 log = logging.getLogger(__name__)
-
-
-def _end_when_terminated() -> None:
-    """Makes SIGTERM end an actor's process at once. Ray would first wait for the tasks that the actor has submitted,
-    and these wait for the actor: neither would end, and callers would get no answer."""
-    if ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None:
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
 
 
 def _reference(value: object) -> Ref[object]:
@@ -74,7 +65,7 @@ class Feeder(Answering):
         `target_s`."""
         self._config, self._facts, self._seed, self._run_dir = config, facts, seed, run_dir
         self._engine_of, self._timed = engine_of, timed
-        _end_when_terminated()
+        end_when_terminated()
         self._dataset: Dataset | None = None
         self._engine: Engine | None = None
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None

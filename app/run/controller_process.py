@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypedDict
 from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
+from actors.ray_calls import end_when_terminated
 from app.run.lock import FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
@@ -48,6 +49,7 @@ def controller_loop(settings: ControllerStart) -> EndedRun | None:
     """Runs in Ray Train's worker process. Returns normally if the run failed for a reason that a retry would repeat:
     then Ray Train must not retry. The outcome is returned as well as written, since the disk may be full."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    end_when_terminated()  # Ray Train starts another one, which goes on from the keepers
     folder, token = Path(settings["run_dir"]), settings["token"]
     with FolderLock(lock_path(folder, CONTROLLER)) as lock:
         lock.take(CONTROLLER_S, log.warning)
