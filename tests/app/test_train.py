@@ -78,11 +78,14 @@ def cluster() -> Iterator[Any]:
 
     Its folder is its own: of several clusters on a machine, the job server takes for its own the one that a file there
     names, or any one without that file. `ray start` writes it into the cluster's folder, `Cluster` into Ray's usual
-    one, where clusters of other test processes do so too. Its agent's usual port may be theirs as well.
+    one, where clusters of other test processes do so too, and which nobody has made where Ray has not run yet. Its
+    agent's usual port may be theirs as well.
     """
+    from ray._common.utils import get_default_ray_temp_dir
     from ray._private.utils import write_ray_address
     from ray.cluster_utils import Cluster
 
+    Path(get_default_ray_temp_dir()).mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix="ray-")  # sockets lie in it: pytest's folders have names too long for them
     made = Cluster(
         initialize_head=True,
