@@ -7,11 +7,11 @@ sequences or tokens on the host. They are made in host memory and copied to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from ops.kernels.base.segments import Segments
 from ops.uploads import upload_all
 
 _Part = TypeVar("_Part", Tensor, Lengths, Segments)
+_T = TypeVar("_T")
+FamilyPart = tuple[Callable[..., object], tuple[Hashable, ...]]
+"""What makes a part that one family alone needs (`Layout.made`), and its settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Layout:
         rank: int = 0,
         device: torch.device | str = "cpu",
         text_recurs: bool = False,
-        beforehand: Iterable[str] = (),
+        beforehand: Iterable[str | FamilyPart] = (),
     ) -> None:
         """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
         `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
@@ -116,17 +119,41 @@ class Layout:
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
         self.has_clean_frames = any(sequence.clean_frames for sequence in sequences)
-        if (names := sorted(beforehand)) and self.device.type != "cpu":
-            host = Layout(sequences, degree, rank, text_recurs=text_recurs)
-            self.__dict__.update(upload_all({name: getattr(host, name) for name in names}, self.device))
+        self._made: dict[FamilyPart, object] = {}
+        if (parts := list(beforehand)) and self.device.type != "cpu":
+            self._send(parts)
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
-    def asked(self) -> frozenset[str]:
+    def asked(self) -> frozenset[str | FamilyPart]:
         """The parts with index tensors that are on the device."""
-        return frozenset(name for name in self.__dict__ if isinstance(getattr(Layout, name, None), cached_property))
+        names = (name for name in self.__dict__ if not name.startswith("_"))
+        own = {name for name in names if isinstance(getattr(Layout, name, None), cached_property)}
+        return frozenset(own | self._made.keys())
+
+    def made(self, make: Callable[..., _T], *settings: Hashable) -> _T:
+        """A part that one family alone needs, on the device: `make(layout, *settings)` of this layout in host memory, a
+        tensor or a dataclass, list or tuple of them. Made once for the same settings."""
+        part: FamilyPart = (make, settings)
+        if part not in self._made:
+            self._made[part] = upload_all(make(self._on_host, *settings), self.device)
+        return cast(_T, self._made[part])
+
+    @cached_property
+    def _on_host(self) -> Layout:
+        if self.device.type == "cpu":
+            return self
+        return Layout(self.sequences, self.degree, self.rank, text_recurs=self.text_recurs)
+
+    def _send(self, parts: Seq[str | FamilyPart]) -> None:
+        host = self._on_host
+        sent = upload_all(
+            [getattr(host, part) if isinstance(part, str) else part[0](host, *part[1]) for part in parts], self.device
+        )
+        for part, there in zip(parts, sent, strict=True):
+            (self.__dict__ if isinstance(part, str) else self._made)[part] = there
 
     def chunk(self, index: int, rank: int | None = None) -> slice:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""

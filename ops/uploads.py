@@ -37,7 +37,7 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 def upload_all(parts: _Parts, device: torch.device | str) -> _Parts:
-    """All tensors of a dataclass, list or dict of such, by one copy, each of them once; else it is equal."""
+    """All tensors of a dataclass, list, tuple or dict of such, by one copy, each of them once; else it is equal."""
     found = {id(tensor): tensor for tensor in _tensors(parts)}
     there = dict(zip(found, upload(list(found.values()), device), strict=True))
     return cast(_Parts, _with(parts, there))
@@ -46,7 +46,7 @@ def upload_all(parts: _Parts, device: torch.device | str) -> _Parts:
 def _tensors(part: object) -> Iterator[Tensor]:
     if isinstance(part, Tensor):
         yield part
-    elif isinstance(part, list | dict):
+    elif isinstance(part, list | tuple | dict):
         for one in part.values() if isinstance(part, dict) else part:
             yield from _tensors(one)
     elif is_dataclass(part):
@@ -58,8 +58,8 @@ def _with(part: object, there: dict[int, Tensor]) -> object:
     """The same with other tensors, by the identity of those that it has."""
     if isinstance(part, Tensor):
         return there[id(part)]
-    if isinstance(part, list):
-        return [_with(one, there) for one in part]
+    if isinstance(part, list | tuple):
+        return type(part)(_with(one, there) for one in part)
     if isinstance(part, dict):
         return {name: _with(one, there) for name, one in part.items()}
     if is_dataclass(part) and not isinstance(part, type):

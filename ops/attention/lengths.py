@@ -35,6 +35,12 @@ class Lengths:
         return Lengths(host, offsets, max(host, default=0), self.recur)
 
     @staticmethod
+    def alike(length: int, count: int, device: torch.device | str = "cpu") -> Lengths:
+        """`count` sequences of one length; the offsets are made where they are used."""
+        offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * length
+        return Lengths((length,) * count, offsets, length if count else 0)
+
+    @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", recur: bool = True) -> Lengths:
         host = tuple(int(length) for length in lengths)
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))

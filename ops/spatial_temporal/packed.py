@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ops.attention.lengths import Lengths
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Layout
@@ -22,7 +22,7 @@ from ops.spatial_temporal.choice import ScheduleOf
 from ops.spatial_temporal.schedule import Grid
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Stack:
     """Sequences of one token grid."""
 
@@ -30,6 +30,8 @@ class Stack:
     grid: tuple[int, int, int]  # t, h, w
     split: Grid  # what each rank holds of T and of S = h w
     positions: Tensor  # int64 [s]: this rank's positions at rest, in their order
+    index: Tensor  # int64 [B]: `members`
+    text: Lengths  # rows of text of each
 
     @property
     def rows(self) -> int:
@@ -50,12 +52,19 @@ class Rest:
     received: tuple[int, ...]  # rows from each rank
 
     @staticmethod
-    @lru_cache(maxsize=8)  # a sampler asks for the same one in every step
-    def of(layout: Layout, how: ScheduleOf) -> Rest:
-        """The rest for the rank and degree of the layout, each stack by its own schedule. Reads nothing of the
-        device."""
+    def of(layout: Layout, how: ScheduleOf, no_text: int = 0) -> Rest:
+        """The rest for the rank and degree of the layout, each stack by its own schedule, in host memory
+        (`Layout.made`). `no_text` rows stand for a text without rows."""
+        texts = [rows or no_text for rows in layout.text_lengths]
         stacks = tuple(
-            Stack(members, grid, split, torch.from_numpy(_positions(split)).to(layout.device))
+            Stack(
+                members=members,
+                grid=grid,
+                split=split,
+                positions=torch.from_numpy(_positions(split)),
+                index=torch.tensor(members),
+                text=Lengths.of([texts[member] for member in members], recur=layout.text_recurs),
+            )
             for members, grid, split in _stacks(layout, how, layout.rank)
         )
         starts = np.cumsum((0, *layout.lengths))
@@ -77,16 +86,12 @@ class Rest:
         counts = [
             tuple(np.bincount(ranks, minlength=layout.degree).tolist()) for ranks in (holder[own], owner[resting])
         ]
-
-        def tensor(rows: np.ndarray) -> Tensor:
-            return torch.from_numpy(rows).to(layout.device)
-
         return Rest(
             stacks=stacks,
-            leaving=tensor(leaving),
-            returned=tensor(np.argsort(leaving)),
-            arriving=tensor(np.argsort(departing)),
-            departing=tensor(departing),
+            leaving=torch.from_numpy(leaving),
+            returned=torch.from_numpy(np.argsort(leaving)),
+            arriving=torch.from_numpy(np.argsort(departing)),
+            departing=torch.from_numpy(departing),
             sent=counts[0],
             received=counts[1],
         )

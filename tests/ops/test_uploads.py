@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from ops import uploads
 from ops.packing import Layout, Sequence
+from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.packed import Rest
+from ops.spatial_temporal.slicing import WHOLE_LAYERS
 from ops.uploads import upload, upload_all, upload_numbers
 
 DTYPES = (torch.int64, torch.int32, torch.float64, torch.bfloat16, torch.bool, torch.uint8)
@@ -66,24 +69,39 @@ def test_parts_sent_beforehand_are_those_that_follow_one_by_one(degree: int, mon
         copies.append(len(tensors))
         return uploads._together(tensors, torch.device("cpu"))
 
-    every = [name for name in vars(Layout) if type(vars(Layout)[name]).__name__ == "cached_property"]
+    properties = [name for name in vars(Layout) if type(vars(Layout)[name]).__name__ == "cached_property"]
+    every = [name for name in properties if not name.startswith("_")]
+    families = ((longest_text, (3,)), (Rest.of, (ScheduleOf(slicing=WHOLE_LAYERS), 4)))
     assert len(every) > 12 and Layout(MIXED).asked == frozenset()
     for rank in range(degree):
         plain = Layout(MIXED, degree, rank)
         wanted = {name: getattr(plain, name) for name in every}
-        assert plain.asked == frozenset(every)
+        made = [plain.made(make, *settings) for make, settings in families]
+        assert plain.asked == frozenset([*every, *families])
         with monkeypatch.context() as patch:
             patch.setattr(uploads, "upload", together)
             sent = Layout(MIXED, degree, rank, "meta", beforehand=plain.asked)
         assert sent.asked == plain.asked
         for name, part in wanted.items():
             assert_same(getattr(sent, name), part)
-    assert len(copies) == degree
+        for (make, settings), part in zip(families, made, strict=True):
+            assert_same(sent.made(make, *settings), part)
+    assert len(copies) == degree, "one for all parts of a layout, those of families included"
+
+
+def longest_text(layout: Layout, times: int) -> torch.Tensor:
+    """A part that a family makes, as one tensor."""
+    assert layout.device.type == "cpu"
+    return torch.tensor([times * max(layout.text_lengths)])
 
 
 def assert_same(one: object, other: object) -> None:
     if isinstance(other, torch.Tensor):
         assert isinstance(one, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    elif isinstance(other, list | tuple):
+        assert isinstance(one, list | tuple) and len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same(a, b)
     elif is_dataclass(other):
         for field in fields(other):
             assert_same(getattr(one, field.name), getattr(other, field.name))

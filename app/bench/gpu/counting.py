@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
@@ -38,7 +38,8 @@ from ops.attention.varlen import backend_of
 from ops.geometry import Geometry
 from ops.groups import Groups
 from ops.models.base.config import DiTConfig
-from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.families import FAMILIES
 from ops.noise import NoiseKey
 from ops.packing import Sequence as PackedSequence
 from ops.sync import FlatSync
@@ -217,13 +218,17 @@ def counted_step(config: DiTConfig, blocks: bool = True) -> StepCounts:
 
 def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter) -> None:
     """Encode results are in place, as after encodes on the same worker."""
-    dit = worker.modules.config.dit
+    model, frame = worker.modules.config, worker.frame
+    pack = [replace(one, grid=(1, *one.grid[1:])) for one in PACK] if model.dit.images_only else PACK
     samples = [
-        StepSample(step=step, item="i", index=i, key=f"s/{i}", grid=one.grid, weight=1 / len(PACK))
-        for i, one in enumerate(PACK)
+        StepSample(step=step, item="i", index=i, key=f"s/{i}", grid=one.grid, weight=1 / len(pack))
+        for i, one in enumerate(pack)
     ]
-    for sample, one in zip(samples, PACK, strict=True):
-        for module, rows, width in (("vae", one.tokens, worker.widths[0]), ("text", one.text_tokens, dit.text_dim)):
+    for sample, one in zip(samples, pack, strict=True):
+        for module, rows, width in (
+            ("vae", one.tokens + frame.tail, frame.width),
+            ("text", one.text_tokens + model.text.tail, model.dit.text_dim),
+        ):
             encoded = torch.empty(rows, width, dtype=torch.bfloat16, device=STAND_IN)
             worker.store.keep(module, EncodeResult(id=sample.id, rows=encoded))
     task = CascadeTask(
@@ -237,7 +242,7 @@ def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: Dispatch
         pieces=(),
         planned_start_s=0.0,
         planned_end_s=0.0,
-        sources={"vae": (0,) * len(PACK), "text": (0,) * len(PACK)},
+        sources={"vae": (0,) * len(pack), "text": (0,) * len(pack)},
     )
     with cascade, patch.object(worker, "_watch", _CountedWatch(cascade)):
         worker.dit(task, {})
@@ -271,20 +276,32 @@ def _worker(config: DiTConfig, blocks: bool) -> Executor:
             if isinstance(child, nn.ModuleList):
                 setattr(dit, name, nn.ModuleList())
     dit.register_forward_pre_hook(_as_autocast)
-    model = ModelConfig(
-        dit=config, vae=VAEConfig(channels=config.in_channels), text=TextConfig(d_model=config.text_dim)
-    )
+    model = model_of(config)
     modules = Modules(
         config=model,
         geometry=Geometry(patch=config.patch),
         dit=dit,
-        vae=cast("VAE", _Width(channels=config.in_channels)),
+        vae=cast("VAE", _Width(channels=config.out_channels)),
         text=cast("TextEncoder", _Width(dim=config.text_dim)),
     )
     train = TrainConfig(parameter_dtype="bfloat16", autocast="bfloat16")
     worker = Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, STAND_IN)
     worker.form(0, Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1"), (0,), None)
     return worker
+
+
+def model_of(config: DiTConfig) -> ModelConfig:
+    """The encoders whose results a transformer takes: an image of the first frame, a pooled vector, where it does."""
+    text = TextConfig(d_model=config.text_dim)
+    if config.pooled_width:
+        (kind, *_) = FAMILIES[config.architecture].texts
+        text = replace(text, kind=kind, pooled_dim=config.pooled_width)
+    return ModelConfig(
+        dit=config,
+        vae=VAEConfig(channels=config.out_channels),
+        text=text,
+        image=ImageConfig(d_model=config.image_width) if config.image_width else None,
+    )
 
 
 def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.kernels.base.segments import Segments
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Exchange, Layout
+from ops.packing import Exchange
 from ops.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Stack
@@ -45,15 +45,14 @@ class StackInputs:
     _lengths: dict[tuple[int, int], Lengths] = field(default_factory=dict)
 
     @staticmethod
-    def of(members: Sequence[int], modulation: Tensor, texts: Sequence[Tensor], layout: Layout) -> StackInputs:
-        """The inputs of some sequences of a layout: modulation [S, 6, D] and text [rows, D] of each of all
-        sequences."""
-        chosen = [texts[member] for member in members]
+    def of(stack: Stack, modulation: Tensor, texts: Sequence[Tensor]) -> StackInputs:
+        """The inputs of the sequences of a stack: modulation [S, 6, D] and text [rows, D] of each of all sequences of
+        the layout."""
         return StackInputs(
-            modulation=modulation[torch.tensor(members, device=layout.device)],
-            text=torch.cat(chosen),
-            text_lengths=Lengths.of([len(text) for text in chosen], layout.device, layout.text_recurs),
-            device=layout.device,
+            modulation=modulation[stack.index],
+            text=torch.cat([texts[member] for member in stack.members]),
+            text_lengths=stack.text,
+            device=modulation.device,
         )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int, backend: AttentionName) -> Tensor:
@@ -73,22 +72,19 @@ class StackInputs:
     def lengths(self, length: int, count: int) -> Lengths:
         """Lengths of `count` sequences of attention."""
         if (length, count) not in self._lengths:
-            self._lengths[length, count] = Lengths.of([length] * count, self.device)
+            self._lengths[length, count] = Lengths.alike(length, count, self.device)
         return self._lengths[length, count]
 
 
 class SpatialTemporalTransformer(PackedTransformer):
     """Runs blocks on the rows of a stack; see `ops.spatial_temporal.layers.LayerFunction` for what calls what."""
 
-    def inputs_of(
-        self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], layout: Layout, group: Group
-    ) -> StackInputs:
-        """The inputs of a stack on a bag: modulation [S, 6, D] and text [rows, D] of each of all sequences of the
-        layout."""
-        shared = StackInputs.of(stack.members, modulation, texts, layout)
+    def inputs_of(self, stack: Stack, modulation: Tensor, texts: Sequence[Tensor], group: Group) -> StackInputs:
+        """The inputs of a stack on a bag, as in `StackInputs.of`."""
+        shared = StackInputs.of(stack, modulation, texts)
         if self.config.deals_heads and group.size > 1:
             size = len(stack.members), stack.split.frames, stack.split.positions
-            exchange = frames_exchange(*size, group.size, group.rank, layout.device)
+            exchange = frames_exchange(*size, group.size, group.rank, shared.device)
             shared.frames = replace(shared, spread=(exchange, group))
         return shared
 

@@ -77,7 +77,7 @@ def rotation(layout: Layout, config: CogVideoXConfig, dtype: torch.dtype) -> tup
     1.0: places of any grid are stretched over the one of `sample_size`, cut to the grid's aspect ratio. 1.5: places as
     they are.
     """
-    first, step = _stretched(layout, config)
+    first, step = layout.made(_stretched, config)
     places = layout.positions.double() * step[layout.seq_index] + first[layout.seq_index]
     angles = torch.cat(
         [
@@ -91,8 +91,8 @@ def rotation(layout: Layout, config: CogVideoXConfig, dtype: torch.dtype) -> tup
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _stretched(layout: Layout, config: CogVideoXConfig) -> tuple[Tensor, Tensor]:
-    """(place of the first token, distance to the next) on t, h and w of each sequence: fp64 [S, 3]."""
+def _stretched(layout: Layout, config: CogVideoXConfig) -> Tensor:
+    """Place of the first token, and distance to the next, on t, h and w of each sequence: fp64 [2, S, 3]."""
     first, step = [], []
     for sequence in layout.sequences:
         _, h, w = sequence.grid
@@ -108,7 +108,7 @@ def _stretched(layout: Layout, config: CogVideoXConfig) -> tuple[Tensor, Tensor]
         ends = [(start + cut) * (count - 1) / count for start, cut, count in ((top, cut_h, h), (left, cut_w, w))]
         first.append((0.0, float(top), float(left)))
         step.append((1.0, (ends[0] - top) / max(h - 1, 1), (ends[1] - left) / max(w - 1, 1)))
-    return (torch.tensor(rows, dtype=torch.float64, device=layout.device) for rows in (first, step))  # type: ignore[return-value]
+    return torch.tensor([first, step], dtype=torch.float64)
 
 
 def added_positions(layout: Layout, config: CogVideoXConfig) -> Tensor:

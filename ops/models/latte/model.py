@@ -54,17 +54,17 @@ class LatteDiT(SpatialTemporalTransformer):
     def velocity(self, given: ForwardInputs) -> Tensor:
         """The predicted noise."""
         layout, group = given.layout, given.group
-        rest = Rest.of(layout, self.how_sliced())
+        rest = layout.made(Rest.of, self.how_sliced())
         time, modulation = self.adaln_single(given.timesteps)
         texts = self.caption_projection(given.text).split(layout.text_lengths)
         tables = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)  # shift and scale [S, D]
         finished = []
         for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
-            shared = self.inputs_of(stack, modulation, texts, layout, group)
+            shared = self.inputs_of(stack, modulation, texts, group)
             x = self.pos_embed(tokens)
             x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
             x = self.through(x, self._layers(stack, shared), stack, group)
-            shift, scale = (table[torch.tensor(stack.members, device=layout.device)] for table in tables)
+            shift, scale = (table[stack.index] for table in tables)
             segments = shared.segments(x.shape[1] * x.shape[2])
             rows = ln_modulate(x.flatten(0, 2), scale, shift, segments, eps=_OUT_EPS)
             noise = first_channels(self.proj_out(rows), self.patch_size, self.config.out_channels)

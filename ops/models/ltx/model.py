@@ -61,15 +61,20 @@ class LTXDiT(PackedTransformer):
 def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D / 2] of each local row. A frequency turns all three axes before the next one does; in front are
     the pairs that are not rotated. In fp32 as in Diffusers."""
-    stride, longest = torch.tensor(config.vae_stride), torch.tensor(_LONGEST)
-    unit = stride / torch.tensor([config.frame_rate, 1.0, 1.0]) / longest
-    place = layout.positions.float() * unit.to(layout.device) * 2 - 1  # [n, 3]
+    place = layout.positions.float() * layout.made(_unit, config) * 2 - 1  # [n, 3]
     count = config.dim // 6
     powers = torch.linspace(0.0, 1.0, count, dtype=torch.float32, device=layout.device)
     frequencies = config.rope_theta**powers * (math.pi / 2)
     angles = (frequencies[:, None] * place[:, None]).flatten(1)  # [n, count * 3]
     angles = F.pad(angles, (config.dim % 6 // 2, 0))
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _unit(layout: Layout, config: LTXConfig) -> Tensor:
+    """fp32 [3]: the distance of two tokens on t, h and w, as a share of the longest that the model knows."""
+    del layout
+    seconds = torch.tensor([config.frame_rate, 1.0, 1.0])
+    return torch.tensor(config.vae_stride) / seconds / torch.tensor(_LONGEST)
 
 
 class LTXBlock(nn.Module):

@@ -11,6 +11,7 @@ transformer gets the share of noise and predicts noise minus signal: both are tu
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -98,13 +99,18 @@ def rotation(layout: Layout, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     Frames count from 0. Rows and columns count from the middle, in steps for which every frame has the same area.
     """
     dtype = torch.promote_types(frequencies.dtype, torch.float32)
-    grids = torch.tensor([sequence.grid for sequence in layout.sequences], dtype=torch.float64, device=layout.device)
+    grids = layout.made(_grids)
     step = (_AREA / (grids[:, 1] * grids[:, 2])).sqrt()[layout.seq_index, None]
     middle = ((grids - 1) / 2)[layout.seq_index]
     place = layout.positions.double()
     place = torch.cat([place[:, :1], (place[:, 1:] - middle[:, 1:]) * step], dim=1).to(dtype)
     angles = precise_product(place, frequencies.flatten(1).T).unflatten(1, frequencies.shape[1:])
     return angles.cos(), angles.sin()
+
+
+def _grids(layout: Layout) -> Tensor:
+    """fp64 [S, 3]"""
+    return torch.tensor([sequence.grid for sequence in layout.sequences], dtype=torch.float64)
 
 
 def rotated_heads(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -159,19 +165,27 @@ class TextPool(nn.Module):
         """text [T, E] -> [S, D], in the dtype of the text, at least fp32; a sequence without text has the mean 0."""
         with torch.autocast(layout.device.type, enabled=False):
             mean = precise_product(layout.text_mean(text.dtype), text.T)
-            rows = torch.cat([mean, text]).index_select(0, _behind_its_mean(layout))
+            pools = layout.made(PoolRows.of)
+            rows = torch.cat([mean, text]).index_select(0, pools.order)
             k, v = (part.unflatten(-1, (POOL_HEADS, -1)) for part in precise_linear(self.to_kv, rows).chunk(2, dim=-1))
             q = precise_linear(self.to_q, mean).unflatten(-1, (POOL_HEADS, -1))
-            alone = Lengths.of([1] * len(layout), layout.device)
-            keys = Lengths.of([length + 1 for length in layout.text_lengths], layout.device)
-            return precise_linear(self.to_out, attention(q, k, v, alone, keys).flatten(1))
+            alone = Lengths.alike(1, len(layout), layout.device)
+            return precise_linear(self.to_out, attention(q, k, v, alone, pools.keys).flatten(1))
 
 
-def _behind_its_mean(layout: Layout) -> Tensor:
-    """int64 [S + T]: of the means, then all rows of text, for each sequence its mean and its rows."""
-    starts = len(layout) + np.cumsum((0, *layout.text_lengths))
-    order = [np.append(i, np.arange(starts[i], starts[i + 1])) for i in range(len(layout))]
-    return torch.from_numpy(np.concatenate(order).astype(np.int64)).to(layout.device)
+@dataclass(frozen=True, slots=True)
+class PoolRows:
+    """What each mean of a text attends to: itself, then the text's rows."""
+
+    order: Tensor  # int64 [S + T]: these of each sequence, out of the means, then all rows of text
+    keys: Lengths
+
+    @staticmethod
+    def of(layout: Layout) -> PoolRows:
+        starts = len(layout) + np.cumsum((0, *layout.text_lengths))
+        order = [np.append(i, np.arange(starts[i], starts[i + 1])) for i in range(len(layout))]
+        keys = Lengths.of([length + 1 for length in layout.text_lengths])
+        return PoolRows(torch.from_numpy(np.concatenate(order).astype(np.int64)), keys)
 
 
 class MochiJointAttention(nn.Module):

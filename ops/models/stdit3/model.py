@@ -64,17 +64,16 @@ class STDiT3(SpatialTemporalTransformer):
         layout, group = given.layout, given.group
         if layout.has_clean_frames:
             raise ValueError("a clip with clean frames: STDiT3 is trained here with one time for all of a clip.")
-        rest = Rest.of(layout, self.how_sliced())
+        rest = layout.made(Rest.of, self.how_sliced(), self.config.caption_rows)
         time, modulation = self._told(given.timesteps, layout)
         texts = self.y_embedder(given.text, layout)
         finished = []
         for stack, tokens in zip(rest.stacks, to_rest(given.tokens, rest, group)):
-            shared = self.inputs_of(stack, modulation, texts, layout, group)
+            shared = self.inputs_of(stack, modulation, texts, group)
             x = self.x_embedder(tokens)
             x = x + spatial_positions(stack, self.config)[stack.positions].to(x.dtype)
             x = self.through(x, self._layers(stack, shared), stack, group)
-            members = torch.tensor(stack.members, device=layout.device)
-            rows = self.final_layer(x.flatten(0, 2), time[members], shared)
+            rows = self.final_layer(x.flatten(0, 2), time[stack.index], shared)
             rows = first_channels(rows, self.patch_size, self.config.out_channels)
             finished.append(-rows.unflatten(0, x.shape[:3]))
         return from_rest(finished, rest, group)
@@ -84,8 +83,7 @@ class STDiT3(SpatialTemporalTransformer):
 
         In at least fp32, also with weights in bf16 and under autocast: modulation multiplies every activation.
         """
-        rates = [self.config.frame_rate if sequence.grid[0] > 1 else _PICTURE_RATE for sequence in layout.sequences]
-        told = self.t_embedder(timesteps) + self.fps_embedder(torch.tensor(rates, device=timesteps.device))
+        told = self.t_embedder(timesteps) + self.fps_embedder(layout.made(_rates, self.config.frame_rate))
         projection = self.t_block[1]
         assert isinstance(projection, nn.Linear)
         return told, precise_linear(projection, F.silu(told)).unflatten(1, (6, -1))
@@ -119,6 +117,11 @@ class STDiT3(SpatialTemporalTransformer):
             for linear in embedder.linears:
                 nn.init.normal_(linear.weight, std=0.02)
         nn.init.normal_(self.final_layer.linear.weight, std=0.02)
+
+
+def _rates(layout: Layout, frame_rate: float) -> Tensor:
+    """fp32 [S]: frames per second, or what stands for a picture."""
+    return torch.tensor([frame_rate if one.grid[0] > 1 else _PICTURE_RATE for one in layout.sequences])
 
 
 def spatial_positions(stack: Stack, config: STDiT3Config) -> Tensor:
