@@ -84,8 +84,8 @@ def test_parts_sent_beforehand_are_those_that_follow_one_by_one(degree: int, mon
         assert sent.asked == plain.asked
         for name, part in wanted.items():
             assert_same(getattr(sent, name), part)
-        for (make, settings), part in zip(families, made, strict=True):
-            assert_same(sent.made(make, *settings), part)
+        for (make, values), part in zip(families, made, strict=True):
+            assert_same(sent.made(make, *values), part)
     assert len(copies) == degree, "one for all parts of a layout, those of families included"
 
 
