@@ -182,7 +182,8 @@ def _second_start(scene: Scene) -> str:
 def _other_start(scene: Scene, *more: str, settings: dict[str, object] | None = None) -> tuple[int | None, str]:
     """Exit code and output of another start in this folder; None when it has not ended in time. Nothing is left."""
     other = Other(scene, *more, settings=settings)
-    wait_for(lambda: other.code() is not None, _ANSWER_S)
+    if not wait_for(lambda: other.code() is not None, _ANSWER_S) and not scene.run.alive:
+        wait_for(lambda: other.code() is not None, _ANSWER_S)  # it starts a Ray to look at a run that has ended
     return other.code(), other.close()
 
 
