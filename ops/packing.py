@@ -153,7 +153,10 @@ class Layout:
             [getattr(host, part) if isinstance(part, str) else part[0](host, *part[1]) for part in parts], self.device
         )
         for part, there in zip(parts, sent, strict=True):
-            (self.__dict__ if isinstance(part, str) else self._made)[part] = there
+            if isinstance(part, str):
+                self.__dict__[part] = there
+            else:
+                self._made[part] = there
 
     def chunk(self, index: int, rank: int | None = None) -> slice:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""
