@@ -2,13 +2,16 @@
 
 heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
 heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
+heddle bench cluster --nodes 1,2,4 --calm --strategy ddp --strategy static --strategy cascade  # beside DDP
 
 The controller is the real one, with its planner, membership, heartbeats, dispatch, commits and recovery; what is not
 real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies published for HunyuanVideo on H100s say,
 with noise, stragglers and seconds on the link (`app/bench/cluster/physics.py`); a step has Arachne's mix, four clips'
 batches for 16 GPUs. A virtual second takes 1 / --speed real ones, while the controller takes what it takes: its CPU
 seconds, and the milliseconds of a dispatch, are real ones, and a high speed makes steps look longer. Its share is that
-of a step of ten seconds. The bench ends with exit code 1 if a step was not committed once and whole.
+of a step of ten seconds. `ddp` is no strategy: it is evaluated on the same items with the
+same seconds (`app/bench/cluster/ddp.py`), on machines of which none is lost, and no controller's time is added to it.
+The bench ends with exit code 1 if a step was not committed once and whole.
 """
 
 from __future__ import annotations
@@ -30,9 +33,12 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from app.bench.cluster.ddp import DdpFigures
     from app.bench.cluster.simulate import ClusterFigures, Disturbance
 
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
+DDP = "ddp"  # evaluated beside them
+WAYS = (DDP, *STRATEGIES)
 FAR = 10_000  # GPUs that the curves are continued to
 SHARE = 0.05  # of a step of ten seconds that the controller may take
 
@@ -42,7 +48,7 @@ def run(
     gpus: Annotated[int, typer.Option(min=1, help="Virtual workers of a node.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run.")] = 50,
     strategy: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}; default: cascade. Repeatable.")
+        list[str] | None, typer.Option(help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0,
     on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
@@ -51,17 +57,33 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""
-    sizes, strategies = sizes_of(nodes), strategy or ["cascade"]
-    if unknown := [name for name in strategies if name not in STRATEGIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(STRATEGIES)}.", param_hint="--strategy")
+    sizes, ways = sizes_of(nodes), strategy or ["cascade"]
+    if unknown := [name for name in ways if name not in WAYS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
+    if DDP in ways and not calm:
+        raise typer.BadParameter(
+            "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
+            param_hint="--strategy",
+        )
+    strategies = [name for name in ways if name != DDP]
     if not 0 < speed < math.inf:
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
+    from app.bench.cluster.ddp import NoDegree
     from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import Setup, VirtualRunFailed, run_here, run_on_ray
+    from app.bench.cluster.simulate import Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
 
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
-    print(HEAD, flush=True)
+    evaluated: list[DdpFigures] = []
+    if DDP in ways:
+        try:
+            for count in sizes:
+                setup = Setup(nodes=count, gpus=gpus, steps=steps, physics=Physics(seed=seed))
+                evaluated += ddp_of(setup)
+        except NoDegree as failed:
+            raise typer.BadParameter(str(failed), param_hint="--nodes") from None
+    if strategies:
+        print(HEAD, flush=True)
     for count in sizes:
         for name in strategies:
             setup = Setup(
@@ -82,12 +104,16 @@ def run(
                 print(f"{count} nodes, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
-    print(changes(found))
-    curves = curves_of([one for one in found if one.strategy == strategies[-1]])
+    if found:
+        print(changes(found))
+    if evaluated:
+        print(beside_ddp(evaluated, found))
+    curves = curves_of([one for one in found if one.strategy in strategies[-1:]])
     for curve in curves:
         print(curve.line())
     if out is not None:
         told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
+        told["ddp"] = [asdict(one) for one in evaluated]
         out.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
 
 
@@ -172,6 +198,56 @@ def changes(found: Sequence[ClusterFigures]) -> str:
                 f"| {one.workers} | {one.strategy} | {seen.what} | {seen.form_s:.3f} | {seen.step_s:.1f} | "
                 f"{seen.workers} |"
             )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WayRow:
+    """A way to train on `workers` GPUs. Times are virtual seconds; `ratio` is of samples per second, to DDP's."""
+
+    workers: int
+    name: str
+    mean_step_s: float
+    samples_per_s: float
+    ratio: float
+    idle: float
+    executed: bool  # else evaluated
+
+
+def ways_of(evaluated: Sequence[DdpFigures], found: Sequence[ClusterFigures]) -> list[WayRow]:
+    """All ways on the sizes on which DDP was evaluated, the smallest first."""
+    rows = []
+    for workers in sorted({one.workers for one in evaluated}):
+        ddp = [one for one in evaluated if one.workers == workers]
+        named: list[tuple[str, DdpFigures | ClusterFigures, bool]] = [(_name_of(one), one, False) for one in ddp]
+        named += [(one.strategy, one, True) for one in found if one.workers == workers]
+        rows += [
+            WayRow(
+                workers=workers,
+                name=name,
+                mean_step_s=one.mean_step_s,
+                samples_per_s=one.samples_per_s,
+                ratio=one.samples_per_s / ddp[0].samples_per_s,
+                idle=one.idle,
+                executed=executed,
+            )
+            for name, one, executed in named
+        ]
+    return rows
+
+
+def _name_of(one: DdpFigures) -> str:
+    return f"{one.way} (SP {', '.join(map(str, one.degrees))})"
+
+
+def beside_ddp(evaluated: Sequence[DdpFigures], found: Sequence[ClusterFigures]) -> str:
+    """A table of what is trained beside DDP."""
+    lines = ["\n| GPUs | way | s per step, mean | samples per s | of ddp's | idle | |", "|---|---|---|---|---|---|---|"]
+    for one in ways_of(evaluated, found):
+        lines.append(
+            f"| {one.workers} | {one.name} | {one.mean_step_s:.2f} | {one.samples_per_s:.4f} | {one.ratio:.2f} | "
+            f"{one.idle:.1%} | {'executed' if one.executed else 'evaluated'} |"
+        )
     return "\n".join(lines)
 
 
