@@ -15,14 +15,17 @@ import typer
 from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
 from actors.plan.types import Cluster, Item
 from app.bench.cluster import simulate
-from app.bench.cluster.command import curves_of, disturbances, fitted, run, sizes_of
-from app.bench.cluster.ddp import COMMON, LEAST, OWN, NoDegree, ddp_figures
+from app.bench.cluster.command import disturbances, run, sizes_of
+from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures
 from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
+from app.bench.cluster.page import html
 from app.bench.cluster.parts import VirtualKeeper
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.simulate import (
+    ClusterFigures,
     Disturbance,
+    Recovered,
     Setup,
     VirtualRunFailed,
     check_steps,
@@ -31,6 +34,7 @@ from app.bench.cluster.simulate import (
     scaled_profile,
     workload,
 )
+from app.bench.cluster.tables import curves_of, fitted, ways_of
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -235,6 +239,61 @@ def test_ways_are_compared_by_their_samples_per_second(capsys: pytest.CaptureFix
     rows = [line.split(" | ") for line in said.splitlines() if line.startswith(("| 8 |", "| 16 |"))]
     assert [row[1] for row in rows if row[4] == "1.00"] == ["ddp (SP 8)"] * 2 and "executed" not in said
     assert len(rows) == 6 and all(float(row[3]) > 0 for row in rows)
+
+
+# the page
+
+
+def figures(workers: int, **changed: Any) -> ClusterFigures:
+    plain = ClusterFigures(
+        workers=workers,
+        nodes=workers // 8,
+        strategy="cascade",
+        steps=30,
+        elapsed_s=900.0,
+        executed_s=31.0,
+        mean_step_s=30.0,
+        samples_per_s=0.25,
+        planned_s=29.0,
+        steps_per_hour=120.0,
+        planned_steps_per_hour=124.1,
+        idle=0.1,
+        planning_s=0.01,
+        calls=41.0,
+        dispatch_ms=4.5,
+        controller_s=0.05,
+        process_s=0.07,
+        share=0.007,
+        rss_mib=320.0,
+        rss_growth_mib=1.0,
+        form_s=0.02,
+    )
+    return replace(plain, **changed)
+
+
+def test_the_page_shows_what_was_seen_with_its_command() -> None:
+    ddp = DdpFigures(
+        way=OWN, workers=16, degrees=(8,), steps=28, mean_step_s=33.0, samples_per_s=0.2, idle=0.2, same_steps=True
+    )
+    lost = Recovered(what="node", form_s=0.34, step_s=71.0, workers=8)
+    found = [figures(16), figures(16, strategy="static", samples_per_s=0.1, recovered=(lost,))]
+    page = html(ways_of([ddp], found), found, [], "heddle bench cluster --nodes 2", "2 cores")
+    assert "<b>1.25</b><span>of DDP&#x27;s samples per second: cascade on 16 GPUs" in page
+    assert "ddp (SP 8)" in page and "0.25 (1.25 of ddp)" in page and "0.1 (0.50 of ddp)" in page
+    assert "16 workers, static: a node lost" in page and "71.0, then 8" in page and "0.70%" in page
+    assert "16 workers, ddp (SP 8)" in page and "33.0 evaluated" in page
+    assert page.count("<code class=command>heddle bench cluster --nodes 2</code>") == page.count("<section>") == 4
+
+
+def test_a_page_has_no_section_of_what_was_not_run(tmp_path: Path) -> None:
+    plain = html([], [figures(8)], [], "heddle bench cluster", "2 cores")
+    assert "Beside Dist" not in plain and "A worker lost" not in plain and "The controller" in plain
+    outs = [tmp_path / "page.html", tmp_path / "figures.json"]
+    run(nodes="1", steps=4, calm=True, strategy=["ddp"], out=outs)
+    page = outs[0].read_text()
+    assert "heddle bench cluster --nodes 1 --gpus 8 --steps 4 --strategy ddp --speed 10 --calm --seed 0" in page
+    assert "The controller" not in page and page.count("<section>") == 1
+    assert [one["way"] for one in json.loads(outs[1].read_text())["ddp"]] == [OWN, LEAST, COMMON]
 
 
 @pytest.mark.long

@@ -2,16 +2,17 @@
 
 heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
 heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
-heddle bench cluster --nodes 1,2,4 --calm --strategy ddp --strategy static --strategy cascade  # beside DDP
+heddle bench cluster --nodes 1,2,4 --calm --strategy ddp --strategy static --strategy cascade --out page.html
 
 The controller is the real one, with its planner, membership, heartbeats, dispatch, commits and recovery; what is not
 real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies published for HunyuanVideo on H100s say,
 with noise, stragglers and seconds on the link (`app/bench/cluster/physics.py`); a step has Arachne's mix, four clips'
 batches for 16 GPUs. A virtual second takes 1 / --speed real ones, while the controller takes what it takes: its CPU
 seconds, and the milliseconds of a dispatch, are real ones, and a high speed makes steps look longer. Its share is that
-of a step of ten seconds. `ddp` is no strategy: it is evaluated on the same items with the
-same seconds (`app/bench/cluster/ddp.py`), on machines of which none is lost, and no controller's time is added to it.
-The bench ends with exit code 1 if a step was not committed once and whole.
+of a step of ten seconds. The bench ends with exit code 1 if a step was not committed once and whole.
+
+`ddp` is no strategy and takes no real time: it is evaluated on the same items with the same seconds
+(`app/bench/cluster/ddp.py`), on machines of which none is lost; no time of a controller is added.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ import logging
 import math
 import os
 import re
-from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
+
+from app.bench.cluster.tables import HEAD, change_rows, curves_of, markdown, row, way_rows, ways_of
+from app.bench.page import command_of, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
 DDP = "ddp"  # evaluated beside them
 WAYS = (DDP, *STRATEGIES)
-FAR = 10_000  # GPUs that the curves are continued to
-SHARE = 0.05  # of a step of ten seconds that the controller may take
 
 
 def run(
@@ -54,7 +54,9 @@ def run(
     on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
     calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
     seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
+    ] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""
     sizes, ways = sizes_of(nodes), strategy or ["cascade"]
@@ -105,16 +107,30 @@ def run(
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
     if found:
-        print(changes(found))
-    if evaluated:
-        print(beside_ddp(evaluated, found))
+        print(f"\n{markdown(*change_rows(found))}")
+    compared = ways_of(evaluated, found)
+    if compared:
+        print(f"\n{markdown(*way_rows(compared))}")
     curves = curves_of([one for one in found if one.strategy in strategies[-1:]])
     for curve in curves:
         print(curve.line())
-    if out is not None:
-        told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
-        told["ddp"] = [asdict(one) for one in evaluated]
-        out.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
+    for path in out or []:
+        if path.suffix == ".html":
+            from app.bench.cluster.page import html
+
+            options: list[tuple[str, object]] = [
+                ("--nodes", nodes),
+                ("--gpus", gpus),
+                ("--steps", steps),
+                ("--strategy", ways),
+            ]
+            options += [("--speed", f"{speed:g}"), ("--ray", on_ray), ("--calm", calm), ("--seed", seed)]
+            command = command_of("cluster", [*options, ("--out", path.name)])
+            path.write_text(html(compared, found, curves, command, facts_of()), encoding="utf-8")
+        else:
+            told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
+            told["ddp"] = [asdict(one) for one in evaluated]
+            path.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
 
 
 def sizes_of(text: str) -> list[int]:
@@ -165,132 +181,3 @@ def _ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-HEAD = (
-    "| workers | strategy | steps per hour, executed / planned | idle | s per step, executed / planned | "
-    "controller, CPU s a step (its process) | of a 10 s step | dispatch, ms (calls) | plan waited for, s | "
-    "memory, MiB |"
-    "\n|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def row(one: ClusterFigures) -> str:
-    """A line of the table."""
-    return (
-        f"| {one.workers} | {one.strategy} | {one.steps_per_hour:.1f} / {one.planned_steps_per_hour:.1f} | "
-        f"{one.idle:.1%} | {one.executed_s:.2f} / {one.planned_s:.2f} | {one.controller_s:.3f} ({one.process_s:.3f}) | "
-        f"{one.share:.1%} | {one.dispatch_ms:.1f} ({one.calls:.0f}) | {one.planning_s:.3f} | "
-        f"{one.rss_mib:.0f} ({one.rss_growth_mib:+.0f} after step 10) |"
-    )
-
-
-def changes(found: Sequence[ClusterFigures]) -> str:
-    """A table of what losses and joins took."""
-    lines = [
-        "\n| workers | strategy | what | next generation, real s | step again, virtual s | workers then |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in found:
-        lines.append(f"| {one.workers} | {one.strategy} | start | {one.form_s:.3f} | - | {one.workers} |")
-        for seen in one.recovered:
-            lines.append(
-                f"| {one.workers} | {one.strategy} | {seen.what} | {seen.form_s:.3f} | {seen.step_s:.1f} | "
-                f"{seen.workers} |"
-            )
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WayRow:
-    """A way to train on `workers` GPUs. Times are virtual seconds; `ratio` is of samples per second, to DDP's."""
-
-    workers: int
-    name: str
-    mean_step_s: float
-    samples_per_s: float
-    ratio: float
-    idle: float
-    executed: bool  # else evaluated
-
-
-def ways_of(evaluated: Sequence[DdpFigures], found: Sequence[ClusterFigures]) -> list[WayRow]:
-    """All ways on the sizes on which DDP was evaluated, the smallest first."""
-    rows = []
-    for workers in sorted({one.workers for one in evaluated}):
-        ddp = [one for one in evaluated if one.workers == workers]
-        named: list[tuple[str, DdpFigures | ClusterFigures, bool]] = [(_name_of(one), one, False) for one in ddp]
-        named += [(one.strategy, one, True) for one in found if one.workers == workers]
-        rows += [
-            WayRow(
-                workers=workers,
-                name=name,
-                mean_step_s=one.mean_step_s,
-                samples_per_s=one.samples_per_s,
-                ratio=one.samples_per_s / ddp[0].samples_per_s,
-                idle=one.idle,
-                executed=executed,
-            )
-            for name, one, executed in named
-        ]
-    return rows
-
-
-def _name_of(one: DdpFigures) -> str:
-    return f"{one.way} (SP {', '.join(map(str, one.degrees))})"
-
-
-def beside_ddp(evaluated: Sequence[DdpFigures], found: Sequence[ClusterFigures]) -> str:
-    """A table of what is trained beside DDP."""
-    lines = ["\n| GPUs | way | s per step, mean | samples per s | of ddp's | idle | |", "|---|---|---|---|---|---|---|"]
-    for one in ways_of(evaluated, found):
-        lines.append(
-            f"| {one.workers} | {one.name} | {one.mean_step_s:.2f} | {one.samples_per_s:.4f} | {one.ratio:.2f} | "
-            f"{one.idle:.1%} | {'executed' if one.executed else 'evaluated'} |"
-        )
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrowthCurve:
-    """y = factor * workers ** power, by least squares of the logarithms; `r2` is of these."""
-
-    what: str
-    factor: float
-    power: float
-    r2: float
-    at_far: float
-
-    def line(self) -> str:
-        """A sentence for a person."""
-        return (
-            f"{self.what} = {self.factor:.3g} * workers^{self.power:.2f} (R2 {self.r2:.3f} of the logarithms); "
-            f"at {FAR:,} workers {self.at_far:.3g}"
-        )
-
-
-def curves_of(found: Sequence[ClusterFigures]) -> list[GrowthCurve]:
-    """What grows with the cluster; nothing is fitted to less than three sizes."""
-    if len({one.workers for one in found}) < 3:
-        return []
-    size = [one.workers for one in found]
-    return [
-        fitted("controller's CPU seconds of a step", size, [one.controller_s for one in found]),
-        fitted("milliseconds of a dispatch", size, [one.dispatch_ms for one in found]),
-        fitted("MiB of the controller's process", size, [one.rss_mib for one in found]),
-    ]
-
-
-def fitted(what: str, size: Sequence[int], values: Sequence[float]) -> GrowthCurve:
-    """The curve through these points."""
-    x, y = np.log(np.array(size, float)), np.log(np.maximum(np.array(values, float), 1e-9))
-    power, offset = np.polyfit(x, y, 1)
-    left = float(np.sum((y - power * x - offset) ** 2))
-    total = float(np.sum((y - y.mean()) ** 2))
-    return GrowthCurve(
-        what=what,
-        factor=math.exp(offset),
-        power=float(power),
-        r2=1.0 - left / total if total > 0 else 1.0,
-        at_far=math.exp(offset + power * math.log(FAR)),
-    )

@@ -42,6 +42,7 @@ class DdpFigures:
     mean_step_s: float
     samples_per_s: float
     idle: float  # share of the GPUs' time outside of cascades
+    same_steps: bool  # as many items in a step as the virtual workers have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +123,7 @@ def _own_batches(trainer: Trainer, items: Sequence[Item], count: int, degree: in
         mean_step_s=elapsed / len(whole),
         samples_per_s=sum(item.batch for taken in whole for item in taken) / elapsed,
         idle=1.0 - busy / (elapsed * trainer.topology.num_workers),
+        same_steps=size == count,
     )
 
 
@@ -153,4 +155,5 @@ def _common_bucket(trainer: Trainer, items: Sequence[Item]) -> DdpFigures:
         mean_step_s=elapsed / steps,
         samples_per_s=sum(item.batch for item in items) / elapsed,
         idle=1.0 - busy / (elapsed * trainer.topology.num_workers),
+        same_steps=False,
     )
