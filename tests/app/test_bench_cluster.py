@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,20 +13,28 @@ import pytest
 import typer
 
 from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
-from app.bench.cluster.command import curves_of, disturbances, fitted, run, sizes_of
+from actors.plan.types import Cluster, Item
+from app.bench.cluster import simulate
+from app.bench.cluster.command import disturbances, run, sizes_of
+from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures
 from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
+from app.bench.cluster.page import html
 from app.bench.cluster.parts import VirtualKeeper
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.simulate import (
+    ClusterFigures,
     Disturbance,
+    Recovered,
     Setup,
     VirtualRunFailed,
     check_steps,
+    ddp_of,
     run_here,
     scaled_profile,
     workload,
 )
+from app.bench.cluster.tables import curves_of, fitted, ways_of
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -64,7 +74,7 @@ def test_sizes_double_and_end_with_the_last() -> None:
 
 
 def test_an_unknown_strategy_and_no_speed_are_refused_in_a_sentence() -> None:
-    with pytest.raises(typer.BadParameter, match="'best' is none of static, flexsp, knapsack, cascade"):
+    with pytest.raises(typer.BadParameter, match="'best' is none of ddp, static, flexsp, knapsack, cascade"):
         run(strategy=["best"])
     for speed in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(typer.BadParameter, match="is not above 0"):
@@ -151,6 +161,139 @@ def test_a_larger_cluster_has_more_items_and_the_same_seed_the_same() -> None:
     small, large = workload(Setup(nodes=2, steps=3)), workload(Setup(nodes=8, steps=3))
     assert [len(step) for step in small] == [4] * 3 and [len(step) for step in large] == [16] * 3
     assert small == workload(Setup(nodes=2, steps=3)) and small[0] != small[1]
+
+
+# DDP beside them
+
+QUIET = Physics(noise=0.0, stragglers=0.0)
+CLIPS = [
+    Item(id=f"i{n}", batch=batch, frames=frames, height=1280, width=720, text_tokens=226)
+    for n, (batch, frames) in enumerate([(1, 121), (6, 9), (3, 41), (2, 53)])
+]
+
+
+def seconds_of(item: Item, degree: int) -> float:
+    """Seconds of a batch in a group of this degree with QUIET, by the profile's own points."""
+    shape = (item.batch, item.frames, item.height, item.width)
+    profile = scaled_profile(1.0)
+    vae = min(seconds for k, seconds in profile.modes("vae", *shape) if k <= degree)
+    return 0.2 + vae + profile.seconds("dit", *shape, degree)
+
+
+def test_ddp_waits_for_the_group_that_has_most_to_do() -> None:
+    cluster = Cluster(nodes=(8, 8))
+    best, least, _ = ddp_figures([CLIPS], scaled_profile(1.0), QUIET, cluster)
+    by_degree = {
+        4: max(seconds_of(item, 4) for item in CLIPS) + 0.2,
+        8: max(seconds_of(CLIPS[n], 8) + seconds_of(CLIPS[n + 2], 8) for n in (0, 1)) + 0.2,
+    }
+    assert least.way == LEAST and least.degrees == (4,) and least.mean_step_s == pytest.approx(by_degree[4])
+    assert best.way == OWN and best.degrees == (8,) and best.mean_step_s == pytest.approx(by_degree[8])
+    assert best.samples_per_s == pytest.approx(12 / by_degree[8]) and 0 < best.idle < least.idle < 1
+
+
+def test_groups_that_draw_one_bucket_train_it_as_often_as_it_is_drawn() -> None:
+    *_, common = ddp_figures([CLIPS], scaled_profile(1.0), QUIET, Cluster(nodes=(8, 8)))
+    shares = [min((seconds_of(item, k) + 0.2) / {4: 4, 8: 2}[k] for k in (4, 8)) for item in CLIPS if item.frames != 9]
+    shares.append(min((seconds_of(CLIPS[1], k) + 0.2) / {2: 8, 4: 4, 8: 2}[k] for k in (2, 4, 8)))
+    assert common.way == COMMON and common.samples_per_s == pytest.approx(12 / sum(shares))
+    assert common.mean_step_s == pytest.approx(sum(shares) / common.steps)
+
+
+def test_ddp_pays_for_noise_stragglers_and_the_update() -> None:
+    def step_s(**changed: float) -> float:
+        physics = replace(QUIET, **changed)  # type: ignore[arg-type]
+        return ddp_figures([CLIPS[:1]], scaled_profile(1.0), physics, Cluster(nodes=(4,)))[0].mean_step_s
+
+    cascades = step_s(update_s=0.0)
+    assert step_s(update_s=0.0, stragglers=1.0) == pytest.approx(1.5 * cascades)
+    assert step_s(update_s=7.0) == pytest.approx(cascades + 7.0)
+    assert step_s(update_s=0.0, noise=0.2) != pytest.approx(cascades, rel=1e-3)
+
+
+def test_ddp_takes_what_the_virtual_workers_take_for_one_bucket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"batch": 6, "frames": 9, "height": 1280, "width": 720}
+    (tmp_path / "one.json").write_text(json.dumps({"steps": [[shape]]}))
+    monkeypatch.setattr(simulate, "WORKLOAD", tmp_path / "one.json")
+    physics = replace(QUIET, speed=8.0, link_s=1.0, update_s=1.0, load_s=0.0)
+    setup = Setup(nodes=1, gpus=2, steps=6, strategy="static", static_degree=2, physics=physics)
+    ddp = ddp_of(setup)[0]
+    assert ddp.degrees == (2,)
+    assert ddp.mean_step_s == pytest.approx(run_here(setup, timeout_s=120).executed_s, rel=0.03)
+
+
+def test_ddp_is_refused_where_machines_are_lost_and_where_no_group_holds_a_bucket() -> None:
+    with pytest.raises(typer.BadParameter, match="none is lost; add --calm"):
+        run(strategy=["ddp"])
+    with pytest.raises(typer.BadParameter, match="no sequence-parallel degree of at most 2 GPUs holds every bucket"):
+        run(nodes="1", gpus=2, calm=True, strategy=["ddp"])
+    with pytest.raises(NoDegree):
+        ddp_figures([CLIPS], scaled_profile(1.0), QUIET, Cluster(nodes=(2,)))
+
+
+def test_ways_are_compared_by_their_samples_per_second(capsys: pytest.CaptureFixture[str]) -> None:
+    run(nodes="1,2", steps=6, calm=True, strategy=["ddp"])
+    said = capsys.readouterr().out
+    rows = [line.split(" | ") for line in said.splitlines() if line.startswith(("| 8 |", "| 16 |"))]
+    assert [row[1] for row in rows if row[4] == "1.00"] == ["ddp (SP 8)"] * 2 and "executed" not in said
+    assert len(rows) == 6 and all(float(row[3]) > 0 for row in rows)
+
+
+# the page
+
+
+def figures(workers: int, **changed: Any) -> ClusterFigures:
+    plain = ClusterFigures(
+        workers=workers,
+        nodes=workers // 8,
+        strategy="cascade",
+        steps=30,
+        elapsed_s=900.0,
+        executed_s=31.0,
+        mean_step_s=30.0,
+        samples_per_s=0.25,
+        planned_s=29.0,
+        steps_per_hour=120.0,
+        planned_steps_per_hour=124.1,
+        idle=0.1,
+        planning_s=0.01,
+        calls=41.0,
+        dispatch_ms=4.5,
+        controller_s=0.05,
+        process_s=0.07,
+        share=0.007,
+        rss_mib=320.0,
+        rss_growth_mib=1.0,
+        form_s=0.02,
+    )
+    return replace(plain, **changed)
+
+
+def test_the_page_shows_what_was_seen_with_its_command() -> None:
+    ddp = DdpFigures(
+        way=OWN, workers=16, degrees=(8,), steps=28, mean_step_s=33.0, samples_per_s=0.2, idle=0.2, same_steps=True
+    )
+    lost = Recovered(what="node", form_s=0.34, step_s=71.0, workers=8)
+    found = [figures(16), figures(16, strategy="static", samples_per_s=0.1, recovered=(lost,))]
+    page = html(ways_of([ddp], found), found, [], "heddle bench cluster --nodes 2", "2 cores")
+    assert "<b>1.25</b><span>of DDP&#x27;s samples per second: cascade on 16 GPUs" in page
+    assert "ddp (SP 8)" in page and "0.25 (1.25 of ddp)" in page and "0.1 (0.50 of ddp)" in page
+    assert "16 workers, static: a node lost" in page and "71.0, then 8" in page and "0.70%" in page
+    assert "16 workers, ddp (SP 8)" in page and "33.0 evaluated" in page
+    assert page.count("<code class=command>heddle bench cluster --nodes 2</code>") == page.count("<section>") == 4
+
+
+def test_a_page_has_no_section_of_what_was_not_run(tmp_path: Path) -> None:
+    plain = html([], [figures(8)], [], "heddle bench cluster", "2 cores")
+    assert "Beside Dist" not in plain and "A worker lost" not in plain and "The controller" in plain
+    outs = [tmp_path / "page.html", tmp_path / "figures.json"]
+    run(nodes="1", steps=4, calm=True, strategy=["ddp"], out=outs)
+    page = outs[0].read_text()
+    assert "heddle bench cluster --nodes 1 --gpus 8 --steps 4 --strategy ddp --speed 10 --calm --seed 0" in page
+    assert "The controller" not in page and page.count("<section>") == 1
+    assert [one["way"] for one in json.loads(outs[1].read_text())["ddp"]] == [OWN, LEAST, COMMON]
 
 
 @pytest.mark.long

@@ -268,6 +268,24 @@ def test_other_losses_are_marked() -> None:
     assert agree({name: rounds[name] for name in ("ddp", "same")}, "ddp")
 
 
+def test_the_command_writes_a_page_and_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_for(peer: Peer, *_: object) -> LoopRun:
+        took = 1.0 if peer.strategy else 2.0
+        return run_of([took] * 4, [(took * n, took * n, 0.5 * n) for n in range(12)])
+
+    monkeypatch.setattr(contest, "prepare", lambda own, *_: (own, [6, 6, 6, 6]))
+    monkeypatch.setattr(contest, "train", run_for)
+    outs = [tmp_path / "peers.json", tmp_path / "peers.html"]
+    contest.run(steps=1, warm=1, rounds=2, only=["ddp", "heddle cascade"], buckets=["mixed"], out=outs)
+    told = json.loads(outs[0].read_text())["figures"]["mixed"]
+    assert [run["step_s"] for run in told["heddle cascade"]] == [1.0, 1.0]
+    page = outs[1].read_text()
+    assert "heddle bench peers --set mixed --steps 1 --warm 1 --rounds 2" in page
+    assert "--peer ddp --peer &#x27;heddle cascade&#x27;" in page
+    assert ">2.00</text>" in page and ">1.00</text>" in page and "<b>equal</b>" in page
+    assert page.count('class="ours"') == 4 and "Mixed buckets" in page and "Uniform" not in page
+
+
 def test_lines_of_code_are_those_without_words(tmp_path: Path) -> None:
     text = (
         '"""What it\nis."""\n\n# why\nimport os\n\n\ndef f(\n    a,\n):\n    """Says."""\n    return """a\nb"""  # so\n'

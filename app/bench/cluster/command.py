@@ -2,6 +2,7 @@
 
 heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
 heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
+heddle bench cluster --nodes 1,2,4 --calm --strategy ddp --strategy static --strategy cascade --out page.html
 
 The controller is the real one, with its planner, membership, heartbeats, dispatch, commits and recovery; what is not
 real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies published for HunyuanVideo on H100s say,
@@ -9,6 +10,9 @@ with noise, stragglers and seconds on the link (`app/bench/cluster/physics.py`);
 batches for 16 GPUs. A virtual second takes 1 / --speed real ones, while the controller takes what it takes: its CPU
 seconds, and the milliseconds of a dispatch, are real ones, and a high speed makes steps look longer. Its share is that
 of a step of ten seconds. The bench ends with exit code 1 if a step was not committed once and whole.
+
+`ddp` is no strategy and takes no real time: it is evaluated on the same items with the same seconds
+(`app/bench/cluster/ddp.py`), on machines of which none is lost; no time of a controller is added.
 """
 
 from __future__ import annotations
@@ -18,23 +22,25 @@ import logging
 import math
 import os
 import re
-from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import typer
+
+from app.bench.cluster.tables import HEAD, change_rows, curves_of, markdown, row, way_rows, ways_of
+from app.bench.page import command_of, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from app.bench.cluster.ddp import DdpFigures
     from app.bench.cluster.simulate import ClusterFigures, Disturbance
 
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
-FAR = 10_000  # GPUs that the curves are continued to
-SHARE = 0.05  # of a step of ten seconds that the controller may take
+DDP = "ddp"  # evaluated beside them
+WAYS = (DDP, *STRATEGIES)
 
 
 def run(
@@ -42,26 +48,44 @@ def run(
     gpus: Annotated[int, typer.Option(min=1, help="Virtual workers of a node.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a run.")] = 50,
     strategy: Annotated[
-        list[str] | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}; default: cascade. Repeatable.")
+        list[str] | None, typer.Option(help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
     ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0,
     on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
     calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
     seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
+    ] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""
-    sizes, strategies = sizes_of(nodes), strategy or ["cascade"]
-    if unknown := [name for name in strategies if name not in STRATEGIES]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(STRATEGIES)}.", param_hint="--strategy")
+    sizes, ways = sizes_of(nodes), strategy or ["cascade"]
+    if unknown := [name for name in ways if name not in WAYS]:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
+    if DDP in ways and not calm:
+        raise typer.BadParameter(
+            "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
+            param_hint="--strategy",
+        )
+    strategies = [name for name in ways if name != DDP]
     if not 0 < speed < math.inf:
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
+    from app.bench.cluster.ddp import NoDegree
     from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import Setup, VirtualRunFailed, run_here, run_on_ray
+    from app.bench.cluster.simulate import Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
 
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
-    print(HEAD, flush=True)
+    evaluated: list[DdpFigures] = []
+    if DDP in ways:
+        try:
+            for count in sizes:
+                setup = Setup(nodes=count, gpus=gpus, steps=steps, physics=Physics(seed=seed))
+                evaluated += ddp_of(setup)
+        except NoDegree as failed:
+            raise typer.BadParameter(str(failed), param_hint="--nodes") from None
+    if strategies:
+        print(HEAD, flush=True)
     for count in sizes:
         for name in strategies:
             setup = Setup(
@@ -82,13 +106,31 @@ def run(
                 print(f"{count} nodes, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
-    print(changes(found))
-    curves = curves_of([one for one in found if one.strategy == strategies[-1]])
+    if found:
+        print(f"\n{markdown(*change_rows(found))}")
+    compared = ways_of(evaluated, found)
+    if compared:
+        print(f"\n{markdown(*way_rows(compared))}")
+    curves = curves_of([one for one in found if one.strategy in strategies[-1:]])
     for curve in curves:
         print(curve.line())
-    if out is not None:
-        told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
-        out.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
+    for path in out or []:
+        if path.suffix == ".html":
+            from app.bench.cluster.page import html
+
+            options: list[tuple[str, object]] = [
+                ("--nodes", nodes),
+                ("--gpus", gpus),
+                ("--steps", steps),
+                ("--strategy", ways),
+            ]
+            options += [("--speed", f"{speed:g}"), ("--ray", on_ray), ("--calm", calm), ("--seed", seed)]
+            command = command_of("cluster", [*options, ("--out", path.name)])
+            path.write_text(html(compared, found, curves, command, facts_of()), encoding="utf-8")
+        else:
+            told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
+            told["ddp"] = [asdict(one) for one in evaluated]
+            path.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
 
 
 def sizes_of(text: str) -> list[int]:
@@ -139,82 +181,3 @@ def _ray() -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
-
-
-HEAD = (
-    "| workers | strategy | steps per hour, executed / planned | idle | s per step, executed / planned | "
-    "controller, CPU s a step (its process) | of a 10 s step | dispatch, ms (calls) | plan waited for, s | "
-    "memory, MiB |"
-    "\n|---|---|---|---|---|---|---|---|---|---|"
-)
-
-
-def row(one: ClusterFigures) -> str:
-    """A line of the table."""
-    return (
-        f"| {one.workers} | {one.strategy} | {one.steps_per_hour:.1f} / {one.planned_steps_per_hour:.1f} | "
-        f"{one.idle:.1%} | {one.executed_s:.2f} / {one.planned_s:.2f} | {one.controller_s:.3f} ({one.process_s:.3f}) | "
-        f"{one.share:.1%} | {one.dispatch_ms:.1f} ({one.calls:.0f}) | {one.planning_s:.3f} | "
-        f"{one.rss_mib:.0f} ({one.rss_growth_mib:+.0f} after step 10) |"
-    )
-
-
-def changes(found: Sequence[ClusterFigures]) -> str:
-    """A table of what losses and joins took."""
-    lines = [
-        "\n| workers | strategy | what | next generation, real s | step again, virtual s | workers then |",
-        "|---|---|---|---|---|---|",
-    ]
-    for one in found:
-        lines.append(f"| {one.workers} | {one.strategy} | start | {one.form_s:.3f} | - | {one.workers} |")
-        for seen in one.recovered:
-            lines.append(
-                f"| {one.workers} | {one.strategy} | {seen.what} | {seen.form_s:.3f} | {seen.step_s:.1f} | "
-                f"{seen.workers} |"
-            )
-    return "\n".join(lines)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GrowthCurve:
-    """y = factor * workers ** power, by least squares of the logarithms; `r2` is of these."""
-
-    what: str
-    factor: float
-    power: float
-    r2: float
-    at_far: float
-
-    def line(self) -> str:
-        """A sentence for a person."""
-        return (
-            f"{self.what} = {self.factor:.3g} * workers^{self.power:.2f} (R2 {self.r2:.3f} of the logarithms); "
-            f"at {FAR:,} workers {self.at_far:.3g}"
-        )
-
-
-def curves_of(found: Sequence[ClusterFigures]) -> list[GrowthCurve]:
-    """What grows with the cluster; nothing is fitted to less than three sizes."""
-    if len({one.workers for one in found}) < 3:
-        return []
-    size = [one.workers for one in found]
-    return [
-        fitted("controller's CPU seconds of a step", size, [one.controller_s for one in found]),
-        fitted("milliseconds of a dispatch", size, [one.dispatch_ms for one in found]),
-        fitted("MiB of the controller's process", size, [one.rss_mib for one in found]),
-    ]
-
-
-def fitted(what: str, size: Sequence[int], values: Sequence[float]) -> GrowthCurve:
-    """The curve through these points."""
-    x, y = np.log(np.array(size, float)), np.log(np.maximum(np.array(values, float), 1e-9))
-    power, offset = np.polyfit(x, y, 1)
-    left = float(np.sum((y - power * x - offset) ** 2))
-    total = float(np.sum((y - y.mean()) ** 2))
-    return GrowthCurve(
-        what=what,
-        factor=math.exp(offset),
-        power=float(power),
-        r2=1.0 - left / total if total > 0 else 1.0,
-        at_far=math.exp(offset + power * math.log(FAR)),
-    )

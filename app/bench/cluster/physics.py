@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.plan.types import refuse_below, refuse_unless_positive
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.topology import Topology
+from actors.plan.types import Module, refuse_below, refuse_unless_positive
+
+_LATE = 1.5  # of a straggling cascade
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,3 +36,21 @@ class Physics:
     def real_s(self, virtual_s: float) -> float:
         """The same in real seconds."""
         return virtual_s / self.speed
+
+    def cascade_s(
+        self,
+        profile: Profile,
+        topology: Topology,
+        module: Module,
+        samples: Mapping[tuple[int, int, int], int],
+        bag: Sequence[int],
+        key: str,
+    ) -> float:
+        """Seconds of a cascade of these samples by (frames, height, width): what `profile`, in whose seconds
+        they are, says of it, times noise, and now and then half as long again. Equal for equal keys."""
+        degree = len(bag)
+        priced = [(module, count, *bucket, degree, self.text_tokens) for bucket, count in samples.items()]
+        alone, more = sum(profile.seconds(*one) for one in priced), sum(profile.penalty(*one) for one in priced)
+        luck = random.Random(f"{self.seed}/{key}")
+        late = _LATE if luck.random() < self.stragglers else 1.0
+        return topology.seconds(bag, alone, more) * math.exp(luck.gauss(0.0, self.noise)) * late

@@ -27,7 +27,7 @@ from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.types import Item
+from actors.plan.types import Cluster, Item
 from actors.planning.client import PlannerClient, PlannerHandle
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
@@ -42,6 +42,7 @@ from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
 from actors.state.survivors import Survivors
 from actors.step import StepAssignment
+from app.bench.cluster.ddp import DdpFigures, ddp_figures
 from app.bench.cluster.host import HostHandle
 from app.bench.cluster.parts import (
     Machines,
@@ -62,6 +63,7 @@ WORKLOAD = CONFIGS / "bench/A-16gpu.json"
 TEXT_S = 0.2  # of a text encode, which the profile does not have
 GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs
 _PATIENCE_S = 3600.0
+SETTLED = 2  # the first step that counts
 _HOSTS = 16  # processes, at most
 
 
@@ -145,6 +147,8 @@ class ClusterFigures:
     steps: int  # committed, each once
     elapsed_s: float  # virtual seconds of all steps
     executed_s: float  # median virtual seconds of a step
+    mean_step_s: float
+    samples_per_s: float  # in virtual seconds
     planned_s: float  # the same by the plan
     steps_per_hour: float
     planned_steps_per_hour: float
@@ -381,7 +385,9 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
     speed = setup.physics.speed
     generations = [m.generation for m in watching.steps]
     calm = [
-        n for n in range(2, setup.steps) if generations[n - 2] == generations[n] and n - 1 not in _steps_of(setup)
+        n
+        for n in range(SETTLED, setup.steps)
+        if generations[n - SETTLED] == generations[n] and n - 1 not in _steps_of(setup)
     ] or list(range(setup.steps))
     of = [watching.steps[n] for n in calm]
     used = [
@@ -393,6 +399,8 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         if n
     ]
     executed = statistics.median(m.step_s for m in of) * speed
+    counted_s = sum(m.step_s for m in of) * speed
+    items = workload(setup)
     planned = statistics.median(m.predicted_s for m in of) * speed
     thread_s = statistics.fmean(thread for thread, _ in used) if used else 0.0
     process_s = statistics.fmean(process for _, process in used) if used else 0.0
@@ -404,6 +412,8 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         steps=len(watching.steps),
         elapsed_s=(watching.samples[-1].at - watching.samples[0].at + first.step_s) * speed,
         executed_s=executed,
+        mean_step_s=counted_s / len(of),
+        samples_per_s=sum(item.batch for n in calm for item in items[n]) / counted_s,
         planned_s=planned,
         steps_per_hour=3600 / executed,
         planned_steps_per_hour=3600 / planned,
@@ -419,6 +429,13 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         form_s=next(event.seconds for _, event in watching.told if isinstance(event, GenerationFormed)),
         recovered=tuple(recoveries(watching, speed)),
     )
+
+
+def ddp_of(setup: Setup) -> list[DdpFigures]:
+    """What DDP makes of the items of the steps that count of an undisturbed run. Raises NoDegree."""
+    items = workload(setup)
+    cluster = Cluster(nodes=(setup.gpus,) * setup.nodes)
+    return ddp_figures(items[SETTLED:] or items, scaled_profile(1.0), setup.physics, cluster)
 
 
 def _steps_of(setup: Setup) -> set[int]:

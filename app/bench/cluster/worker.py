@@ -9,8 +9,6 @@ lasts as long as the true profile says, times noise, and now and then half as lo
 from __future__ import annotations
 
 import asyncio
-import math
-import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -42,7 +40,6 @@ from app.bench.cluster.physics import Physics
 from ops.shards import ARRAYS, shard_bounds
 
 ELEMENTS = 1 << 24  # of the state that virtual workers share; none of them has any
-_LATE = 1.5  # of a straggling cascade
 
 
 T = TypeVar("T")
@@ -240,18 +237,12 @@ class VirtualWorker:
 
     def seconds(self, task: CascadeTask) -> float:
         """Real seconds of a cascade, equal on all of its bag: the truth and the noise."""
-        physics, profile = self.host.physics, self.host.profile
         assert self._topology is not None
-        shapes: Counter[tuple[int, int, int]] = Counter()
+        samples: Counter[tuple[int, int, int]] = Counter()
         for piece in task.pieces:
-            shapes[piece.bucket] += piece.batch
-        degree = len(task.bag)
-        priced = [(task.module, count, *shape, degree, physics.text_tokens) for shape, count in shapes.items()]
-        alone, more = sum(profile.seconds(*one) for one in priced), sum(profile.penalty(*one) for one in priced)
-        luck = random.Random(f"{physics.seed}/{task.generation}/{task.step}/{task.cascade}")
-        late = _LATE if luck.random() < physics.stragglers else 1.0
-        true_s = self._topology.seconds(task.bag, alone, more)
-        return true_s * math.exp(luck.gauss(0.0, physics.noise)) * late
+            samples[piece.bucket] += piece.batch
+        key = f"{task.generation}/{task.step}/{task.cascade}"
+        return self.host.physics.cascade_s(self.host.profile, self._topology, task.module, samples, task.bag, key)
 
     def _done(self, task: CascadeTask, span: Span) -> None:
         self._ran[task.cascade] += 1

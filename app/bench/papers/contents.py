@@ -10,20 +10,18 @@ figure, in the file of the paper. A figure without one says in its data file wha
 from __future__ import annotations
 
 import importlib
-import platform
-import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from app.bench.papers.figure import HOME, PublishedFigure, PublishedPaper, Reproduce, ShownFigure
+from app.bench.page import facts_of, number_of
+from app.bench.papers.figure import PublishedFigure, PublishedPaper, Reproduce, ShownFigure
 from app.bench.papers.figure import papers as published
-from app.bench.papers.page import html, markdown, number_of, ratio_of
+from app.bench.papers.page import html, markdown, ratio_of
 
 
 def run(
@@ -41,7 +39,7 @@ def run(
             shown.append(show(one.name, entry, known.get(entry.id), quick))
             print(summary(shown[-1]), flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    facts = facts_of(quick)
+    facts = facts_of("quick" if quick else "")
     (out / "papers.html").write_text(html(chosen, shown, facts), encoding="utf-8")
     (out / "papers.md").write_text(markdown(chosen, shown, facts), encoding="utf-8")
     print(f"{out / 'papers.html'}  {out / 'papers.md'}")
@@ -84,15 +82,3 @@ def summary(shown: ShownFigure) -> str:
         for label, theirs, ours in shown.rows()
     ]
     return "\n".join([f"{head} ({shown.found.way}, {shown.figure.unit})", *lines])
-
-
-def facts_of(quick: bool) -> str:
-    import os
-
-    commit = subprocess.run(
-        ["git", "-C", str(HOME), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    device = f"{os.cpu_count()} cores, {platform.machine()}"
-    when = f"{datetime.now(UTC):%Y-%m-%d}"
-    named = f"commit {commit.stdout.strip()}" if commit.returncode == 0 else "not in a repository"
-    return f"{device}; {named}; {when}{'; quick' if quick else ''}"

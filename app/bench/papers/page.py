@@ -5,31 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from app.bench.page import BLUE, GREY, document, folded, legend, number_of
 from app.bench.papers.figure import PublishedPaper, ShownFigure
-from app.drawing.style import CSS
 from app.drawing.svg import BarRow, Series, bars, line_chart
-
-LOOK = """
-.way { display: inline-block; border: 1px solid var(--rule); border-radius: 999px; padding: 0 10px; font-size: 12.5px;
-  color: var(--soft); margin-left: 8px; }
-.way.none { color: var(--bad); }
-svg rect.theirs { fill: var(--soft); fill-opacity: .45; } svg rect.ours { fill: var(--accent); }
-nav { display: flex; flex-wrap: wrap; gap: 4px 14px; font-size: 13px; margin: 10px 0; }
-"""
 
 
 def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: str) -> str:
     """One file, no external assets. `facts`: where and when it was made."""
-    parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
-        f"<title>Heddle beside four papers</title><style>{CSS}{LOOK}</style><main>",
-        "<h1>Heddle beside four papers</h1>",
-        f"<p class=soft>{escape(facts)}</p>",
-        "<p>Grey is what a paper prints, blue what Heddle gets on the same input. Every section says how: by a "
+    lead = (
+        "Grey is what a paper prints, blue what Heddle gets on the same input. Every section says how: by a "
         "<b>simulation</b> (planned, and timed by published latencies or counted work), or <b>measured</b> on this "
-        "machine. The ratio is ours / published.</p>",
-        _overview(shown),
-    ]
+        "machine. The ratio is ours / published."
+    )
+    parts = [_overview(shown)]
     for paper in papers:
         own = [figure for figure in shown if figure.paper == paper.name]
         if not own:
@@ -37,7 +25,7 @@ def html(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: 
         links = "".join(f"<a href='#{anchor(f)}'>{escape(f.figure.id)}</a>" for f in own)
         parts.append(f"<h1 style='margin-top:32px'>{escape(paper.paper)}</h1><nav>{links}</nav>")
         parts += [_section(figure) for figure in own]
-    return "\n".join([*parts, "</main></html>\n"])
+    return document("Heddle beside four papers", facts, lead, parts)
 
 
 def _overview(shown: Sequence[ShownFigure]) -> str:
@@ -75,10 +63,7 @@ def _section(shown: ShownFigure) -> str:
     rows = shown.rows()
     if rows:
         unit = ", ".join(filter(None, (figure.unit, _wanted(figure.better))))
-        parts.append(
-            f"<div class=legend><span><i style='background:var(--soft);opacity:.45'></i>{escape(shown.paper)}</span>"
-            f"<span><i style='background:var(--accent)'></i>Heddle</span><span>{escape(unit)}</span></div>"
-        )
+        parts.append(legend([(GREY, shown.paper), (BLUE, "Heddle"), ("", unit)]))
         parts.append(pairs(rows))
     if found and found.series:
         parts.append(_curves(shown))
@@ -110,25 +95,24 @@ def pairs(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
 def _curves(shown: ShownFigure) -> str:
     assert shown.found is not None
     named = list(shown.found.series.items())
-    legend = "".join(
-        f"<span><i style='background:var(--{colour})'></i>{escape(name)}</span>"
-        for (name, _), colour in zip(named, ("accent", "text", "vae", "bad"), strict=False)
+    colours = legend(
+        [(f"var(--{colour})", name) for (name, _), colour in zip(named, ("accent", "text", "vae", "bad"), strict=False)]
     )
     series = [
         Series(name=name, xs=xs, ys=ys, css=f"c{number}") for number, (name, (xs, ys)) in enumerate(named, start=1)
     ]
     chart = line_chart(series, zero=True, x_name=shown.found.x_name)
-    return f"<h3>{escape(shown.found.x_name)}</h3><div class=legend>{legend}</div>{chart}"
+    return f"<h3>{escape(shown.found.x_name)}</h3>{colours}{chart}"
 
 
 def _table(rows: Sequence[tuple[str, float | None, float | None]], unit: str) -> str:
-    head = f"<tr><th></th><th>published</th><th>Heddle</th><th>ratio</th><th>{escape(unit)}</th></tr>"
-    lines = [
-        f"<tr><td>{escape(label)}</td><td>{number_of(published)}</td><td>{number_of(ours)}</td>"
-        f"<td>{ratio_of(published, ours)}</td><td></td></tr>"
-        for label, published, ours in rows
-    ]
-    return f"<details><summary>numbers</summary><div class=wide><table>{head}{''.join(lines)}</table></div></details>"
+    return folded(
+        ["", "published", "Heddle", "ratio", unit],
+        [
+            [label, number_of(published), number_of(ours), ratio_of(published, ours), ""]
+            for label, published, ours in rows
+        ],
+    )
 
 
 def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], facts: str) -> str:
@@ -153,12 +137,6 @@ def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], fac
                 lines += [one.found.note]
             lines += [""]
     return "\n".join(lines)
-
-
-def number_of(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def ratio_of(published: float | None, ours: float | None) -> str:

@@ -1,7 +1,8 @@
 """`heddle bench peers`: other ways to train the same model on the same clips, on this machine's workers, in one run.
 
 Every way trains from the same weights, in the same order, with the same noise, so the losses must agree step by step.
-All of them are commands of their own; this one starts one after the other, looks at its processes, and writes a table:
+All of them are commands of their own; this one starts one after the other, looks at its processes, and writes a table,
+and with `--out page.html` a page:
 
     ddp              torchrun, DistributedDataParallel over a bucketed DataLoader       app/bench/peers/ddp.py
     ray + deepspeed  Ray Train's TorchTrainer, DeepSpeed's ZeRO-1, Ray Data             app/bench/peers/ray_deepspeed.py
@@ -22,12 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import yaml
 
+from app.bench.page import command_of, facts_of
 from app.bench.peers.figures import (
     FinishedLine,
     LoopRun,
@@ -38,6 +41,7 @@ from app.bench.peers.figures import (
     roles_table,
     table,
 )
+from app.bench.peers.page import html
 from app.bench.tree import Tree
 from ops.typed import ConfigError
 
@@ -87,7 +91,9 @@ def run(
         list[str] | None, typer.Option("--set", help=f"One of {', '.join(SETS)}; default: all. Repeatable.")
     ] = None,
     config: Annotated[Path, typer.Option(help="Model, data and training of all peers.")] = CONFIG,
-    out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
+    out: Annotated[
+        list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
+    ] = None,
 ) -> None:
     """Train all ways in turn and print one table per set of buckets; exit code 1 if losses differ."""
     peers = _chosen("--peer", only, PEERS)
@@ -111,11 +117,22 @@ def run(
                     found[name][peer].append(figures_of(seen, samples, warm, LEFT))
             print(table(f"{name}, {workers} workers", found[name], REFERENCE, glue), end="\n\n", flush=True)
             print(roles_table(name, found[name]), end="\n\n", flush=True)
-    if out is not None:
-        plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
-        out.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
+    for written in out or []:
+        if written.suffix == ".html":
+            options: list[tuple[str, object]] = [("--steps", steps), ("--warm", warm), ("--rounds", rounds)]
+            options += [("--workers", workers), ("--peer", only), ("--config", None if config == CONFIG else config)]
+            command = partial(_command, [*options, ("--out", written.name)])
+            written.write_text(html(found, REFERENCE, glue, command, facts_of(f"{workers} workers")), encoding="utf-8")
+        else:
+            plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
+            written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
     if not all(agree(of, REFERENCE) for of in found.values()):
         raise typer.Exit(1)
+
+
+def _command(options: Sequence[tuple[str, object]], name: str) -> str:
+    """The command line of one set."""
+    return command_of("peers", [("--set", name), *options])
 
 
 def _chosen(option: str, given: list[str] | None, known: Mapping[str, object]) -> list[str]:

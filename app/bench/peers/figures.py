@@ -128,51 +128,64 @@ def difference(losses: Sequence[float], reference: Sequence[float]) -> float:
     return max(abs(one - other) / abs(other) for one, other in zip(losses, reference, strict=True))
 
 
+HEAD = (
+    "s / step",
+    "clips / s",
+    "clips / CPU-s",
+    "of {reference}'s",
+    "CPU-s / step",
+    "of them training",
+    "Ray's services",
+    "idle",
+    "memory",
+    "start",
+    "code",
+    "loss differs",
+)
+
+
 def table(
     title: str, rounds: Mapping[str, Sequence[PeerFigures]], reference: str, glue: Mapping[str, int | None]
 ) -> str:
     """Markdown: medians over the rounds of every peer. Ratios are medians of those within a round, to `reference`."""
-    head = (
-        "s / step",
-        "clips / s",
-        "clips / CPU-s",
-        f"of {reference}'s",
-        "CPU-s / step",
-        "of them training",
-        "Ray's services",
-        "idle",
-        "memory",
-        "start",
-        "code",
-        "loss differs",
-    )
+    head, rows = cells_of(rounds, reference, glue)
     lines = [f"| {title} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def cells_of(
+    rounds: Mapping[str, Sequence[PeerFigures]], reference: str, glue: Mapping[str, int | None]
+) -> tuple[list[str], list[list[str]]]:
+    """The cells of `table`: names of its columns but for the first, and a row for each peer."""
+    rows = []
     for name, runs in rounds.items():
         ratios = ratios_of(runs, rounds.get(reference, ()))
         lost = max((difference(r.losses, rounds[reference][0].losses) for r in runs), default=math.nan)
-        cells = (
-            f"{_median(r.step_s for r in runs):.2f}",
-            f"{_median(r.samples_per_s for r in runs):.2f}",
-            f"{_median(r.samples_per_cpu_s for r in runs):.2f}",
-            f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
-            f"{_median(r.cpu_s for r in runs):.2f}",
-            f"{_median(r.trained_s for r in runs):.2f}",
-            f"{_median(sum(r.roles_s.get(role, 0.0) for role in SERVICES) for r in runs):.2f}",
-            f"{_median(r.idle for r in runs):.0%}",
-            f"{_median(r.memory_mib for r in runs) / 1024:.2f} GiB",
-            f"{_median(r.start_s for r in runs):.0f} s",
-            "-" if glue[name] is None else f"{glue[name]} lines",
-            "-" if name == reference else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
+        rows.append(
+            [
+                name,
+                f"{median(r.step_s for r in runs):.2f}",
+                f"{median(r.samples_per_s for r in runs):.2f}",
+                f"{median(r.samples_per_cpu_s for r in runs):.2f}",
+                f"{statistics.median(ratios):.3f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})",
+                f"{median(r.cpu_s for r in runs):.2f}",
+                f"{median(r.trained_s for r in runs):.2f}",
+                f"{median(sum(r.roles_s.get(role, 0.0) for role in SERVICES) for r in runs):.2f}",
+                f"{median(r.idle for r in runs):.0%}",
+                f"{median(r.memory_mib for r in runs) / 1024:.2f} GiB",
+                f"{median(r.start_s for r in runs):.0f} s",
+                "-" if glue[name] is None else f"{glue[name]} lines",
+                "-" if name == reference else f"{lost:.0e}" + ("" if lost <= SAME else " !"),
+            ]
         )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return [words.format(reference=reference) for words in HEAD], rows
 
 
 def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]], least_s: float = 0.005) -> str:
     """Markdown: CPU seconds of a step by what processes do, medians over the rounds; roles that take `least_s` of some
     peer, those that take most of any first."""
     taken = {
-        role: [_median(r.roles_s.get(role, 0.0) for r in runs) for runs in rounds.values()]
+        role: [median(r.roles_s.get(role, 0.0) for r in runs) for runs in rounds.values()]
         for role in dict.fromkeys(role for runs in rounds.values() for run in runs for role in run.roles_s)
     }
     lines = [f"| {title}, CPU-s / step | {' | '.join(rounds)} |", "|---" * (len(rounds) + 1) + "|"]
@@ -193,5 +206,5 @@ def ratios_of(runs: Sequence[PeerFigures], reference: Sequence[PeerFigures]) -> 
     return [own.samples_per_cpu_s / other.samples_per_cpu_s for own, other in zip(runs, reference, strict=True)]
 
 
-def _median(values: Iterable[float]) -> float:
+def median(values: Iterable[float]) -> float:
     return statistics.median(values)
