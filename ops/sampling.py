@@ -1,4 +1,5 @@
-"""Sampling with classifier-free guidance, on packed sequences and any bag of workers: Euler steps of the flow, or DDIM.
+"""Sampling with classifier-free guidance, on packed sequences and any bag of workers: Euler steps of the flow, DDIM, or
+those of a scheduler of Diffusers.
 
     requests = [Request(text=text.encode(["a red disc"])[0], frames=17, height=64, width=96, seed=0)]
     latents = sample_latents(dit, requests, text.encode([""])[0], geometry, SamplerConfig(), group)
@@ -25,6 +26,7 @@ from ops.geometry import Geometry
 from ops.objective import ddim_steps, generator, shift
 from ops.packing import Layout, patchify, unpatchify
 from ops.packing import Sequence as PackedSequence
+from ops.schedulers import ScheduledClip, Scheduler
 
 _STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size
 
@@ -44,6 +46,8 @@ class SamplerConfig:
     # numbers
     whole_times: bool = False
     spacing: Spacing = "even"
+    scheduler: Scheduler | None = None  # by whose steps a clip is made; None: by Euler's, or DDIM's
+    passes_sigmas: bool = True  # to `scheduler`, spaced as named; False: it spaces them itself
 
     def __post_init__(self) -> None:
         sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
@@ -138,8 +142,17 @@ def sample_latents(
     # and the two velocities of a row must meet on one rank.
     plain = with_negative() if guided and halves is None else None
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
-    x = prompt.layout.local([_noise_tokens(request, geometry, channels) for request in requests]).to(device, dtype)
-    schedules = [_steps(config, length, dit.config.diffusion) for length in prompt.layout.lengths]  # type: ignore[union-attr, arg-type]
+    start = [_noise_tokens(request, geometry, channels).to(device, dtype) for request in requests]
+    x = prompt.layout.local(start)
+    steps: _OwnSteps | _SchedulerSteps
+    if config.scheduler is None:
+        steps = _OwnSteps(config, prompt.layout, dit.config.diffusion, x)  # type: ignore[union-attr, arg-type]
+    else:
+        clips = [
+            _scheduled(config, config.scheduler, request, length)
+            for request, length in zip(requests, prompt.layout.lengths, strict=True)
+        ]
+        steps = _SchedulerSteps(clips, start, grids, geometry.patch, prompt.layout, own)
 
     def velocity_of(chosen: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
         # Around each forward alone: what autocast has cast of weights is kept for the whole process, all its threads,
@@ -148,11 +161,8 @@ def sample_latents(
             return _velocity(chosen, x, timesteps, prompts, own)
 
     with _evaluating(dit), _evaluating(low.dit if low else dit):
-        for index, steps in enumerate(zip(*schedules, strict=True)):
-            timesteps, keep, change = torch.tensor(steps, dtype=torch.float64).to(device, dtype).T
-            keep, change = keep[prompt.layout.seq_index, None], change[prompt.layout.seq_index, None]
-            if prompt.layout.has_clean_frames:
-                change = change * prompt.layout.noisy_rows[:, None]
+        for index in range(len(steps)):
+            timesteps = steps.times(index)
             chosen = _expert(dit, low, timesteps, config)
             second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
             scale = config.guidance_scale if second is None else second
@@ -163,7 +173,7 @@ def sample_latents(
             if plain is not None:
                 base = velocity_of(chosen, x, timesteps, plain)
                 velocity = base + scale * (velocity - base)
-            x = keep * x + change * velocity
+            x = steps.step(index, x, velocity)
             if progress is not None:
                 progress(index + 1)
     return [
@@ -207,6 +217,73 @@ def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, confi
             "tokens. Sample clips of one size together."
         )
     return low.dit if all(below) else dit
+
+
+class _OwnSteps:
+    """Those of Euler or DDIM, on the rows that this rank has."""
+
+    def __init__(self, config: SamplerConfig, layout: Layout, diffusion: Diffusion | None, x: Tensor) -> None:
+        schedules = [_steps(config, length, diffusion) for length in layout.lengths]
+        numbers = torch.tensor(schedules, dtype=torch.float64).to(x.device, x.dtype)  # [S, steps, 3]
+        self._times, self._keep, self._change = numbers.permute(2, 1, 0).unbind()
+        self._layout = layout
+
+    def __len__(self) -> int:
+        return len(self._times)
+
+    def times(self, index: int) -> Tensor:
+        return self._times[index]
+
+    def step(self, index: int, x: Tensor, prediction: Tensor) -> Tensor:
+        rows = self._layout.seq_index
+        keep, change = self._keep[index][rows, None], self._change[index][rows, None]
+        if self._layout.has_clean_frames:
+            change = change * self._layout.noisy_rows[:, None]
+        return keep * x + change * prediction
+
+
+class _SchedulerSteps:
+    """Those of Diffusers' schedulers, which see whole clips: every rank of the bag takes the same ones."""
+
+    def __init__(
+        self,
+        clips: Sequence[ScheduledClip],
+        start: Sequence[Tensor],
+        grids: Sequence[tuple[int, int, int]],
+        patch: tuple[int, int, int],
+        layout: Layout,
+        group: Group,
+    ) -> None:
+        self._clips, self._tokens, self._grids, self._patch = clips, list(start), grids, patch
+        self._layout, self._group = layout, group
+        given = [one.clean_frames * height * width for one, (_, height, width) in zip(layout.sequences, grids)]
+        self._given = [tokens[:count] for tokens, count in zip(start, given, strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._clips[0].times)
+
+    def times(self, index: int) -> Tensor:
+        like = self._tokens[0]
+        return torch.tensor([clip.times[index] for clip in self._clips], dtype=torch.float64).to(like)
+
+    def step(self, index: int, x: Tensor, prediction: Tensor) -> Tensor:
+        """`x` is what the step before gave back, or the rows of `start`."""
+        del x
+        predictions = _whole(prediction, self._layout, self._group)
+        for number, (clip, grid) in enumerate(zip(self._clips, self._grids, strict=True)):
+            rows, channels = self._tokens[number], self._tokens[number].shape[1] // math.prod(self._patch)
+            latent, predicted = (unpatchify(one, grid, self._patch, channels) for one in (rows, predictions[number]))
+            moved = patchify(clip.step(index, latent, predicted), self._patch)
+            given = self._given[number]
+            self._tokens[number] = torch.cat([given, moved[len(given) :]])
+        return self._layout.local(self._tokens)
+
+
+def _scheduled(config: SamplerConfig, scheduler: Scheduler, request: SampleRequest, tokens: int) -> ScheduledClip:
+    sigmas = sigma_schedule(config.steps, 1.0, spacing=config.spacing)[:-1] if config.passes_sigmas else None
+    shift_of_clip = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
+    log_shift = math.log(shift_of_clip) if scheduler.shifts_by_tokens else None
+    return ScheduledClip(scheduler, config.steps, request.seed, sigmas, log_shift)
 
 
 def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:

@@ -24,6 +24,7 @@ from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.schedulers import Scheduler
 from ops.typed import ConfigError
 
 T = TypeVar("T")
@@ -61,7 +62,8 @@ class ClipSettings:
     negative_prompt: str = ""
 
     @staticmethod
-    def of(config: RunConfig) -> ClipSettings:
+    def of(config: RunConfig, scheduler: Scheduler | None = None) -> ClipSettings:
+        """Those of a run; a published pipeline may have a `scheduler` by whose steps its clips are made."""
         sample, flow, family = config.sample, config.train.flow, FAMILIES[config.model.dit.architecture]
         sampler = SamplerConfig(
             steps=sample.steps,
@@ -73,6 +75,8 @@ class ClipSettings:
             autocast=config.train.autocast == "bfloat16",
             whole_times=family.whole_times,
             spacing=family.spacing,
+            scheduler=scheduler,
+            passes_sigmas=family.passes_sigmas,
         )
         return ClipSettings(
             frames=1 if config.model.dit.images_only else sample.frames,
@@ -85,6 +89,7 @@ class ClipSettings:
 
     def changed(self, changes: ClipChanges) -> ClipSettings:
         """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
+        scheduler, shift = self.sampler.scheduler, changes.flow_shift
         sampler = replace(
             self.sampler,
             steps=_given(changes.steps, self.sampler.steps),
@@ -92,8 +97,9 @@ class ClipSettings:
             guidance_scale_2=changes.guidance_scale_2
             if changes.guidance_scale is not None
             else _given(changes.guidance_scale_2, self.sampler.guidance_scale_2),
-            flow_shift=_given(changes.flow_shift, self.sampler.flow_shift),
-            token_shift=self.sampler.token_shift if changes.flow_shift is None else None,
+            flow_shift=_given(shift, self.sampler.flow_shift),
+            token_shift=self.sampler.token_shift if shift is None else None,
+            scheduler=scheduler if scheduler is None or shift is None else scheduler.shifted(shift),
         )
         return replace(
             self,

@@ -15,7 +15,7 @@ from actors.config import TrainConfig
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
 from app.device.choice import pick_device
 from app.sampling.prompts import EncodedPrompts, encode_prompts
-from app.sampling.published import is_pipeline, published_run
+from app.sampling.published import is_pipeline, published_run, published_scheduler
 from app.settings.config import RunConfig, names
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
@@ -27,6 +27,7 @@ from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.weights import check_state
 from ops.sampling import LowNoiseExpert
+from ops.schedulers import Scheduler
 from ops.typed import ConfigError, build, parse
 
 
@@ -62,6 +63,7 @@ class SavedModel:
     geometry: Geometry
     step: int
     device: str  # "auto", "cpu" or "cuda": of the process that loads
+    scheduler: Scheduler | None = None  # of a published pipeline, where its clips are made by that one's steps
 
     def at_rate(self, fps: float) -> SavedModel:
         """The same with this frame rate (1/s) for a transformer that takes one."""
@@ -108,8 +110,10 @@ def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pa
 
     `other` is a checkpoint of the other expert; without one it comes from the folder that the run began with.
     """
+    scheduler = None
     if is_folder(path):
         trained, step, config = None, 0, _folder_run(path, device)
+        scheduler = published_scheduler(path, config) if is_pipeline(path) else None
     else:
         trained = checkpoint_folder(path)
         meta, _ = load(trained)
@@ -123,6 +127,7 @@ def saved_model(path: Path, *, ema: bool = True, device: str = "auto", other: Pa
         geometry=geometry,
         step=step,
         device=device,
+        scheduler=scheduler,
     )
 
 

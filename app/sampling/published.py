@@ -1,12 +1,13 @@
 """A published pipeline of Diffusers as the run that `heddle sample` takes its settings from.
 
-What its files say counts: the transformer's class and numbers, what else the pipeline holds, the shift of its
-scheduler. What they do not say is a fact of the family: rows of text (`Family.recipe`), size of clips and guidance
+What its files say counts: the transformer's class and numbers, what else the pipeline holds, its scheduler. What they
+do not say is a fact of the family: rows of text (`Family.recipe`), size of clips and guidance
 (`Family.published`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from actors.config import TrainConfig
@@ -19,6 +20,7 @@ from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import class_of
 from ops.models.recipe import EXPORTED
+from ops.schedulers import Scheduler
 from ops.typed import ConfigError
 
 _FIRST_FRAMES = 0.2  # of a run whose weights take first frames; sampling asks only whether there is one
@@ -76,12 +78,52 @@ def _flow(recipe: TrainingRecipe, scheduler: Json, first_frame: float) -> FlowCo
 def published_notes(folder: Path) -> list[str]:
     """What of its own pipeline's sampling is not done."""
     family = _family_of(read_json(folder / "transformer" / "config.json"))
-    if family and family.own_code:
-        return family.notes(str(folder))
-    scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
-    if end := scheduler.get("shift_terminal"):
-        return [f"the scheduler of {folder} stretches its noise levels to end at {end}; here they end by their shift."]
-    return []
+    return family.notes(str(folder)) if family and family.own_code else []
+
+
+def published_scheduler(folder: Path, config: RunConfig) -> Scheduler | None:
+    """The scheduler of a pipeline, of which `config` is the `published_run`, where its steps are not those of a run's
+    own samples. Raises ConfigError for one by which its clips cannot be made."""
+    family = FAMILIES[config.model.dit.architecture]
+    if family.own_code:
+        return None
+    fields = read_json(folder / "scheduler" / "scheduler_config.json")
+    named = read_json(folder / "model_index.json").get("scheduler") or [None, fields.get("_class_name")]
+    found, own = Scheduler(name=str(named[1]), settings=fields), family.scheduler(config.model.dit, config.train.flow)
+    offered = family.schedulers or (own.name,)
+    if found.name not in offered:
+        raise ConfigError(
+            f"{folder} has the scheduler {found.name}; clips of its {family.diffusers_class} are made with "
+            f"{' or '.join(offered)}."
+        )
+    try:
+        settings = found.all_settings()
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{folder}/scheduler: {error}") from None
+    times = {"num_train_timesteps": config.train.flow.num_train_timesteps}
+    own_settings = replace(own, settings={**times, **own.settings}).all_settings() if own.name == found.name else {}
+    if settings == own_settings:
+        return None
+    if fault := _scheduler_fault(settings, own_settings, family, is_flow=config.model.dit.diffusion is None):
+        raise ConfigError(f"{folder}/scheduler/scheduler_config.json: {fault}")
+    return found
+
+
+def _scheduler_fault(settings: Json, own: Json, family: Family, is_flow: bool) -> str:
+    """Why clips cannot be made with these settings, all of a scheduler's; "" where they can."""
+    if not family.schedulers:
+        other = ", ".join(f"{key} {value}" for key, value in settings.items() if own.get(key) != value)
+        return f"{other}, with which clips of a {family.diffusers_class} are not made. Leave these settings out."
+    if settings.get("stochastic_sampling"):
+        return "stochastic_sampling adds noise in every step, which is not done. Set it to false."
+    if str(kind := settings.get("algorithm_type", "")).startswith("sde"):
+        return f"algorithm_type {kind} adds noise in every step, which is not done. Set it to {str(kind)[4:]}."
+    if settings.get("use_dynamic_shifting") and not family.shifts_by_tokens:
+        return "use_dynamic_shifting needs a shift for each clip, which its pipeline does not give. Set it to false."
+    flow = settings.get("prediction_type", "flow_prediction") == "flow_prediction"
+    if is_flow and not (flow and settings.get("use_flow_sigmas", True)):
+        return "its transformer predicts a flow: set prediction_type to flow_prediction and use_flow_sigmas to true."
+    return ""
 
 
 def _family_of(fields: Json) -> Family | None:

@@ -69,7 +69,7 @@ def run(
     prompts, rule = prompts or config.sample.prompts, long_prompts or config.sample.long_prompts
     if not prompts:
         raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
-    settings = ClipSettings.of(config).changed(changes)
+    settings = ClipSettings.of(config, saved.scheduler).changed(changes)
     if (saved := saved.at_rate(settings.fps)).config != config:
         config = saved.config
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")

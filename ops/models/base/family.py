@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Never
 from ops.conditions import NOTHING, Conditions
 from ops.config import TokenShift
 from ops.models.base.config import DiTConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -94,14 +95,6 @@ class LoraNames:
     # not here have one name. None: files with such names are neither read nor written
     original: Mapping[str, str] | None = None
     swapped: tuple[str, ...] = ()  # of these original layers, the halves of the rows are the other way round
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scheduler:
-    """A Diffusers scheduler that takes the Euler steps of `heddle sample`, and its settings beside the step count."""
-
-    name: str
-    settings: Mapping[str, object]  # values of a JSON file
 
 
 def even_sigmas(config: DiTConfig, flow: FlowConfig) -> Scheduler:
@@ -261,11 +254,14 @@ class Family:
     published_heads: Mapping[str, int] = field(default_factory=dict)
 
     lora_names: LoraNames
-    # of a config of this family (hence `Any`), and of the flow that was trained
+    # that makes a run's samples: of a config of this family (hence `Any`), and of the flow that was trained
     scheduler: Callable[[Any, FlowConfig], Scheduler] = no_class
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     whole_times: bool = False  # sampling as SamplerConfig.whole_times
     spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
+    passes_sigmas: bool = True  # False: its pipeline leaves them to the scheduler
+    # classes of Diffusers by which a published pipeline of it can be sampled, whatever their settings
+    schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     # (config of this family, sample) -> what the Diffusers class takes
     parity_inputs: Callable[[Any, ParitySample], Mapping[str, object]] = no_class
     # what that class gives back, without its batch -> [C_out, t, h, w]

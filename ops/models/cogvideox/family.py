@@ -12,11 +12,11 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
-    Scheduler,
     TrainingRecipe,
     VAEClass,
 )
 from ops.models.cogvideox.config import CogVideoXConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -199,6 +199,8 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    passes_sigmas=False,
+    schedulers=("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler"),
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     recipe=_recipe,

@@ -13,7 +13,6 @@ from ops.models.base.family import (
     PictureRecipe,
     Published,
     PublishedParts,
-    Scheduler,
     TextRecipe,
     TrainingRecipe,
     VAEClass,
@@ -21,6 +20,7 @@ from ops.models.base.family import (
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,10 +13,10 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
-    Scheduler,
     TrainingRecipe,
 )
 from ops.models.latte.config import LatteConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -161,6 +161,8 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
     ),
     scheduler=_scheduler,
+    passes_sigmas=False,
+    schedulers=("DDIMScheduler",),
     parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
     published=_published,
     recipe=_recipe,

@@ -12,7 +12,6 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
-    Scheduler,
     TrainingRecipe,
     VAEClass,
     config_normalisation,
@@ -20,6 +19,7 @@ from ops.models.base.family import (
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS
 from ops.models.mochi.config import MochiConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,6 +171,7 @@ FAMILY = Family(
         swapped=("blocks.*.mlp_x.w1", "blocks.*.mlp_y.w1"),
     ),
     scheduler=_scheduler,
+    schedulers=(),
     spacing="linear_quadratic",
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,

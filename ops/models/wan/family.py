@@ -12,11 +12,11 @@ from ops.models.base.family import (
     ParitySample,
     Published,
     PublishedParts,
-    Scheduler,
     TrainingRecipe,
     VAEClass,
 )
 from ops.models.wan.config import WanConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -225,6 +225,8 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     whole_times=True,
+    passes_sigmas=False,
+    schedulers=("UniPCMultistepScheduler", "FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"),
     parts=PublishedParts(text={"text_encoder": UMT5_XXL}),
     published=_published,
     recipe=_recipe,
