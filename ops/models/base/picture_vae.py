@@ -19,7 +19,10 @@ class PictureVAE(DiffusersVAE):
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
         """A few frames at a time."""
         frames = tile.cut(video).to(self.device).flatten(0, 1)
-        means = [self._means(some) for some in frames.split(clips_at_once(1, *frames.shape[1:3], self.batch_pixels))]
+        means = [
+            self._means(some)
+            for some in frames.split(clips_at_once(1, *frames.shape[1:3], batch_pixels=self.batch_pixels))
+        ]
         found: Tensor = torch.cat(means).unflatten(0, (len(video), -1)).transpose(1, 2)
         return found
 
