@@ -144,7 +144,7 @@ def encode_clips(
         rows = _together(modules, frame, pixels, group, measure, device)
     if not frame.tail:
         return rows
-    at_once = clips_at_once(*pixels.shape[1:4], batch_pixels)
+    at_once = clips_at_once(*pixels.shape[1:4], batch_pixels=batch_pixels)
     images = _images(modules, pixels[:, 0], at_once, group, measure, device)
     return [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
 
@@ -163,7 +163,7 @@ def _alone(
         latents = latents_of(modules.vae, frame, pixels[part.start : part.stop].to(device))
         return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
 
-    parts = clip_groups(len(pixels), *pixels.shape[1:4], batch_pixels)
+    parts = clip_groups(len(pixels), *pixels.shape[1:4], batch_pixels=batch_pixels)
     return [rows for part in parts for rows in measure.in_parts(encode, part)]
 
 

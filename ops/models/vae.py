@@ -68,10 +68,10 @@ def lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 
 
 def clip_groups(
-    clips: int, frames: int, height: int, width: int, batch_pixels: int = VAE_BATCH_PIXELS
+    clips: int, frames: int, height: int, width: int, *, batch_pixels: int = VAE_BATCH_PIXELS
 ) -> Sequence[range]:
     """Clips that are encoded together, see `clips_at_once`: the memory for that does not grow with the batch."""
-    step = clips_at_once(frames, height, width, batch_pixels)
+    step = clips_at_once(frames, height, width, batch_pixels=batch_pixels)
     return [range(start, min(start + step, clips)) for start in range(0, clips, step)]
 
 

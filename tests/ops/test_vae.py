@@ -445,7 +445,7 @@ def test_a_compiled_encoder_gives_the_same_latents(monkeypatch: pytest.MonkeyPat
 
 
 def encode_peak(vae: DiffusersVAE, video: torch.Tensor, batch_pixels: int = VAE_BATCH_PIXELS) -> int:
-    groups = clip_groups(len(video), *video.shape[1:4], batch_pixels)
+    groups = clip_groups(len(video), *video.shape[1:4], batch_pixels=batch_pixels)
     parts = [slice(part.start, part.stop) for part in groups]
     with StorageCount() as count:
         latents = [row for part in parts for row in vae.encode(video[part])]
