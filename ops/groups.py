@@ -302,7 +302,7 @@ class Groups:
         else:
             made = _make_gloo(store, rank, size, timeout, self._device)
         if made.name() == "nccl":
-            cast(Connecting, made).eager_connect_single_device(self._place)
+            cast(ConnectableGroup, made).eager_connect_single_device(self._place)
         return made
 
     def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
@@ -345,7 +345,7 @@ def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-class Connecting(Protocol):
+class ConnectableGroup(Protocol):
     """What ProcessGroupNCCL has beside the collectives of a process group."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...

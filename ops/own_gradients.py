@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.shards import Bounds, Slot, padding
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 _AHEAD_BYTES = 64 << 20  # of parts that are not added yet; what is started last may go beyond it
 
@@ -66,7 +66,7 @@ class OwnGradients:
     """
 
     place = "memory of each worker"
-    _pending: deque[tuple[Pending, int]]  # collectives, and bytes that each takes
+    _pending: deque[tuple[PendingCollective, int]]  # collectives, and bytes that each takes
     _missing: list[int]  # per bucket, parameters that wait for their last gradient; empty: not watching
 
     def __init__(

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from actors.messages import AsideWork, TurnReport, TurnTask
 from actors.worker.loading import Modules
-from actors.worker.meter import GIB, Meter, Unmetered, ran_out, release
+from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
 from ops.sync import trainable
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Asides:
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         """`settle` returns when nothing reads the trained parameters any more, as a snapshot's copy does."""
-        self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
+        self._modules, self._device, self._meter, self._clock = modules, device, meter or NoMeter(), clock
         self._settle = settle
         self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
         self._now: AsideThread | None = None

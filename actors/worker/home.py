@@ -31,7 +31,7 @@ FirstShard = Callable[[int, int], ShardState]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entered:
+class Entry:
     """A worker's range of the version that a generation begins with, in place."""
 
     banks: ShardBanks
@@ -53,7 +53,7 @@ class HomeMemory:
 
     def enter(
         self, task: FormTask, lo: int, hi: int, names: Sequence[str], first: FirstShard, go_on: Callable[[], None]
-    ) -> Entered:
+    ) -> Entry:
         """Have [lo, hi) of the state that the generation begins with in the bank that is held, with pages for the next
         version beside it. `names` of the arrays that will be trained. `go_on` is called while something is awaited, and
         may raise. Raises MemoryError without room, ConnectionError where the memory cannot be borrowed."""
@@ -80,7 +80,7 @@ class HomeMemory:
             arrays={name: into[name] for name in counts.names},
             part_updates=counts.part_updates,
         )
-        return Entered(banks=banks, shard=shard, made_in=joined.made_in)
+        return Entry(banks=banks, shard=shard, made_in=joined.made_in)
 
     def leave(self) -> None:
         """Nothing is written any more. A worker that has not said so is ended before others write in its place. Any

@@ -34,7 +34,7 @@ from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
 from ops.spatial_temporal.ulysses import frames_exchange
-from ops.waiting import CancelToken, Pending
+from ops.waiting import CancelToken, PendingCollective
 
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"
@@ -160,7 +160,7 @@ class _AtBackward(Function):
 class _Delivery:
     """A message that has arrived when Gloo says so and the link would have brought it."""
 
-    pending: Pending
+    pending: PendingCollective
     due: float
     link: ThrottledGroup
 

@@ -50,7 +50,7 @@ from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import PassClip, train_pass
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
@@ -75,8 +75,8 @@ class _PretendGroup(Group):
 
     def all_to_all_async(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> Pending:
-        return Pending(None, None, "nothing")
+    ) -> PendingCollective:
+        return PendingCollective(None, None, "nothing")
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None: ...
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Layout
-from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.schedule import Grid
 
 
@@ -51,7 +51,7 @@ class Rest:
 
     @staticmethod
     @lru_cache(maxsize=8)  # a sampler asks for the same one in every step
-    def of(layout: Layout, how: ScheduleOf) -> Rest:
+    def of(layout: Layout, how: SlicingRule) -> Rest:
         """The rest for the rank and degree of the layout, each stack by its own schedule. Reads nothing of the
         device."""
         stacks = tuple(
@@ -113,14 +113,14 @@ def from_rest(stacks: Sequence[Tensor], rest: Rest, group: Group) -> Tensor:
 _Members = tuple[tuple[int, ...], tuple[int, int, int], Grid]  # of a stack, on some rank
 
 
-def _stacks(layout: Layout, how: ScheduleOf, rank: int) -> list[_Members]:
+def _stacks(layout: Layout, how: SlicingRule, rank: int) -> list[_Members]:
     members: dict[tuple[int, int, int], list[int]] = {}
     for index, sequence in enumerate(layout.sequences):
         members.setdefault(sequence.grid, []).append(index)
     return [(tuple(indices), grid, _split(layout, grid, indices, how, rank)) for grid, indices in members.items()]
 
 
-def _split(layout: Layout, grid: tuple[int, int, int], members: Sequence[int], how: ScheduleOf, rank: int) -> Grid:
+def _split(layout: Layout, grid: tuple[int, int, int], members: Sequence[int], how: SlicingRule, rank: int) -> Grid:
     """What a rank holds of a stack. All ranks find the same schedule: it depends on nothing but the layout and `how`,
     which all of them are given alike."""
     frames, positions, samples = grid[0], grid[1] * grid[2], len(members)

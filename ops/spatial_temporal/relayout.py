@@ -22,14 +22,14 @@ from torch.autograd import Function
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.spatial_temporal.schedule import Grid, axis_of, length_of, returned_at_once, returned_later
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 
 @dataclass(slots=True)
 class PartInFlight:
     """A part between two ranks' slices: the sender may not touch `sent` before it has arrived."""
 
-    pending: Pending
+    pending: PendingCollective
     received: Tensor
     sent: Tensor
 
@@ -127,7 +127,7 @@ class Relayout:
         buffer = rows.new_empty(sum(received), *rows.shape[1:])
         whole = self.grid.part(self.target_axis, target), self.grid.part(self.source_axis, source)
         if not all(map(length_of, whole)):  # on every rank
-            return PartInFlight(Pending(None, None, "an empty part"), buffer, rows)
+            return PartInFlight(PendingCollective(None, None, "an empty part"), buffer, rows)
         return PartInFlight(self.group.all_to_all_async(buffer, rows, received, sent), buffer, rows)
 
     # Shapes ----------------------------------------------------------------------------------------------------------

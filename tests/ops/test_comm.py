@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ops.comm import Group, _bury, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending, WaitClock
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -444,7 +444,7 @@ def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: p
     group = Group(Communicator(), (0, 1), 0, LIMIT_S, clock=clock)  # type: ignore[arg-type]
     marks = []
     for name in ("all_reduce", "broadcast"):
-        pending = Pending(group, Communicator(), name, stream_ordered=True)  # type: ignore[arg-type]
+        pending = PendingCollective(group, Communicator(), name, stream_ordered=True)  # type: ignore[arg-type]
         pending.wait()
         queued = group._queued[-1].wait
         marks += [queued.before, queued.after]
@@ -528,11 +528,11 @@ def test_a_group_whose_communicator_cannot_be_aborted_is_ended_all_the_same() ->
 
 def test_a_wait_may_end_while_another_thread_looks_through_what_is_in_flight() -> None:
     group = on_nccl(Communicator())
-    pending = [Pending(group, Ended(), "all_reduce") for _ in range(3)]
+    pending = [PendingCollective(group, Ended(), "all_reduce") for _ in range(3)]
     waits: list[threading.Thread] = []
 
-    class Slow(set[Pending]):
-        def __iter__(self) -> Iterator[Pending]:
+    class Slow(set[PendingCollective]):
+        def __iter__(self) -> Iterator[PendingCollective]:
             for one in super().__iter__():
                 yield one
                 if not waits:

@@ -14,7 +14,7 @@ from actors import process
 from actors.messages import FormTask, Origin, Snapshot
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper
-from actors.worker.home import Entered, HomeMemory
+from actors.worker.home import Entry, HomeMemory
 from ops.lending import borrow
 from ops.shards import ARRAYS, ShardState
 from ops.state_memory import StateMemory
@@ -67,7 +67,7 @@ def never() -> None:
 
 def enters(
     home: HomeMemory, keeper: Any, origin: Origin | None, lo: int = 0, hi: int = TOTAL, generation: int = 1
-) -> Entered:
+) -> Entry:
     task = FormTask(generation=generation, rank=0, world=1, store=("", 0), origin=origin, home=keeper)
     return home.enter(task, lo, hi, ARRAYS, part, never)
 
