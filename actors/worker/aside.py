@@ -251,14 +251,14 @@ class AsideThread:
             torch.cuda.synchronize(self._device)  # what the piece before has queued belongs to it
         with self._change:
             if self._abandoned:
-                raise _Abandoned
+                raise _AbandonedAside
             self.next_piece = kind
             self._change.notify_all()
             while not self._go and not self._abandoned:
                 self._change.wait()
             self._go = False
             if self._abandoned:
-                raise _Abandoned
+                raise _AbandonedAside
 
     def _run(self) -> None:
         made: object = None
@@ -266,7 +266,7 @@ class AsideThread:
         try:
             self.weights = self.work.weights(self._modules)
             made = self.work.make(self._modules, self._device, self._before)
-        except _Abandoned:
+        except _AbandonedAside:
             return
         except Exception as error:  # a thread's boundary: the turn reports it, and it never ends the run
             failure = error
@@ -276,5 +276,5 @@ class AsideThread:
             self._change.notify_all()
 
 
-class _Abandoned(BaseException):
+class _AbandonedAside(BaseException):
     """Ends the thread of an aside that is not wanted any more."""

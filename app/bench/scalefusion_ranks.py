@@ -132,7 +132,7 @@ class PacedDevice:
         """work(x), `seconds` long where it is paced, and its backward as much longer as a backward is. That of an `x`
         without a gradient is not noticed."""
         begin = self.now()
-        out = work(_AtBackward.apply(x, lambda: self._computed(self.backward * seconds)))
+        out = work(_BackwardCall.apply(x, lambda: self._computed(self.backward * seconds)))
         self._computed(seconds)
         self.spent_s += self.now() - begin
         return out
@@ -142,7 +142,7 @@ class PacedDevice:
             self.reach(self._until + seconds)
 
 
-class _AtBackward(Function):
+class _BackwardCall(Function):
     """The same tensor; calls when its gradient is there."""
 
     @staticmethod

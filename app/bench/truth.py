@@ -359,14 +359,14 @@ def _true(module: Module, part: PartShape, degree: int, *, spanning: bool = Fals
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Judgement:
     """Relative errors of predicted cascades, and seconds of the steps."""
 
     errors: list[float]
     seconds: float
 
 
-def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judged:
+def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judgement:
     """Plans of these steps as they are predicted, beside what they take without noise and late ranks."""
     quiet = replace(machine, rng=np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, ran=EveryShape())
     errors, seconds = [], 0.0
@@ -378,7 +378,7 @@ def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, mach
             for span in report.spans:
                 if span.bag and span.bag[0] == int(report.worker[1:]) and span.work_s:
                     errors.append(abs((span.planned_end_s - span.planned_start_s) / span.work_s - 1.0))
-    return _Judged(errors, seconds)
+    return _Judgement(errors, seconds)
 
 
 def planner_budget(planner: Planner) -> float:
