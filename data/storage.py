@@ -32,7 +32,7 @@ BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one 
 PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
-RETRY_SECONDS = 0.05  # doubled at each attempt
+RETRY_S = 0.05  # before the second attempt; doubled before each further one
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,9 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
         ) from error
 
 
-def retried(what: str, action: Callable[[], T], retries: int = 4) -> T:
-    """`action()` again after an OSError, up to `retries` times; DataIOError after that."""
+def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
+    """`action()` again after an OSError, up to `retries` times; DataIOError after that. `retry_s` pass before the
+    second attempt, twice as many seconds before each further one."""
     for attempt in range(retries + 1):
         try:
             return action()
@@ -96,20 +97,21 @@ def retried(what: str, action: Callable[[], T], retries: int = 4) -> T:
                     f"resume when it answers again."
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, error, attempt + 1, retries + 1)
-            time.sleep(RETRY_SECONDS * 2**attempt)
+            time.sleep(retry_s * 2**attempt)
     raise AssertionError("unreachable")
 
 
 class ReadFile:
-    """One file opened for reads at offsets. Remote reads go through one cached block."""
+    """One file opened for reads at offsets. Remote reads go through one cached block. `retries` and `retry_s` are those
+    of `retried`."""
 
-    def __init__(self, uri: str, retries: int = 4) -> None:
-        self.uri, self.retries = uri, retries
+    def __init__(self, uri: str, retries: int = 4, *, retry_s: float = RETRY_S) -> None:
+        self.uri, self.retries, self._retry_s = uri, retries, retry_s
         self.bytes_read = 0
         self._fd = -1
         self._remote: pa.NativeFile | None = None
         self._block, self._block_start = b"", 0
-        self.size = retried(f"open {uri}", self._open, retries)
+        self.size = retried(f"open {uri}", self._open, retries, retry_s=retry_s)
 
     def pread(self, offset: int, count: int) -> bytes:
         """The bytes [offset, offset + count), fewer only at the end of the file."""
@@ -158,7 +160,7 @@ class ReadFile:
                 self.close()  # the next attempt must not inherit a half advanced handle
                 raise
 
-        return retried(f"read {self.uri} at {offset}", read, self.retries)
+        return retried(f"read {self.uri} at {offset}", read, self.retries, retry_s=self._retry_s)
 
     def _read_block(self, offset: int, count: int) -> bytes:
         if self._fd < 0 and self._remote is None:

@@ -123,7 +123,7 @@ def _picked(units: Tensor, places: Tensor, heads: int) -> Tensor:
     return units.index_select(0, places).view(-1, heads, units.shape[-1])
 
 
-class _Dealt(Context, Protocol):
+class _SharingContext(Context, Protocol):
     """What backward needs: between which ranks heads were shared, and how."""
 
     shares: HeadShares
@@ -132,21 +132,23 @@ class _Dealt(Context, Protocol):
 
 class _RowsToShares(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Dealt, shares: HeadShares, group: Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: _SharingContext, shares: HeadShares, group: Group, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.shares, ctx.group = shares, group
         return tuple(_all_out(q, k, v, shares, group))
 
     @staticmethod
-    def backward(ctx: _Dealt, *grads: Tensor) -> InputGradients:
+    def backward(ctx: _SharingContext, *grads: Tensor) -> InputGradients:
         return None, None, *_all_back(grads, ctx.shares, ctx.group)
 
 
 class _SharesToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Dealt, shares: HeadShares, group: Group, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _SharingContext, shares: HeadShares, group: Group, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.shares, ctx.group = shares, group
         return (_queries_back(parts, shares, group),)
 
     @staticmethod
-    def backward(ctx: _Dealt, *grads: Tensor) -> InputGradients:
+    def backward(ctx: _SharingContext, *grads: Tensor) -> InputGradients:
         return None, None, *_queries_out(grads[0], ctx.shares, ctx.group)

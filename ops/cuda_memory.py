@@ -48,7 +48,7 @@ class _Handle(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_char * _HANDLE_BYTES),)
 
 
-class _Raw:
+class _RawMemory:
     """What `torch.as_tensor` makes a tensor of, without a copy."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
@@ -79,7 +79,7 @@ class CudaPeers:
         self.wait()
         torch.cuda.empty_cache()  # what the allocator keeps for later is no room for the driver
         num_bytes = elements * dtype.itemsize
-        memory = torch.as_tensor(_Raw(_taken(num_bytes), num_bytes), device=self.device).view(dtype).zero_()
+        memory = torch.as_tensor(_RawMemory(_taken(num_bytes), num_bytes), device=self.device).view(dtype).zero_()
         self.wait()  # before another process learns of it
         return memory
 

@@ -32,7 +32,7 @@ from ops.comm import Group
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
 
 _LOOK_S = 0.05  # a cancel is seen within this
-_GRACE_SECONDS = 5.0  # the backend gives up connecting this long after us, so that our error names the members
+_GRACE_S = 5.0  # the backend gives up connecting this long after us, so that our error names the members
 _LEAVE_S = 5.0  # a thread that waits for members sees a close within 0.02 s, unless the machine is busy
 _PATIENT = timedelta(hours=6)
 
@@ -53,7 +53,8 @@ class Groups:
     `rank` is this worker's number, `world` all workers of the generation. `store` is shared by all of them (the
     controller's TCPStore); `address` is the IP of this node that peers can reach, by default the host name's.
     `nodes` has the node of each worker of the world, in any numbers; None: all are on one. `device` is where NCCL makes
-    communicators; None: the current one of the thread that makes this.
+    communicators; None: the current one of the thread that makes this. The backend gives up connecting `grace_s` after
+    `timeout_s`.
     Not thread-safe except `close` and `abort`, which any thread may call.
     """
 
@@ -69,6 +70,8 @@ class Groups:
         address: str | None = None,
         nodes: Sequence[int] | None = None,
         device: torch.device | None = None,
+        *,
+        grace_s: float = _GRACE_S,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
@@ -80,7 +83,7 @@ class Groups:
         self.clock = WaitClock()  # of all its groups
         self._store = store
         self._backend = backend
-        self._patience = Patience(limit_s=timeout_s)
+        self._patience, self._grace_s = Patience(limit_s=timeout_s), grace_s
         self._cancel = cancel
         self._creations: dict[str, _Creation] = {}  # by name
         self._groups: dict[tuple[int, ...], Group] = {}
@@ -278,7 +281,7 @@ class Groups:
     def _make_backend(self, members: tuple[int, ...], name: str, creation: _Creation) -> None:
         # A TCPStore client serves one blocking wait at a time: with its own clone, a bag whose peer is missing does
         # not hold up the others, nor the next generation.
-        timeout = timedelta(seconds=self._patience.limit_s + _GRACE_SECONDS)  # to connect, not for collectives
+        timeout = timedelta(seconds=self._patience.limit_s + self._grace_s)  # to connect, not for collectives
         rank = members.index(self.rank)
         try:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
@@ -299,7 +302,7 @@ class Groups:
         else:
             made = _make_gloo(store, rank, size, timeout, self._device)
         if made.name() == "nccl":
-            cast(Connecting, made).eager_connect_single_device(self._place)
+            cast(ConnectableGroup, made).eager_connect_single_device(self._place)
         return made
 
     def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
@@ -342,7 +345,7 @@ def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-class Connecting(Protocol):
+class ConnectableGroup(Protocol):
     """What ProcessGroupNCCL has beside the collectives of a process group."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...

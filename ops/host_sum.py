@@ -46,9 +46,11 @@ class HostSum(SharedSum):
 
     name = "host memory of the node"
 
-    def __init__(self, total: int, dtype: torch.dtype, copies: HostCopy) -> None:
+    def __init__(self, total: int, dtype: torch.dtype, copies: HostCopy, *, ahead_bytes: int = _AHEAD_BYTES) -> None:
+        """The sum of a flat vector [total] of gradients. Copies that are not added yet take up to `ahead_bytes` before
+        a further one."""
         super().__init__(total, dtype)
-        self._copies = copies
+        self._copies, self._ahead_bytes = copies, ahead_bytes
         self._own = torch.empty(0, dtype=dtype)  # pinned
         self._given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -73,7 +75,7 @@ class HostSum(SharedSum):
     def add(self, slot: Slot, gradient: Tensor) -> None:
         """Have it copied, and added by the thread."""
         copy, arrived = self._copies.to_host(gradient)
-        self._wait(lambda: self._ahead <= _AHEAD_BYTES)
+        self._wait(lambda: self._ahead <= self._ahead_bytes)
         with self._state:
             self._ahead += _taken(copy)
         self._given.put((slot, copy, arrived))

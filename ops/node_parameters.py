@@ -27,7 +27,7 @@ from torch.func import functional_call
 from ops.comm import Group
 from ops.node_routes import routes
 from ops.node_sum import fellows_of, meet, share
-from ops.parameters import Received, RunsBlocks, blocks_in
+from ops.parameters import BlockModule, Received, blocks_in
 from ops.shards import Bounds, Slot
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class NodeParameters:
         self._sends = routes(self._group.nodes)
         self._flat = torch.empty(0, dtype=self._parameters[0].dtype)
         self._taken_up = False  # whether parameters are those of `_flat`
-        assert isinstance(module, RunsBlocks)
+        assert isinstance(module, BlockModule)
         module.fetched = self.fetched
 
     @property

@@ -78,9 +78,9 @@ class SharedSum:
 
     name = "memory that the workers of a node share"
 
-    def __init__(self, total: int, dtype: torch.dtype) -> None:
-        """The sum of a flat vector [total] of gradients."""
-        self._total, self._dtype = total, dtype
+    def __init__(self, total: int, dtype: torch.dtype, *, waiting_bytes: int = _WAITING_BYTES) -> None:
+        """The sum of a flat vector [total] of gradients. Up to `waiting_bytes` of them wait for a lock meanwhile."""
+        self._total, self._dtype, self._waiting_bytes = total, dtype, waiting_bytes
         self.memory = torch.empty(0, dtype=dtype)
         self._group = Group.solo()
         self._lock: RangeLock | None = None  # on `memory`; None outside of a generation
@@ -101,7 +101,7 @@ class SharedSum:
             slot, gradient = self._waiting.popleft()
             if not self._added(slot, gradient):
                 self._waiting.append((slot, gradient))
-        while sum(gradient.nbytes for _, gradient in self._waiting) > _WAITING_BYTES:
+        while sum(gradient.nbytes for _, gradient in self._waiting) > self._waiting_bytes:
             self._add_oldest()
 
     def flush(self) -> None:

@@ -59,14 +59,15 @@ class NodeWeights:
         self._lender: Lender | None = None
 
     @staticmethod
-    def of(key: str, read: ReadWeights) -> NodeWeights:
+    def of(key: str, read: ReadWeights, *, tries: int = _TRIES, patience_s: float = _PATIENCE_S) -> NodeWeights:
         """The tensors of `read`. `key` says all that they depend on. Tensors that are one share memory here, too.
+        A process that lends is waited for `patience_s`, and up to `tries` are asked.
 
         Raises what `read` raises, MemoryError where the node has no room, and ConnectionError where another process
         has the address and does not lend.
         """
         number = _number_of(key)
-        for _ in range(_TRIES):
+        for _ in range(tries):
             address = claim(number)
             if address is not None:
                 try:
@@ -78,7 +79,7 @@ class NodeWeights:
                 found._lend(address, number)
                 return found
             try:
-                memory = borrow(number, _PATIENCE_S)
+                memory = borrow(number, patience_s)
             except ConnectionError as error:  # it has ended, or does not listen yet
                 log.info("weights of this node: %s", error)
                 time.sleep(_PAUSE_S)

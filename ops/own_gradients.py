@@ -5,7 +5,7 @@ from the end of the vector, where backward begins, to its front. A worker starts
 to it: during its last backward of the step (`watch`, by hooks), or after it (`start`); one that computes no gradient in
 the step starts them at once (not on CUDA, where waiting kernels hold SMs). `finish` waits for what is left. On Gloo a
 worker takes memory for all parts of what it owns until it can add them, so it starts no bucket while those on their way
-take `_AHEAD_BYTES`: all buckets at once would take as much as the whole gradient.
+take `ahead_bytes`: all buckets at once would take as much as the whole gradient.
 
 Order of launches. A worker starts buckets only when it will run no further collective of a bag before the end of the
 step (actors.run.dispatch decides it). So on every device all bag collectives of a step precede all buckets, which
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.shards import Bounds, Slot, padding
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 _AHEAD_BYTES = 64 << 20  # of parts that are not added yet; what is started last may go beyond it
 
@@ -66,14 +66,22 @@ class OwnGradients:
     """
 
     place = "memory of each worker"
-    _pending: deque[tuple[Pending, int]]  # collectives, and bytes that each takes
+    _pending: deque[tuple[PendingCollective, int]]  # collectives, and bytes that each takes
     _missing: list[int]  # per bucket, parameters that wait for their last gradient; empty: not watching
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype, sum_elements: int
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Sequence[Slot],
+        dtype: torch.dtype,
+        sum_elements: int,
+        *,
+        ahead_bytes: int = _AHEAD_BYTES,
     ) -> None:
-        """`sum_elements` of the gradient are summed together on the CPU."""
+        """`sum_elements` of the gradient are summed together on the CPU; a sum starts while the parts of those before
+        it that are not added yet take less than `ahead_bytes`."""
         self._parameters, self._layout, self._dtype, self._sum_elements = parameters, layout, dtype, sum_elements
+        self._ahead_bytes = ahead_bytes
         self._in_place = parameters[0].dtype == dtype  # backward adds by itself
         self._allocate()
         self._cut(Group.solo(), [(0, layout[-1].hi)])
@@ -143,7 +151,7 @@ class OwnGradients:
         """Whether another bucket may start. What has come is added."""
         while self._pending and self._pending[0][0].done:
             self._pending.popleft()[0].wait()
-        return sum(taken for _, taken in self._pending) < _AHEAD_BYTES
+        return sum(taken for _, taken in self._pending) < self._ahead_bytes
 
     def used(self, lo: int, hi: int) -> None:
         """Nothing: `begin_step` zeroes."""

@@ -69,7 +69,7 @@ class BlockCopies(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedBlock:
     """What a buffer has. The sources are kept, so that no other tensor comes to lie at their address."""
 
     block: int
@@ -93,7 +93,7 @@ class BlockBuffers:
         self._memory: Tensor | None = None
         self._held: Held = lambda block: []
         self.buffers: list[Tensor] = []
-        self._has: list[Fetched | None] = [None, None]
+        self._has: list[FetchedBlock | None] = [None, None]
         self._turn = 0  # the buffer of the block that runs
         self._before: tuple[int, int] | None = None  # the two blocks that ran last
         self._follows: dict[tuple[int, int], int] = {}  # two blocks in turn -> what came then
@@ -143,7 +143,7 @@ class BlockBuffers:
         parts = self.buffers[turn][: sum(sizes)].split(sizes)
         values = [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
         self._copies.copy(values, sources, turn)
-        self._has[turn] = Fetched(block, tuple(sources), values)
+        self._has[turn] = FetchedBlock(block, tuple(sources), values)
 
     def _expected_behind(self, block: int) -> int | None:
         """What came the last time after this block and the one before it; several calls of one count as one."""

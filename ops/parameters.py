@@ -1,6 +1,6 @@
 """Where a worker's trained parameters lie, and how new values reach all: one protocol, two ways.
 
-`Replicated` (ops.sync): every worker has all of them in one flat vector on its device.
+`ReplicatedParameters` (ops.sync): every worker has all of them in one flat vector on its device.
 `NodeParameters` (ops.node_parameters): the workers of a node have one such vector in host memory, from where the blocks
 of a transformer are fetched when they run.
 
@@ -27,7 +27,7 @@ Received = Callable[[int, Tensor], None]
 
 
 @runtime_checkable
-class RunsBlocks(Protocol):
+class BlockModule(Protocol):
     """A module most of whose weights are in blocks that run one after the other (`PackedTransformer`)."""
 
     # what runs a block in its place (Any: and returns what it does); None: the block itself
@@ -38,7 +38,7 @@ class RunsBlocks(Protocol):
 
 def blocks_in(module: nn.Module) -> list[nn.Module]:
     """The blocks that it runs; none of another module."""
-    return module.all_blocks() if isinstance(module, RunsBlocks) else []
+    return module.all_blocks() if isinstance(module, BlockModule) else []
 
 
 class Parameters(Protocol):

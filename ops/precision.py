@@ -37,20 +37,20 @@ def _whole_products(device: torch.device) -> Iterator[None]:
             torch.backends.cuda.matmul.allow_tf32 = True
 
 
-def precise_linear(layer: nn.Linear, x: Tensor) -> Tensor:
+def precise_linear(layer: nn.Linear, x: Tensor, *, part_elements: int = _PART_ELEMENTS) -> Tensor:
     """`layer` of x [n, in] in at least fp32, whatever its weights and autocast are: [n, out].
 
-    For few rows and what multiplies or shifts every activation.
+    For few rows and what multiplies or shifts every activation. `part_elements` as for `precise_product`.
     """
-    out = precise_product(x, layer.weight)
+    out = precise_product(x, layer.weight, part_elements=part_elements)
     return out if layer.bias is None else out + layer.bias.to(out.dtype)
 
 
-def precise_product(x: Tensor, weight: Tensor) -> Tensor:
+def precise_product(x: Tensor, weight: Tensor, *, part_elements: int = _PART_ELEMENTS) -> Tensor:
     """x [n, in] times weight [out, in] transposed, in at least fp32: [n, out]. Of a weight in bf16 neither forward nor
-    backward makes a whole copy in fp32, and none is kept between them."""
+    backward makes a whole copy in fp32, but of `part_elements` at a time, and none is kept between them."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    out: Tensor = _PreciseProduct.apply(x.to(dtype), weight)  # type: ignore[no-untyped-call]
+    out: Tensor = _PreciseProduct.apply(x.to(dtype), weight, part_elements)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -58,16 +58,17 @@ class _PreciseProduct(torch.autograd.Function):
     """See `precise_product`; x has the dtype that is computed in."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor, part_elements: int) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.part_elements = part_elements  # type: ignore[attr-defined]
         with _whole_products(x.device):
-            return _joined([F.linear(x, part.to(x.dtype)) for part in _parts(weight, x.dtype)], dim=1)
+            return _joined([F.linear(x, part.to(x.dtype)) for part in _parts(weight, x.dtype, part_elements)], dim=1)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        wanted_x, wanted_weight = ctx.needs_input_grad  # type: ignore[attr-defined]
-        parts = _parts(weight, x.dtype)
+        wanted_x, wanted_weight, _ = ctx.needs_input_grad  # type: ignore[attr-defined]
+        parts = _parts(weight, x.dtype, ctx.part_elements)  # type: ignore[attr-defined]
         shares = grad.split([len(part) for part in parts], dim=1)
         of_x = of_weight = None
         with _whole_products(x.device):
@@ -77,16 +78,16 @@ class _PreciseProduct(torch.autograd.Function):
                     of_x.addmm_(share, part.to(x.dtype))
             if wanted_weight:
                 of_weight = _joined([(share.T @ x).to(weight.dtype) for share in shares], dim=0)
-        return of_x, of_weight
+        return of_x, of_weight, None
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
-def _parts(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _parts(weight: Tensor, dtype: torch.dtype, part_elements: int) -> tuple[Tensor, ...]:
     """The weight [out, in] in rows that are cast at a time; whole where it has the dtype."""
     if weight.dtype == dtype:
         return (weight,)
-    parts: tuple[Tensor, ...] = weight.split(max(1, _PART_ELEMENTS // weight.shape[1]))
+    parts: tuple[Tensor, ...] = weight.split(max(1, part_elements // weight.shape[1]))
     return parts

@@ -305,7 +305,7 @@ def _apply(tensors: Sequence[Tensor], move: Move, group: Group, back: bool) -> l
     return list(_Route.apply(move, group, back, *tensors))
 
 
-class _Routed(Context, Protocol):
+class _RoutingContext(Context, Protocol):
     """Where the rows went, and which of the tensors have gradients."""
 
     move: Move
@@ -316,7 +316,7 @@ class _Routed(Context, Protocol):
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _Routed, move: Move, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _RoutingContext, move: Move, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.move, ctx.group, ctx.back = move, group, back
         ctx.floating = [tensor.is_floating_point() for tensor in tensors]
         outputs = _exchange(tensors, move, group, back, add=False)
@@ -324,7 +324,7 @@ class _Route(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: _Routed, *grads: Tensor) -> InputGradients:
+    def backward(ctx: _RoutingContext, *grads: Tensor) -> InputGradients:
         used = [grad for grad, floating in zip(grads, ctx.floating) if floating]
         moved = iter(_exchange(used, ctx.move, ctx.group, not ctx.back, add=ctx.move.repeats))
         return None, None, None, *(next(moved) if floating else None for floating in ctx.floating)

@@ -38,7 +38,7 @@ from ops.shard_banks import ShardBanks
 from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.uploads import upload, upload_numbers
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 log = logging.getLogger(__name__)
 
@@ -385,7 +385,7 @@ class FlatSync:
     def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
         self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
         if memory == "replicated":
-            self.parameters: Parameters = Replicated(self._parameters, self.layout)
+            self.parameters: Parameters = ReplicatedParameters(self._parameters, self.layout)
         else:
             make = memory if callable(memory) else node_parameters
             self.parameters = make(self._module, self._named, self.layout, self._given)
@@ -549,7 +549,7 @@ class FlatSync:
         return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)
 
 
-class Replicated:
+class ReplicatedParameters:
     """All of them on the worker's device: parameters are views of one vector, gathered from their owners."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot]) -> None:
@@ -557,7 +557,7 @@ class Replicated:
         self._group = Group.solo()
         self._bounds: Bounds = [(0, layout[-1].hi)]
         self._even: Bounds | None = None
-        self._pending: list[Pending] = []
+        self._pending: list[PendingCollective] = []
         self._allocate()
 
     @property

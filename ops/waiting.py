@@ -155,10 +155,10 @@ class Work(Protocol):
 class Waiter(Protocol):
     """The group a collective belongs to: it knows token, time-out and members."""
 
-    def wait_for(self, pending: Pending) -> None: ...
+    def wait_for(self, pending: PendingCollective) -> None: ...
 
 
-class Pending:
+class PendingCollective:
     """A collective in flight. `wait` must be called; tensors belong to the collective until it returns."""
 
     def __init__(

@@ -30,7 +30,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     OwnCode,
-    Published,
+    PublishedUse,
     PublishedParts,
     TrainingRecipe,
 )
@@ -46,8 +46,8 @@ def _model() -> type[nn.Module]:
     return LoomDiT
 
 
-def _published(index: Json, fields: Json) -> Published:
-    return Published(clips={"frames": 9, "steps": 50, "guidance_scale": 3.0})
+def _published(index: Json, fields: Json) -> PublishedUse:
+    return PublishedUse(clips={"frames": 9, "steps": 50, "guidance_scale": 3.0})
 
 
 def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:

@@ -16,7 +16,7 @@ import ray
 
 from actors.feed.item_cache import CacheNames, ItemCache
 from actors.feed.item_facts import ItemFacts
-from actors.feed.pulse import Answering
+from actors.feed.pulse import AnsweringActor
 from actors.messages import PublishedResult
 from actors.plan.types import Module
 from actors.ray_calls import end_when_terminated, put
@@ -49,7 +49,7 @@ class KnownItem:
     results: Mapping[Module, Ref[list[PublishedResult]]]
 
 
-class Feeder(Answering):
+class Feeder(AnsweringActor):
     """Plain class; `actors.feed.step_source` makes the actor of it."""
 
     def __init__(

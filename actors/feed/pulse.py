@@ -28,7 +28,7 @@ class ProcessId:
     born: str  # see actors.process
 
 
-class Answering:
+class AnsweringActor:
     """Base of an actor's class."""
 
     def pulse(self) -> ProcessId:

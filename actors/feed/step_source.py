@@ -249,7 +249,8 @@ class StepSource:
 
 
 def actor_factory(plain: type, *arguments: object, **named: object) -> Callable[[], FeederHandle]:
-    """A function that starts an actor of this class (an `Answering` one) beside the caller; used again when it dies."""
+    """A function that starts an actor of this class, an `AnsweringActor`, beside the caller; used again when it
+    dies."""
 
     def start() -> FeederHandle:
         actor = remote_of(plain, {PULSE: 1})

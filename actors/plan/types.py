@@ -121,7 +121,7 @@ class GpuPlace:
 UNKNOWN_PLACE = GpuPlace()
 
 
-class OnPci(Protocol):
+class PciPlace(Protocol):
     """A device on PCIe: the bridges between it and the CPU, the host bridge first, and its memory node."""
 
     @property
@@ -130,7 +130,7 @@ class OnPci(Protocol):
     def numa(self) -> int | None: ...
 
 
-def hops_between(one: OnPci, other: OnPci) -> int:
+def hops_between(one: PciPlace, other: PciPlace) -> int:
     """How far two devices of a node are apart, in the classes of `nvidia-smi topo`: 0 one PCIe switch (PIX), 1 several
     (PXB), 2 one host bridge (PHB), 3 one memory node (NODE), 4 two of them (SYS). 0 where nobody knows.
 

@@ -13,7 +13,7 @@ from typing import cast
 
 from actors.messages import Piece, Span
 from actors.plan.costs.profile import NEWEST, PointKey, Profile
-from actors.plan.costs.spanning import Spanned
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Module
 
@@ -31,7 +31,7 @@ class Observation:
     parts: tuple[PartShape, ...]  # of different shapes; several in a packed cascade
     degree: int
     seconds: float  # at normal speed of its workers
-    spanned: Spanned | None = None  # None on one node
+    spanned: BagSpread | None = None  # None on one node
     strays: bool = False  # its bag was in more NVLink islands of a node than it had to be
     bag: tuple[int, ...] = ()  # the workers that ran it
 
@@ -64,7 +64,7 @@ def observations(
                 parts=parts_of(span.pieces, text_tokens),
                 degree=span.degree,
                 seconds=max(work_of(s) for s in ranks) * min((topology.speed[w] for w in bag), default=1.0),
-                spanned=Spanned.of(over, topology.overlap(bag)) if over > 1 else None,
+                spanned=BagSpread.of(over, topology.overlap(bag)) if over > 1 else None,
                 strays=over == 1 and topology.strays(bag),
                 bag=tuple(bag),
             )
@@ -116,7 +116,7 @@ class Witnesses:
     that turns out to be slow has made its points look dear."""
 
     def __init__(self) -> None:
-        self._bags: dict[PartShape, dict[tuple[Module, int, Spanned | None], deque[tuple[int, ...]]]] = {}
+        self._bags: dict[PartShape, dict[tuple[Module, int, BagSpread | None], deque[tuple[int, ...]]]] = {}
         self._speed: tuple[float, ...] = ()
         self._workers = (-1, 0)  # generation, number of workers
 
@@ -128,7 +128,7 @@ class Witnesses:
                 key = one.module, one.degree, one.spanned
                 by_degree.setdefault(key, deque(maxlen=NEWEST)).append(one.bag)
 
-    def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, Spanned | None]]:
+    def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, BagSpread | None]]:
         """(point, how its bag lay over nodes) of what was mostly learned from workers whose speed was believed to be
         another than it is now; each is returned once."""
         size = cluster.num_workers
@@ -139,7 +139,7 @@ class Witnesses:
             self._workers = generation, size
             return []
         changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}
-        found: list[tuple[PointKey, Spanned | None]] = []
+        found: list[tuple[PointKey, BagSpread | None]] = []
         for (batch, frames, height, width, _), by_degree in self._bags.items() if changed else ():
             for (module, degree, spanned), bags in list(by_degree.items()):
                 if 2 * sum(not changed.isdisjoint(bag) for bag in bags) > len(bags):

@@ -13,15 +13,15 @@ from actors.messages import LOADING, Progress
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
 from actors.pool.membership_types import (
-    Alive,
+    Arrival,
     Event,
-    Joined,
-    Leaving,
-    Loaded,
+    LeaveNotice,
+    LifeSign,
+    LoadedWorker,
     Loading,
-    Refused,
     Resize,
     Resources,
+    Shortfall,
     Suspect,
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
@@ -121,8 +121,8 @@ class Lookout:
             self._tell(WorkerReady(worker=info.worker, node=info.node, pid=info.pid, host=info.host))
             number = worker_number(info.worker)
             events += [
-                Joined(worker=number, node=info.node, gpu=info.place.index or 0),
-                Loaded(worker=number, info=info),
+                Arrival(worker=number, node=info.node, gpu=info.place.index or 0),
+                LoadedWorker(worker=number, info=info),
             ]
         return events + [self._failed_start(name, why) for name, why in news.lost]
 
@@ -132,7 +132,7 @@ class Lookout:
             self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
         log.warning("worker %s did not start: %s", name, why)
         self._tell(WorkerLost(worker=name, why=why))
-        return Refused(count=1)
+        return Shortfall(count=1)
 
     def _hanging_starts(self, report: MonitorReport) -> list[Event]:
         """Starts that take too long. A worker sends heartbeats as soon as its process runs, also while it loads its
@@ -162,10 +162,10 @@ class Lookout:
             self._tell(WorkerSilent(worker=name))
             reason = f"silent for {self._config.suspect_s:g} s"
             events.append(Suspect(worker=worker_number(name), reason=reason))
-        events += [Alive(worker=worker_number(name)) for name in found.heard]
+        events += [LifeSign(worker=worker_number(name)) for name in found.heard]
         for name in found.leaving:
             self._tell(WorkerLeaving(worker=name))
-            events.append(Leaving(worker=worker_number(name)))
+            events.append(LeaveNotice(worker=worker_number(name)))
         if found.stall is not None:
             log.warning("%s", found.stall)
             self._tell(WorkerStalled(detail=str(found.stall), worker=found.stall.first_late.worker))

@@ -2,20 +2,20 @@
 
 The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
-    view, decisions = membership.observe(Loaded(worker=3, info=info), now=time.monotonic())
+    view, decisions = membership.observe(LoadedWorker(worker=3, info=info), now=time.monotonic())
     for decision in decisions:
         match decision:
             case Form(): self.form(decision.generation, decision.infos)
             ...
 
-Life of a worker:    Request -> Joined -> starting -> Loaded -> ready -> Form -> active -> (loss of a peer) recovering
-                     -> HandedOver -> ready -> Form -> active ...
-It ends by Drain (it goes, at a step boundary), Dead, or Replace (it does not answer: kill it).
+Life of a worker:    Request -> Arrival -> starting -> LoadedWorker -> ready -> Form -> active -> (loss of a peer)
+                     recovering -> RecoveredWorker -> ready -> Form -> active ...
+It ends by Drain (it goes, at a step boundary), Death, or Replacement (it does not answer: kill it).
 
 Words for parting, each for one thing in all rooms:
-    leave       a worker announces that it goes, after a preemption notice or `heddle workers drain` (Leaving)
+    leave       a worker announces that it goes, after a preemption notice or `heddle workers drain` (LeaveNotice)
     drain       it is let go at a step boundary, when it is in no generation any more (Drain)
-    hand over   it closes the groups of an ended generation and says which shards it holds (HandedOver)
+    hand over   it closes the groups of an ended generation and says which shards it holds (RecoveredWorker)
     remove      pool, monitor or keepers know it no more, its process is ended (Pool.remove, Monitor.remove)
     release     the data of a committed step may leave the memory (StepSource.release); never of workers
 
@@ -36,34 +36,34 @@ from actors.messages import WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
-    Alive,
+    Arrival,
     Boundary,
-    Broken,
-    Dead,
+    Break,
+    Death,
     Decision,
     Drain,
     End,
     Event,
-    Fail,
-    Finished,
+    Exclusion,
+    Failure,
+    FirstStep,
     Form,
-    HandedOver,
-    Joined,
-    LeaveOut,
-    Leaving,
+    LeaveNotice,
+    LifeSign,
     Limits,
-    Loaded,
+    LoadedWorker,
     Loading,
     Member,
     MemberPhase,
-    NodeDead,
-    Planned,
-    Refused,
-    Replace,
+    NodeDeath,
+    RecoveredWorker,
+    Replacement,
     Request,
     Resize,
     Resources,
+    Shortfall,
     State,
+    StepDispatch,
     Suspect,
     Tick,
     View,
@@ -92,7 +92,7 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
-        self._left_out: tuple[int, ...] = ()  # that the last LeaveOut named
+        self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
         self._enough_since: float | None = None
         self._formed = False
         self._clean = True
@@ -128,43 +128,43 @@ class Membership:
 
     def _take(self, event: Event, now: float) -> None:
         match event:
-            case Joined():
+            case Arrival():
                 self._join(event, now)
-            case Loaded():
+            case LoadedWorker():
                 self._ready(event.worker, "starting", now, info=event.info)
-            case HandedOver():
+            case RecoveredWorker():
                 self._ready(event.worker, "recovering", now)
-            case Alive():
+            case LifeSign():
                 self._update(event.worker, suspected_at=None, suspicion="")
             case Suspect():
                 if event.worker in self._members and self._members[event.worker].suspected_at is None:
                     self._update(event.worker, suspected_at=now, suspicion=event.reason)
-            case Leaving():
+            case LeaveNotice():
                 self._update(event.worker, leaving=event.reason or "leaving")
-            case Dead():
+            case Death():
                 self._lose(event.worker, event.reason, now)
-            case NodeDead():
+            case NodeDeath():
                 for member in [m for m in self._members.values() if m.node == event.node]:
                     self._lose(member.worker, f"node {event.node} died", now)
             case Resources():
                 self._available = event.available
-            case Refused():
+            case Shortfall():
                 self._requested = max(0, self._requested - event.count)
-            case Broken():
+            case Break():
                 self._broken(event, now)
-            case Planned():
+            case StepDispatch():
                 self._planned_s = event.limit_s
             case Loading():
                 self._loading = event.count
             case Resize():
                 self._limits = replace(self._limits, min=event.min, max=event.max)
-            case Finished():
+            case FirstStep():
                 self._breaks = self._losses = 0
                 self._proven = self._state == "running"
             case Boundary() | Tick():
                 pass
 
-    def _join(self, event: Joined, now: float) -> None:
+    def _join(self, event: Arrival, now: float) -> None:
         if event.worker in self._gone or event.worker in self._members:
             return
         self._requested = max(0, self._requested - 1)
@@ -179,7 +179,7 @@ class Membership:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
             self._look_again()
 
-    def _broken(self, event: Broken, now: float) -> None:
+    def _broken(self, event: Break, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
             return  # a late report of what was already answered
         self._breaks += not event.learned
@@ -236,7 +236,7 @@ class Membership:
 
     def _fail(self, code: int, reason: str) -> None:
         self._state, self._workers = "failed", ()
-        self._out.append(Fail(code=code, reason=reason))
+        self._out.append(Failure(code=code, reason=reason))
 
     def _has_failed(self) -> bool:
         return self._state == "failed"
@@ -265,7 +265,7 @@ class Membership:
         for member in list(self._members.values()):
             reason = self._overdue(member, now)
             if reason and member.worker in self._members:
-                self._out.append(Replace(worker=member.worker, reason=reason))
+                self._out.append(Replacement(worker=member.worker, reason=reason))
                 self._lose(member.worker, f"was replaced: {reason}", now, replaced=True)
                 if self._has_failed():
                     return
@@ -343,7 +343,7 @@ class Membership:
         for worker in found:
             self._update(worker, left_out=True)
         if found and found != self._left_out:
-            self._out.append(LeaveOut(workers=found, why=why))
+            self._out.append(Exclusion(workers=found, why=why))
         self._left_out = found
 
     def _look_again(self) -> None:

@@ -54,7 +54,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Joined:
+class Arrival:
     """The process of a requested worker is up; it loads its modules now. Numbers are never used twice."""
 
     worker: int
@@ -63,7 +63,7 @@ class Joined:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Loaded:
+class LoadedWorker:
     """A starting worker has loaded its modules: it can join a generation."""
 
     worker: int
@@ -71,21 +71,21 @@ class Loaded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HandedOver:
+class RecoveredWorker:
     """A recovering worker has left its old groups and said what it holds: it can join a generation again."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Alive:
+class LifeSign:
     """A suspected worker was heard of again."""
 
     worker: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Leaving:
+class LeaveNotice:
     """Preemption notice or drain command: it goes at the next step boundary."""
 
     worker: int
@@ -101,7 +101,7 @@ class Suspect:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Dead:
+class Death:
     """The process is gone."""
 
     worker: int
@@ -109,7 +109,7 @@ class Dead:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeDead:
+class NodeDeath:
     """The node is gone with all its workers."""
 
     node: str
@@ -123,7 +123,7 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Refused:
+class Shortfall:
     """This many requested workers will not come; they may be asked for again."""
 
     count: int
@@ -137,7 +137,7 @@ class Boundary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Broken:
+class Break:
     """A collective or a formation of this generation failed, with or without a known death.
 
     `learned`: the next plan avoids what broke it, so it does not count among the breaks that end a run.
@@ -149,7 +149,7 @@ class Broken:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
+class StepDispatch:
     """A step was dispatched in which workers may wait for each other for so long: should the generation end, a survivor
     may be in a cascade that long before it answers."""
 
@@ -165,7 +165,7 @@ class Loading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
+class FirstStep:
     """The running generation has finished its first step: what ended the ones before it is forgiven."""
 
 
@@ -183,21 +183,21 @@ class Tick:
 
 
 Event = (
-    Joined
-    | Loaded
-    | HandedOver
-    | Alive
-    | Leaving
+    Arrival
+    | LoadedWorker
+    | RecoveredWorker
+    | LifeSign
+    | LeaveNotice
     | Suspect
-    | Dead
-    | NodeDead
+    | Death
+    | NodeDeath
     | Resources
-    | Refused
+    | Shortfall
     | Boundary
-    | Broken
-    | Planned
+    | Break
+    | StepDispatch
     | Loading
-    | Finished
+    | FirstStep
     | Resize
     | Tick
 )
@@ -238,7 +238,7 @@ class Drain:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replace:
+class Replacement:
     """Kill this worker: it does not answer. It is forgotten here; a Request for another follows."""
 
     worker: int
@@ -268,7 +268,7 @@ class Wait:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeaveOut:
+class Exclusion:
     """These workers are ready and wait beside the generation: with them it would have too little memory. Others that
     come may change that."""
 
@@ -277,14 +277,14 @@ class LeaveOut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fail:
+class Failure:
     """Write what there is to a checkpoint and end with this exit code."""
 
     code: int
     reason: str
 
 
-Decision = Form | End | Drain | Replace | Request | Wait | LeaveOut | Fail
+Decision = Form | End | Drain | Replacement | Request | Wait | Exclusion | Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

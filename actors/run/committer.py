@@ -22,7 +22,7 @@ from actors.records.events import CommitSlow, FeederLost
 from actors.refs import Ref
 from actors.run.step_metrics import StepAccount
 from actors.state.recovery import CommitLog, Recovery
-from actors.state.run_state import RunState, Stuck
+from actors.state.run_state import RunState, StuckCommit
 from actors.step import CollectedStep, GenerationLost, Seat
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Committer:
         """Commit what is held by now; where keepers are gone or silent, have others hold it. Waits at most `timeout_s`
         for each step. `world` are the workers, `quiet` while no step runs on them. Raises GenerationLost and StopRun.
         """
-        stuck: Stuck | None = None
+        stuck: StuckCommit | None = None
         while self._open:
             oldest = self._open[0]
             stuck = self._look(oldest, timeout_s)
@@ -145,7 +145,7 @@ class Committer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _look(self, step: UncommittedStep, timeout_s: float) -> Stuck | None:
+    def _look(self, step: UncommittedStep, timeout_s: float) -> StuckCommit | None:
         """Take in what keepers have said of its shards by now, after `timeout_s` at most. Returns why others must hold
         them, where that is so. Raises GenerationLost where a worker could not copy its state."""
         if step.copying:
@@ -163,7 +163,7 @@ class Committer:
         waited_s = time.monotonic() - step.since
         overdue = bool(late) and waited_s > self.patience_s
         if failures or overdue:
-            return Stuck(why=next(iter(failures.values()), f"no answer in {waited_s:.0f} s"), overdue=overdue)
+            return StuckCommit(why=next(iter(failures.values()), f"no answer in {waited_s:.0f} s"), overdue=overdue)
         if late and waited_s > _SLOW_S and step.step > self._slow:
             self._slow = step.step
             log.warning("step %d has waited for %.0f s to be held by keepers, which live", step.step, waited_s)

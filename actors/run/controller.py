@@ -22,7 +22,7 @@ from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
 from actors.plan.types import PlanError
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Boundary, Broken, Tick
+from actors.pool.membership_types import Boundary, Break, Tick
 from actors.records.events import RunStarted, RunStopping, SpeedsLearned
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
@@ -185,7 +185,7 @@ class Controller:
             self.generations.lost(lost)
         except DataLost as error:
             self.committer.reopen_data(str(error))
-            self.generations.observe(Broken(generation=self.generations.view.generation, reason=str(error)))
+            self.generations.observe(Break(generation=self.generations.view.generation, reason=str(error)))
 
     def _dispatch(self, runner: StepRunner) -> None:
         """Keep two steps on the workers, as long as their data is there and nothing waits for a boundary."""

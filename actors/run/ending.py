@@ -19,7 +19,7 @@ from actors.step import Seat
 log = logging.getLogger(__name__)
 
 
-class Closable(Protocol):
+class ClosablePart(Protocol):
     """A part that has started actors."""
 
     def close(self) -> None: ...
@@ -38,7 +38,7 @@ class Ending:
     events: Events
     committer: Committer
     monitor: MonitorHandle
-    parts: Sequence[Closable]  # whose actors end with the run
+    parts: Sequence[ClosablePart]  # whose actors end with the run
     left: str = ""  # afterwards: what is not on disk, and how to go on
 
     def finish(self, world: Sequence[Seat]) -> None:

@@ -18,20 +18,20 @@ from actors.outcome import Events, StopRun
 from actors.pool.lookout import Lookout, worker_name, worker_number
 from actors.pool.membership import Membership
 from actors.pool.membership_types import (
-    Broken,
-    Dead,
+    Break,
+    Death,
     Decision,
     Drain,
     End,
     Event,
-    Fail,
-    Finished,
+    Exclusion,
+    Failure,
+    FirstStep,
     Form,
-    HandedOver,
-    LeaveOut,
-    Planned,
-    Replace,
+    RecoveredWorker,
+    Replacement,
     Request,
+    StepDispatch,
     View,
     Wait,
 )
@@ -105,9 +105,9 @@ class GenerationManager:
         for parted in self.survivors.poll():  # before any patience is up: they may have answered long ago
             if parted.died:
                 self._remove(worker_name(parted.worker))
-                self.observe(Dead(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
+                self.observe(Death(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
             else:
-                self.observe(HandedOver(worker=parted.worker))
+                self.observe(RecoveredWorker(worker=parted.worker))
         for event in self.lookout.look():
             self.observe(event)
 
@@ -120,13 +120,13 @@ class GenerationManager:
             self._remove(name)
             where = self.lookout.doing(name)
             self.events.tell(WorkerDied(worker=name, why=where.strip()))
-            self.observe(Dead(worker=worker_number(name), reason=f"died{where}"))
+            self.observe(Death(worker=worker_number(name), reason=f"died{where}"))
         if lost.pixels_lost:
             self.committer.reopen_data("decoded batches were lost")
         if lost.failed:
             learned = [self._avoid(found) for found in lost.exceeded]
             reason = f"{lost}{self.lookout.late()}"
-            self.observe(Broken(generation=generation, reason=reason, learned=any(learned)))
+            self.observe(Break(generation=generation, reason=reason, learned=any(learned)))
 
     def _avoid(self, found: MemoryExceeded) -> bool:
         """The next plans do without what ran out of memory. Whether that is news to the planner."""
@@ -147,7 +147,7 @@ class GenerationManager:
     def dispatched(self, running: Sequence[RunningStep]) -> None:
         """These steps are on the workers: a worker that would survive the end of the generation may be busy in any of
         them, as long as it allows."""
-        self.observe(Planned(limit_s=max(step.patience.limit_s for step in running)))
+        self.observe(StepDispatch(limit_s=max(step.patience.limit_s for step in running)))
 
     def finished(self, done: CollectedStep) -> None:
         """All workers have finished a step: the run has recovered, and the generation has proven itself."""
@@ -157,7 +157,7 @@ class GenerationManager:
             self._broken_at = None
         if self._proven < done.running.generation:
             self._proven = done.running.generation
-            self.observe(Finished())
+            self.observe(FirstStep())
 
     def observe(self, event: Event) -> None:
         """Let the membership decide what follows, and do it. Raises StopRun when it cannot go on."""
@@ -178,7 +178,7 @@ class GenerationManager:
                 self.events.tell(WorkerDrained(worker=worker_name(decision.worker), why=decision.reason))
                 self._await_formed()  # it may hold state that the others still fetch
                 self._remove(worker_name(decision.worker))
-            case Replace():
+            case Replacement():
                 self.events.tell(WorkerReplaced(worker=worker_name(decision.worker), why=decision.reason))
                 self._remove(worker_name(decision.worker), frozen=True)
             case Request():
@@ -188,12 +188,12 @@ class GenerationManager:
             case Wait():
                 log.warning("%s", decision)
                 self.events.tell(WorkersAwaited(detail=str(decision)))
-            case LeaveOut():
+            case Exclusion():
                 names = tuple(worker_name(number) for number in decision.workers)
                 self.events.tell(WorkersLeftOut(workers=names, why=decision.why))
                 for name in names:  # it may have been in the last generation, and still write into its memory
                     self.pool.handle(name).hand_over.remote(None)
-            case Fail():
+            case Failure():
                 self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise StopRun(self.committer.outcome(decision.code, decision.reason))
 

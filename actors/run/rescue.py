@@ -25,7 +25,7 @@ class _NoFeeder:
         raise DataLost("its feeder is gone")
 
 
-class _Logged:
+class _LogListener:
     """The run's own listener is gone, too."""
 
     def on_step(self, metrics: object, timeline: object, plan: object) -> None:
@@ -41,7 +41,7 @@ class _Logged:
 def rescue(config: RuntimeConfig) -> str:
     """Called when no controller of the run is alive. Returns what is not on disk and how to go on; "": all is."""
     run_dir, model = Path(config.run_dir), resolve(config.model)[0]
-    state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Events(_Logged()))
+    state = assemble_state(run_id(run_dir), config, model, _NoFeeder(), Events(_LogListener()))
     committed = state.standing.committed
     try:
         committed = max(committed, state.keep_last((), CommitLog(committed=committed)))

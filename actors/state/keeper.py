@@ -36,7 +36,7 @@ from actors import process
 from actors.messages import COPIES, READS, WRITES, HeldShard, JoinAnswer, NodeKeeper, Snapshot, WrittenShard
 from actors.refs import Method
 from actors.state.checkpoint_files import write_shard
-from actors.state.pulling import pull
+from actors.state.pulling import PIECE, pull
 from actors.state.versions import Version, VersionBook
 from actors.step import Position
 from ops.lending import Lender, borrow
@@ -95,9 +95,9 @@ class Keeper:
     """Plain class; `spawn` runs it as a Ray actor, with threads in which it copies, hands out and writes. What only
     takes a look or a note is done in the order in which it was asked for."""
 
-    def __init__(self, room: Callable[[], int] = node_room) -> None:
-        """`room` gives the bytes that this node can still spare."""
-        self._room = room
+    def __init__(self, room: Callable[[], int] = node_room, *, piece_elements: int = PIECE) -> None:
+        """`room` gives the bytes that this node can still spare; copies come in pieces of `piece_elements`."""
+        self._room, self._piece_elements = room, piece_elements
         self._own: Process = (os.getpid(), process.birth(os.getpid()))
         self._lock = threading.RLock()
         self._book = VersionBook()
@@ -212,7 +212,8 @@ class Keeper:
             return True
         into = self._taken(bank, snapshot)
         # With the lock: when a generation has begun, what lies here is what its workers write, and no late piece.
-        while pull(source, version, lo, hi, into, go_on, self._lock) is None:
+        piece = self._piece_elements
+        while pull(source, version, lo, hi, into, go_on, self._lock, piece_elements=piece) is None:
             time.sleep(_LOOK_S)
         with self._lock:
             taken = not self._is_over(snapshot) and self._book.bank_for(*version) == bank and self._book.add(snapshot)

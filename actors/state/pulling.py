@@ -47,17 +47,19 @@ def pull(
     into: Mapping[str, np.ndarray],
     go_on: Callable[[], None],
     lock: AbstractContextManager[object] | None = None,
+    *,
+    piece_elements: int = PIECE,
 ) -> Counts | None:
     """Copy [lo, hi) of a `version` (step, generation) into arrays [hi - lo], and return its counts. None: the keeper
     does not hold it, or has let it go meanwhile. `go_on` is called now and then, and may raise; with a `lock` also
     right before each piece is put in place, while that is held: nothing is written after `go_on` would have raised.
-    Raises Ray's error where the keeper is gone."""
+    `piece_elements` come at a time. Raises Ray's error where the keeper is gone."""
     read = source.read.options(concurrency_group=READS)
     coming: deque[tuple[int, Ref[ShardState | None]]] = deque()
     counts: Counts | None = None
-    for at in [*range(lo, hi, PIECE), None]:
+    for at in [*range(lo, hi, piece_elements), None]:
         if at is not None:
-            coming.append((at, read.remote(*version, at, min(hi, at + PIECE))))
+            coming.append((at, read.remote(*version, at, min(hi, at + piece_elements))))
         while coming and (at is None or len(coming) == AHEAD):
             first, reference = coming.popleft()
             piece = value(reference, go_on)

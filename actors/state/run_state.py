@@ -59,7 +59,7 @@ _MAX_REPAIRS = 8  # without a commit; over a minute, in which Ray has noticed a 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stuck:
+class StuckCommit:
     """Why the oldest finished step cannot be committed until its shards are given to others."""
 
     why: str
@@ -277,13 +277,13 @@ class RunState:
         """Have keepers hold the state after a finished step. Their answers come when they do."""
         return self.keepers.hold(done.snapshots)
 
-    def look(self) -> Stuck | None:
+    def look(self) -> StuckCommit | None:
         """Whether a keeper is gone that nothing waits for."""
         gone = self.keepers.gone()
-        return Stuck(why=f"{', '.join(gone)} is gone") if gone else None
+        return StuckCommit(why=f"{', '.join(gone)} is gone") if gone else None
 
     def repair_keepers(
-        self, stuck: Stuck, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
+        self, stuck: StuckCommit, world: Sequence[Seat], quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
     ) -> list[Ref[bool]] | None:
         """A keeper is gone or does not take its shard: start another where one is gone, and have the newest shards held
         once more. `shards` are those of uncommitted steps that are all there. Returns the answers to come, or None when
@@ -323,7 +323,7 @@ class RunState:
             time.sleep(min(_REPAIR_PAUSE_S, left))
         return left > _REPAIR_PAUSE_S
 
-    def _give_up_snapshots(self, stuck: Stuck, commits: CommitLog) -> None:
+    def _give_up_snapshots(self, stuck: StuckCommit, commits: CommitLog) -> None:
         self._tell(SnapshotsFailed(repairs=self._repairs, why=stuck.why))
         reason = (
             f"the keepers did not take the state of step {commits.committed + 1} in {self._repairs} attempts: "

@@ -21,7 +21,7 @@ _EXPORT_S = 600.0  # a GPU between two steps copies its shard; only a lost worke
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parted:
+class Parting:
     """A worker has left its broken groups, or died instead."""
 
     worker: int
@@ -42,7 +42,7 @@ class Survivors:
         """Have a worker of a broken generation leave its groups; its answer comes with `poll`."""
         self._parting[handle.hand_over.remote(None)] = worker
 
-    def poll(self) -> list[Parted]:
+    def poll(self) -> list[Parting]:
         """Survivors that have answered since the last call. Never waits."""
         if not self._parting:
             return []
@@ -50,12 +50,12 @@ class Survivors:
         return [_parted(self._parting.pop(reference), reference) for reference in done]
 
 
-def _parted(worker: int, reference: Ref[Handover]) -> Parted:
+def _parted(worker: int, reference: Ref[Handover]) -> Parting:
     try:
         get(reference, timeout=_ANSWER_S)
     except ray.exceptions.RayError as error:
-        return Parted(worker=worker, died=type(error).__name__)
-    return Parted(worker=worker)
+        return Parting(worker=worker, died=type(error).__name__)
+    return Parting(worker=worker)
 
 
 def handed_over(world: Sequence[Seat], step: int) -> list[Snapshot]:

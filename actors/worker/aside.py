@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from actors.messages import AsideWork, TurnReport, TurnTask
 from actors.worker.loading import Modules
-from actors.worker.meter import GIB, Meter, Unmetered, ran_out, release
+from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
 from ops.sync import trainable
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class Asides:
         settle: Callable[[], None] = lambda: None,
     ) -> None:
         """`settle` returns when nothing reads the trained parameters any more, as a snapshot's copy does."""
-        self._modules, self._device, self._meter, self._clock = modules, device, meter or Unmetered(), clock
+        self._modules, self._device, self._meter, self._clock = modules, device, meter or NoMeter(), clock
         self._settle = settle
         self._beside_host = device.type != "cpu"  # a CPU points at weights where they have been read to
         self._now: AsideThread | None = None
@@ -251,14 +251,14 @@ class AsideThread:
             torch.cuda.synchronize(self._device)  # what the piece before has queued belongs to it
         with self._change:
             if self._abandoned:
-                raise _Abandoned
+                raise _AbandonedAside
             self.next_piece = kind
             self._change.notify_all()
             while not self._go and not self._abandoned:
                 self._change.wait()
             self._go = False
             if self._abandoned:
-                raise _Abandoned
+                raise _AbandonedAside
 
     def _run(self) -> None:
         made: object = None
@@ -266,7 +266,7 @@ class AsideThread:
         try:
             self.weights = self.work.weights(self._modules)
             made = self.work.make(self._modules, self._device, self._before)
-        except _Abandoned:
+        except _AbandonedAside:
             return
         except Exception as error:  # a thread's boundary: the turn reports it, and it never ends the run
             failure = error
@@ -276,5 +276,5 @@ class AsideThread:
             self._change.notify_all()
 
 
-class _Abandoned(BaseException):
+class _AbandonedAside(BaseException):
     """Ends the thread of an aside that is not wanted any more."""

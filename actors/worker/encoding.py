@@ -18,7 +18,7 @@ from actors.worker.executor import CascadeMeasure, Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from ops.comm import Group
-from ops.models.base.tiles import Tile, clips_at_once
+from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, clips_at_once
 from ops.models.base.vae import latents_of
 from ops.models.first_frame import FirstFrame
 from ops.models.vae import clip_groups
@@ -124,26 +124,38 @@ def encode_texts(
 
 
 def encode_clips(
-    modules: Modules, frame: FirstFrame, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+    modules: Modules,
+    frame: FirstFrame,
+    pixels: Tensor,
+    group: Group,
+    measure: EncodeMeasure,
+    device: torch.device,
+    *,
+    batch_pixels: int = VAE_BATCH_PIXELS,
 ) -> list[Tensor]:
-    """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3].
+    """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3]. Of `batch_pixels` a worker alone encodes some together.
 
     Where the transformer gets first frames, these are encoded here, too, and stand in the same rows.
     """
     measure.phase("encode")
     if group.size == 1:
-        rows = _alone(modules, frame, pixels, measure, device)
+        rows = _alone(modules, frame, pixels, measure, device, batch_pixels)
     else:
         rows = _together(modules, frame, pixels, group, measure, device)
     if not frame.tail:
         return rows
-    at_once = clips_at_once(*pixels.shape[1:4])
+    at_once = clips_at_once(*pixels.shape[1:4], batch_pixels=batch_pixels)
     images = _images(modules, pixels[:, 0], at_once, group, measure, device)
     return [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
 
 
 def _alone(
-    modules: Modules, frame: FirstFrame, pixels: Tensor, measure: EncodeMeasure, device: torch.device
+    modules: Modules,
+    frame: FirstFrame,
+    pixels: Tensor,
+    measure: EncodeMeasure,
+    device: torch.device,
+    batch_pixels: int,
 ) -> list[Tensor]:
     """[tokens, P] of each clip, some clips at a time."""
 
@@ -151,7 +163,7 @@ def _alone(
         latents = latents_of(modules.vae, frame, pixels[part.start : part.stop].to(device))
         return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
 
-    parts = clip_groups(len(pixels), *pixels.shape[1:4])
+    parts = clip_groups(len(pixels), *pixels.shape[1:4], batch_pixels=batch_pixels)
     return [rows for part in parts for rows in measure.in_parts(encode, part)]
 
 

@@ -34,8 +34,8 @@ from actors.messages import (
 )
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.loading import Modules
-from actors.worker.meter import Meter, Unmetered, freed, ran_out, release
-from actors.worker.outlasting import Outlasting
+from actors.worker.meter import Meter, NoMeter, freed, ran_out, release
+from actors.worker.outlasting import OutlastingEncode
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
@@ -75,7 +75,7 @@ class Executor:
         while the next cascades run, and taken from there. `name` is the worker's."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
-        self.meter, self.name = meter or Unmetered(), name
+        self.meter, self.name = meter or NoMeter(), name
         self.frame = FirstFrame.of(modules.config)
         self.objective = objective_of(modules.config.dit.diffusion, train.flow)
         self.store = EncodeStore()
@@ -88,7 +88,7 @@ class Executor:
         self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
         self._asked: frozenset[str] = frozenset()  # parts of layouts that the transformer uses
-        self._outlasting: Outlasting | None = None
+        self._outlasting: OutlastingEncode | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
 
     # -- generations ---------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Executor:
             with freed():
                 return encode()
 
-        self._outlasting = Outlasting(task, run)
+        self._outlasting = OutlastingEncode(task, run)
         self._outlasting.start()
 
     def end_outlasting(self, task: CascadeTask) -> list[EncodeResult]:
@@ -205,7 +205,7 @@ class Executor:
             yield
             self._stream.synchronize()
 
-    def own_outlasting(self) -> Outlasting | None:
+    def own_outlasting(self) -> OutlastingEncode | None:
         """The encode whose thread calls."""
         one = self._outlasting
         return one if one is not None and one.is_own() else None
@@ -427,7 +427,7 @@ class CascadeMeasure:
             self._hold(self._outlasting)
         self._clock(name)
 
-    def _hold(self, outlasting: Outlasting) -> None:
+    def _hold(self, outlasting: OutlastingEncode) -> None:
         """Until the end of the step that the encode outlasts."""
         self._executor._watch.settle()
         self._clock("wait")

@@ -17,7 +17,7 @@ import numpy as np
 
 from actors.messages import FormTask, JoinAnswer, Origin
 from actors.state.checkpoint_files import load
-from actors.state.pulling import Counts, pull, value
+from actors.state.pulling import PIECE, Counts, pull, value
 from ops.lending import Lender, borrow, new_number
 from ops.shard_banks import ShardBanks
 from ops.shards import ShardState, cut, missing
@@ -31,7 +31,7 @@ FirstShard = Callable[[int, int], ShardState]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entered:
+class Entry:
     """A worker's range of the version that a generation begins with, in place."""
 
     banks: ShardBanks
@@ -42,7 +42,9 @@ class Entered:
 class HomeMemory:
     """One per worker. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, made_elements: int = _AT_ONCE, pulled_elements: int = PIECE) -> None:
+        """`made_elements` are read from a checkpoint, or drawn, at a time; `pulled_elements` come from a keeper."""
+        self._made_elements, self._pulled_elements = made_elements, pulled_elements
         self.lends = new_number()  # the number by which this worker lends the memory, once it has it
         self._memory: StateMemory | None = None
         self._number = 0  # of the keeper's lender
@@ -51,7 +53,7 @@ class HomeMemory:
 
     def enter(
         self, task: FormTask, lo: int, hi: int, names: Sequence[str], first: FirstShard, go_on: Callable[[], None]
-    ) -> Entered:
+    ) -> Entry:
         """Have [lo, hi) of the state that the generation begins with in the bank that is held, with pages for the next
         version beside it. `names` of the arrays that will be trained. `go_on` is called while something is awaited, and
         may raise. Raises MemoryError without room, ConnectionError where the memory cannot be borrowed."""
@@ -78,7 +80,7 @@ class HomeMemory:
             arrays={name: into[name] for name in counts.names},
             part_updates=counts.part_updates,
         )
-        return Entered(banks=banks, shard=shard, made_in=joined.made_in)
+        return Entry(banks=banks, shard=shard, made_in=joined.made_in)
 
     def leave(self) -> None:
         """Nothing is written any more. A worker that has not said so is ended before others write in its place. Any
@@ -110,11 +112,11 @@ class HomeMemory:
     ) -> Counts:
         """Bring what no process of this node has."""
         if origin is not None and origin.checkpoint is None:
-            return pulled(origin, lo, hi, into, go_on)
+            return pulled(origin, lo, hi, into, go_on, self._pulled_elements)
         whole = load(Path(origin.checkpoint))[1] if origin is not None and origin.checkpoint is not None else None
         counts: Counts | None = None
-        for a in range(lo, hi, _AT_ONCE):
-            b = min(hi, a + _AT_ONCE)
+        for a in range(lo, hi, self._made_elements):
+            b = min(hi, a + self._made_elements)
             shard = first(a, b) if whole is None else cut(whole, a, b)
             for name, array in shard.arrays.items():
                 into[name][a - lo : b - lo] = array
@@ -124,8 +126,11 @@ class HomeMemory:
         return counts
 
 
-def pulled(origin: Origin, lo: int, hi: int, into: Mapping[str, np.ndarray], go_on: Callable[[], None]) -> Counts:
-    """[lo, hi) of the origin's version from the keepers that hold it. Raises RuntimeError where they do not."""
+def pulled(
+    origin: Origin, lo: int, hi: int, into: Mapping[str, np.ndarray], go_on: Callable[[], None], piece: int
+) -> Counts:
+    """[lo, hi) of the origin's version from the keepers that hold it, `piece` elements at a time. Raises RuntimeError
+    where they do not."""
     version = (origin.step, origin.generation)
     counts: Counts | None = None
     here: list[tuple[int, int]] = []
@@ -133,7 +138,7 @@ def pulled(origin: Origin, lo: int, hi: int, into: Mapping[str, np.ndarray], go_
         for held in value(keeper.held.remote(*version), go_on):
             for c, d in missing(here, max(held.lo, lo), min(held.hi, hi)):
                 part = {name: array[c - lo : d - lo] for name, array in into.items()}
-                if (found := pull(keeper, version, c, d, part, go_on)) is not None:
+                if (found := pull(keeper, version, c, d, part, go_on, piece_elements=piece)) is not None:
                     counts = found
                     here.append((c, d))
     if counts is None or missing(here, lo, hi):

@@ -44,7 +44,7 @@ class Meter(Protocol):
         ...
 
 
-class Unmetered:
+class NoMeter:
     """Host memory has no limit that belongs to one worker."""
 
     def start(self) -> float | None:
@@ -154,7 +154,7 @@ def meter_of(device: torch.device, limit_gib: float) -> Meter:
     """The meter of a worker; `limit_gib` is `workers.memory_gib`, 0 without one."""
     if device.type == "cuda":
         return DeviceMeter(device, limit_gib)
-    return TensorMeter(limit_gib) if limit_gib else Unmetered()
+    return TensorMeter(limit_gib) if limit_gib else NoMeter()
 
 
 def ran_out(error: BaseException) -> bool:

@@ -1,8 +1,8 @@
 """An encode for a later step that its own step does not wait for: it goes on in a thread beside the step's end.
 
-    outlasting = Outlasting(task, encode)   # on the task thread, after the step's other cascades
-    ...                                     # sum, update, snapshot
-    results = outlasting.end()              # exchanges with its bag, and returns what `encode` has returned
+    outlasting = OutlastingEncode(task, encode)   # on the task thread, after the step's other cascades
+    ...                                           # sum, update, snapshot
+    results = outlasting.end()                    # exchanges with its bag, and returns what `encode` has returned
 
 Collectives of a bag must not run beside those of the update (their order would differ between workers). So the thread
 computes alone, and waits at a gate before it exchanges anything: `end` opens it, while the task thread stands still.
@@ -17,7 +17,7 @@ from actors.messages import CascadeTask, Span
 from actors.worker.handoff import EncodeResult
 
 
-class Outlasting:
+class OutlastingEncode:
     """One such encode of this worker. A worker has at most one: it is the last cascade of its step here."""
 
     def __init__(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:

@@ -16,7 +16,7 @@ _NVIDIA, _DISPLAY, _BRIDGE = "0x10de", "0x03", "0x0680"  # vendor; first digits 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PciDevice:
-    """One device: see `actors.plan.types.OnPci`."""
+    """One device: see `actors.plan.types.PciPlace`."""
 
     name: str  # of a network card its own, such as mlx5_0; else its address
     address: str  # such as 0000:18:00.0

@@ -30,7 +30,7 @@ class FinishedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _UnreadLosses:
     """Losses of a cascade that may still be computed."""
 
     task: CascadeTask
@@ -45,7 +45,7 @@ class WorkDone:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._ran: set[str] = set()  # cascades since the end of the last step
-        self._unread: dict[int, list[_Unread]] = {}  # by step
+        self._unread: dict[int, list[_UnreadLosses]] = {}  # by step
         self._losses: dict[int, float] = {}  # by step
         self._weights: dict[int, float] = {}
         self._bad_weights: dict[int, float] = {}
@@ -78,7 +78,7 @@ class WorkDone:
             self._bad.extend(s.key for s, decoded in zip(task.samples, ok) if not decoded)
         counted = tuple(s.weight if decoded and counts else 0.0 for s, decoded in zip(task.samples, ok, strict=True))
         values = torch.cat([loss.double().reshape(1), by_sample])
-        self._unread.setdefault(task.step, []).append(_Unread(task, counted, values))
+        self._unread.setdefault(task.step, []).append(_UnreadLosses(task, counted, values))
 
     def _read(self, step: int) -> None:
         """Take all losses of a step from the device at once."""

@@ -35,7 +35,7 @@ from actors.records.events import BatchesResized, RunEvent
 from actors.run.recalibrate import Recalibration, StageSizes
 from app.bench.planner import STAGE_2
 from app.bench.truth import true_profile, wrong_profile
-from app.bench.truth_machine import Everything, Machine
+from app.bench.truth_machine import EveryShape, Machine
 from data.buckets import Choice, batch_size
 from data.config import BatchConfig
 from data.dataset.order import BatchSizes, Population, SampleOrder, SizesRecord, Stage
@@ -90,20 +90,20 @@ def run(
 def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strategy: str = "static") -> Throughput:
     """One run on a machine of its own."""
     machine = Machine(
-        np.random.default_rng(seed), late=0.0, nodes=(8,) * max(1, workers // 8), slow=-1, ran=Everything()
+        np.random.default_rng(seed), late=0.0, nodes=(8,) * max(1, workers // 8), slow=-1, ran=EveryShape()
     )
     limits = limits_of(mode, every)
     sizes = {bucket: batch_size(bucket, limits, GEOMETRY) for bucket in BUCKETS}
     data = BatchSource(order_of(sizes, workers, seed))
     planner = Planner(wrong_profile(), PlannerConfig(strategy=strategy, static_degree=1, lookahead=0, budget_s=0.02))
     cluster = Cluster(nodes=machine.nodes)
-    heard = Heard()
+    heard = DecisionCounter()
     tokens, seconds, busy, spreads = 0.0, 0.0, 0.0, []
     with tempfile.TemporaryDirectory() as folder:
         loop = Recalibration.of(
             Path(folder),
             [StageSizes(0, limits, sizes)],
-            cast(Any, PlannerHere(planner)),  # what the loop asks of its client, without an actor between
+            cast(Any, LocalPlanner(planner)),  # what the loop asks of its client, without an actor between
             cast(Any, data),  # likewise, of its source
             Events(heard),
         )
@@ -196,7 +196,7 @@ class BatchSource:
 
 
 @dataclass
-class Heard:
+class DecisionCounter:
     """A listener that counts decisions."""
 
     decisions: list[BatchesResized] = field(default_factory=list)
@@ -210,7 +210,7 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class AnswerHere:
+class LocalAnswer:
     """An answer that is there at once."""
 
     best: dict[Bucket, int]
@@ -221,10 +221,10 @@ class AnswerHere:
 
 
 @dataclass(frozen=True)
-class PlannerHere:
+class LocalPlanner:
     """The planner without an actor around it."""
 
     planner: Planner
 
-    def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> AnswerHere:
-        return AnswerHere(best_sizes(self.planner.learned(), buckets, limits, room_gib))
+    def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> LocalAnswer:
+        return LocalAnswer(best_sizes(self.planner.learned(), buckets, limits, room_gib))

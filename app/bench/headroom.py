@@ -137,7 +137,7 @@ def write_numbers(folder: Path, family: Family) -> None:
         (folder / part / "config.json").write_text(json.dumps(fields))
 
 
-class Measured:
+class ModelFigures:
     """One model's figures on tensors without data; each is computed once."""
 
     def __init__(self, model: ModelConfig, geometry: Geometry, train: TrainConfig) -> None:
@@ -223,7 +223,7 @@ def rows(
         degrees = model.dit.degrees(_MOST)
         found = forecast(model, geometry, train, [CLIPS[clip] for clip in clips], degrees, cuda=True)
         text_tokens = model.text.most_tokens
-        measured, made = Measured(model, geometry, train), []
+        measured, made = ModelFigures(model, geometry, train), []
         for workers in counts:
             legal = [degree for degree in degrees if degree <= workers]
             bags_gib = communicators_gib(degrees, workers, PlannerConfig().bag_peers)

@@ -36,7 +36,7 @@ CASCADE_OFF, STEP_RATIO = 0.10, (0.95, 1.05)  # what must be reached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Foretold:
+class PlanComparison:
     """Plans of a run beside what was measured, over the second half of its steps."""
 
     run: str
@@ -81,7 +81,7 @@ def run(
         out.write_text(json.dumps([asdict(one) for one in found], indent=1))
 
 
-def of_tiny(lab: Lab, workers: int, steps: int, repeats: int = 3) -> Foretold:
+def of_tiny(lab: Lab, workers: int, steps: int, repeats: int = 3) -> PlanComparison:
     """The tiny model on `workers` workers of one node, from a profile of this machine."""
     from app.device.profile import run_profile
 
@@ -96,7 +96,7 @@ def of_tiny(lab: Lab, workers: int, steps: int, repeats: int = 3) -> Foretold:
     return _executed(lab, name, config, workers)
 
 
-def of_demo(lab: Lab, steps: int) -> Foretold:
+def of_demo(lab: Lab, steps: int) -> PlanComparison:
     """The demo, on the laboratory's clips."""
     shards = sorted(str(path) for path in (lab.data / "shards").glob("*.tar"))
     demo = RunConfig.load(
@@ -113,7 +113,7 @@ def of_demo(lab: Lab, steps: int) -> Foretold:
     return _executed(lab, "demo", demo, demo.workers.max)
 
 
-def _executed(lab: Lab, name: str, config: RunConfig, workers: int) -> Foretold:
+def _executed(lab: Lab, name: str, config: RunConfig, workers: int) -> PlanComparison:
     node = lab.add_node(workers=workers)
     try:
         run = lab.start(config)
@@ -126,12 +126,12 @@ def _executed(lab: Lab, name: str, config: RunConfig, workers: int) -> Foretold:
     return foretold(name, workers, run)
 
 
-def foretold(name: str, workers: int, run: LabRun) -> Foretold:
+def foretold(name: str, workers: int, run: LabRun) -> PlanComparison:
     """The second half of a run's steps."""
     late = run.metrics[len(run.metrics) // 2 :]
     errors = cascade_errors(run.spans, {line.step for line in late})
     every = [error for of in errors.values() for error in of]
-    return Foretold(
+    return PlanComparison(
         run=f"{name}, {workers} worker{'s' * (workers > 1)}",
         workers=workers,
         steps=len(late),

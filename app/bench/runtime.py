@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import typer
 
-from actors.feed.pulse import Answering
+from actors.feed.pulse import AnsweringActor
 from actors.messages import CascadeTask, SampleId
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Item
@@ -103,7 +103,7 @@ class TimedWorker(Worker):
         return TimedEncoding(self.executor)
 
 
-class WorkloadFeeder(Answering):
+class WorkloadFeeder(AnsweringActor):
     """Hands out the items of a workload file; the pixels are one byte."""
 
     def __init__(self, steps: list[list[Item]]) -> None:

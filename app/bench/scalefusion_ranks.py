@@ -34,7 +34,7 @@ from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast
 from ops.spatial_temporal.ulysses import frames_exchange
-from ops.waiting import CancelToken, Pending
+from ops.waiting import CancelToken, PendingCollective
 
 SCHEDULES = {"DSP": DSP, "intra": intra(4), "inter": Schedule()}
 ULYSSES = "Ulysses"
@@ -132,7 +132,7 @@ class PacedDevice:
         """work(x), `seconds` long where it is paced, and its backward as much longer as a backward is. That of an `x`
         without a gradient is not noticed."""
         begin = self.now()
-        out = work(_AtBackward.apply(x, lambda: self._computed(self.backward * seconds)))
+        out = work(_BackwardCall.apply(x, lambda: self._computed(self.backward * seconds)))
         self._computed(seconds)
         self.spent_s += self.now() - begin
         return out
@@ -142,7 +142,7 @@ class PacedDevice:
             self.reach(self._until + seconds)
 
 
-class _AtBackward(Function):
+class _BackwardCall(Function):
     """The same tensor; calls when its gradient is there."""
 
     @staticmethod
@@ -160,7 +160,7 @@ class _AtBackward(Function):
 class _Delivery:
     """A message that has arrived when Gloo says so and the link would have brought it."""
 
-    pending: Pending
+    pending: PendingCollective
     due: float
     link: ThrottledGroup
 

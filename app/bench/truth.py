@@ -48,7 +48,7 @@ from app.bench.truth_machine import (
     SLOW_SPEED,
     SLOW_WORKER,
     TILING,
-    Everything,
+    EveryShape,
     Machine,
 )
 from app.device.bag import MeasuredBag
@@ -102,7 +102,7 @@ class TrueProfile(Profile):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Learned:
+class StrategyResult:
     """What a run of one strategy has come to."""
 
     strategy: str
@@ -147,7 +147,7 @@ def run(
 
 def learn_live(
     strategy: str, steps: int, unseen: int, budget_s: float = 0.05, seed: int = 0, late: float = LATE
-) -> Learned:
+) -> StrategyResult:
     """One run of `steps` from the wrong profile, judged on `unseen` further ones; `late` is the share of late ranks."""
     rng = np.random.default_rng(seed)
     equal = strategy in EQUAL_SPEEDS
@@ -176,7 +176,7 @@ def learn_live(
         cluster = cluster if equal else replace(cluster, speed=speeds.factors(names))
     after = _judge(planner, judged, cluster, machine)
     errors = sorted(after.errors)
-    return Learned(
+    return StrategyResult(
         strategy=strategy,
         before=statistics.median(before.errors),
         median=statistics.median(errors),
@@ -190,7 +190,7 @@ def learn_live(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Predicted:
+class Misprediction:
     """How far predicted seconds are off the true ones, relative."""
 
     median: float
@@ -198,7 +198,7 @@ class Predicted:
     cascades: int
 
 
-def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Predicted:
+def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Misprediction:
     """Predictions for cascades whose shape was not measured, some at degrees that were not, in bags on one node or over
     two."""
     machine = _machine_of(seed)
@@ -216,11 +216,11 @@ def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Predicted:
         if spanning:
             found += profile.cross_node.fall(OVERLAP) * profile.penalty(*shape)
         errors.append(abs(found / true - 1.0))
-    return Predicted(median=statistics.median(errors), worst=max(errors), cascades=len(errors))
+    return Misprediction(median=statistics.median(errors), worst=max(errors), cascades=len(errors))
 
 
-class HiddenAlone:
-    """What `heddle profile` measures without a bag, on the hidden machine (`app.device.measuring.MeasuredAlone`)."""
+class HiddenBench:
+    """What `heddle profile` measures without a bag, on the hidden machine (`app.device.measuring.SoloBench`)."""
 
     model = SimpleNamespace(dit=MODEL)
     device = SimpleNamespace(type="cpu")
@@ -265,8 +265,8 @@ class HiddenBag(MeasuredBag):
     def close(self) -> None: ...
 
 
-class HiddenTogether:
-    """Bags and handoffs of the hidden machine (`app.device.measuring.MeasuredTogether`)."""
+class HiddenBags:
+    """Bags and handoffs of the hidden machine (`app.device.measuring.BagSource`)."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -307,8 +307,8 @@ def profiled(machine: Machine, repeats: int = 3) -> Profile:
     figures = figures_of(RunConfig.from_yaml("run: {name: truth}"), inside, over, (1, len(NODES)))
     points = by_information(points_of(shapes, inside, over), figures)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-        alone = cast(Any, HiddenAlone(machine))  # its device and its model are no more than what is asked of them
-        Measuring(alone, HiddenTogether(machine), profile, Path(folder) / "profile.json", repeats).run(points, 0.0)
+        alone = cast(Any, HiddenBench(machine))  # its device and its model are no more than what is asked of them
+        Measuring(alone, HiddenBags(machine), profile, Path(folder) / "profile.json", repeats).run(points, 0.0)
     return profile
 
 
@@ -359,16 +359,16 @@ def _true(module: Module, part: PartShape, degree: int, *, spanning: bool = Fals
 
 
 @dataclass(frozen=True, slots=True)
-class _Judged:
+class _Judgement:
     """Relative errors of predicted cascades, and seconds of the steps."""
 
     errors: list[float]
     seconds: float
 
 
-def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judged:
+def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, machine: Machine) -> _Judgement:
     """Plans of these steps as they are predicted, beside what they take without noise and late ranks."""
-    quiet = replace(machine, rng=np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, ran=Everything())
+    quiet = replace(machine, rng=np.random.default_rng(0), noise=0.0, late=0.0, absurd=0.0, ran=EveryShape())
     errors, seconds = [], 0.0
     for number, items in enumerate(steps):
         assigned = planner.plan(number, [items], cluster, (), planner_budget(planner))
@@ -378,7 +378,7 @@ def _judge(planner: Planner, steps: Sequence[list[Item]], cluster: Cluster, mach
             for span in report.spans:
                 if span.bag and span.bag[0] == int(report.worker[1:]) and span.work_s:
                     errors.append(abs((span.planned_end_s - span.planned_start_s) / span.work_s - 1.0))
-    return _Judged(errors, seconds)
+    return _Judgement(errors, seconds)
 
 
 def planner_budget(planner: Planner) -> float:

@@ -254,7 +254,7 @@ class _StepState:
     shapes: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
 
-class Everything(set[tuple[int, CascadeShape]]):
+class EveryShape(set[tuple[int, CascadeShape]]):
     """Shapes that have all run before."""
 
     def __contains__(self, shape: object) -> bool:

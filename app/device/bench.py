@@ -259,7 +259,7 @@ class Bench:
 
         captions = [self._caption(shape.text_tokens)] * shape.batch
         pictures = [np.zeros((*_PICTURE, 3), np.uint8)] * (shape.batch if self.model.text.sees_picture else 0)
-        return lambda: encode_texts(self.text, captions, self.group, _Unparted(), self.device, pictures)
+        return lambda: encode_texts(self.text, captions, self.group, _WholeMeasure(), self.device, pictures)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
@@ -281,7 +281,7 @@ class Bench:
         modules = Modules(
             config=self.model, geometry=self.geometry, dit=self.dit, vae=self.vae, text=self.text, image=self.image
         )
-        return lambda: encode_clips(modules, self.frame, video, self.group, _Unparted(), self.device)
+        return lambda: encode_clips(modules, self.frame, video, self.group, _WholeMeasure(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training; in a bag after the handoff
@@ -365,7 +365,7 @@ def _let_fall(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _Unparted:
+class _WholeMeasure:
     """Stands for what times a cascade of a run: a lack of memory is a limit here, and no reason to encode in parts."""
 
     def phase(self, name: str) -> None: ...

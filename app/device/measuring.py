@@ -36,7 +36,7 @@ _HANDOFFS = 3  # timed ones of each size, at least
 Measurable = ProfilePoint | SideFigure | LongestClip | LargestBatch
 
 
-class MeasuredAlone(Protocol):
+class SoloBench(Protocol):
     """What is measured without a bag (`app.device.bench.Bench`)."""
 
     @property
@@ -53,7 +53,7 @@ class MeasuredAlone(Protocol):
         ...
 
 
-class MeasuredTogether(Protocol):
+class BagSource(Protocol):
     """Where bags and handoffs come from."""
 
     def bag(self, degree: int, nodes: int) -> MeasuredBag: ...
@@ -61,7 +61,7 @@ class MeasuredTogether(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BagsHere:
+class ProcessBags:
     """Bags of processes of this machine or of actors on a cluster, and handoffs through Ray's object store."""
 
     config: RunConfig
@@ -82,9 +82,7 @@ class BagsHere:
 class Measuring:
     """The bags of a `heddle profile`, and what they have found so far, in `profile` and in the file `out`."""
 
-    def __init__(
-        self, bench: MeasuredAlone, together: MeasuredTogether, profile: Profile, out: Path, repeats: int
-    ) -> None:
+    def __init__(self, bench: SoloBench, together: BagSource, profile: Profile, out: Path, repeats: int) -> None:
         self._bench, self._together, self._profile, self._out, self._repeats = bench, together, profile, out, repeats
         self._device = bench.device.type
         self._bags: dict[tuple[int, int], MeasuredBag] = {}  # by degree and nodes

@@ -34,7 +34,7 @@ from actors.planning.options import tell_updates
 from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.choice import device_name, pick_device
-from app.device.measuring import BagsHere, Measurable, Measuring, is_known
+from app.device.measuring import Measurable, Measuring, ProcessBags, is_known
 from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.points import LargestBatch, LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
@@ -125,7 +125,7 @@ def run_profile(
     if len(left) < len(points):
         print(f"          {len(points) - len(left)} are known from {out} already (--fresh measures them again)")
     bench = Bench(config, model, geometry, target)
-    together = BagsHere(config=config, device=target.type, cluster=cluster)
+    together = ProcessBags(config=config, device=target.type, cluster=cluster)
     measuring = Measuring(bench, together, profile, out, repeats)
     measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
     offer_residual(profile)

@@ -20,7 +20,7 @@ from app.drawing.style import CSS
 from app.drawing.svg import BarRow, Series, bars, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
-from app.report.figures import Curve, Smoothed, Values
+from app.report.figures import Curve, RunningMean, Values
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -97,7 +97,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
     """Go through a run's records. Raises ConfigError where there is no step."""
     count = run.metrics().count()
     loss, by_time, step_s, idle, tflops = (Curve(count) for _ in range(5))
-    smooth, last = Smoothed(), Values()
+    smooth, last = RunningMean(), Values()
     values = {key: Values() for key in ("step_s", "idle_ratio", "tokens_per_s", "tflops")}
     flops = flops_by_step(run)
     seconds, number = 0.0, 0

@@ -66,7 +66,7 @@ class Curve:
         return [mean_of(*bin_) for bin_ in self._ys]
 
 
-class Smoothed:
+class RunningMean:
     """Exponential mean without the bias of its start; NaN values are stepped over."""
 
     def __init__(self) -> None:

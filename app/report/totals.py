@@ -30,7 +30,7 @@ from app.report.facts import (
     pieces,
     worst_deviations,
 )
-from app.report.figures import Curve, Smoothed, Values, mean_of
+from app.report.figures import Curve, RunningMean, Values, mean_of
 from ops.geometry import PixelShape
 
 MAX_GENERATIONS = 100  # listed from the start and from the end of the run
@@ -81,9 +81,9 @@ class StepTotals:
         self.last_losses = Values()  # of the last tenth
         self.curves = {name: Curve(count) for name in self.CURVES}
         self.smoothed = Curve(count)
-        self._smoothing = Smoothed()
+        self._smoothing = RunningMean()
         self.smoothed_by_expert: dict[str, Curve] = {}
-        self._smoothing_by_expert: dict[str, Smoothed] = defaultdict(Smoothed)
+        self._smoothing_by_expert: dict[str, RunningMean] = defaultdict(RunningMean)
         self.generations = Generations()
         self.slowest: list[tuple[float, int, StepMetrics]] = []  # a heap: seconds, minus place in the file, line
         self._halves: tuple[dict[str, list[float]], ...] = ({}, {})  # of the run: bucket -> sum and count of losses

@@ -25,10 +25,18 @@ MAX_SOURCE_FRAMES = 12 * 3600 * 60
 
 
 class Catalogue:
-    """Files under `root` with a media or caption suffix."""
+    """Files under `root` with one of the `suffixes`."""
 
-    def __init__(self, root: str, limits: LimitsConfig, suffixes: frozenset[str] = media.MEDIA_SUFFIXES) -> None:
-        self.root, self.limits = root.rstrip("/") or "/", limits
+    def __init__(
+        self,
+        root: str,
+        limits: LimitsConfig,
+        suffixes: frozenset[str] = media.MEDIA_SUFFIXES,
+        *,
+        source_frames: int = MAX_SOURCE_FRAMES,
+    ) -> None:
+        """A video that rows take parts of may have `source_frames`."""
+        self.root, self.limits, self._source_frames = root.rstrip("/") or "/", limits, source_frames
         digest = blake2b(digest_size=16)
         self._by_path: dict[str, FileStat] = {}
         self.others: list[str] = []  # files with another suffix, by path relative to the root
@@ -86,7 +94,7 @@ class Catalogue:
         if known is None:
             limits = self.limits
             if ranged:
-                limits = replace(limits, max_frames=max(limits.max_frames, MAX_SOURCE_FRAMES))
+                limits = replace(limits, max_frames=max(limits.max_frames, self._source_frames))
             try:
                 with ReadFile(file.uri, limits.retries) as opened:
                     known = media.probe(opened, 0, opened.size, media.suffix_of(file.uri), limits)

@@ -42,16 +42,20 @@ class Flash:
 class Flash3:
     name: BackendName = "flash3"
 
+    def __init__(self, installed: bool = INSTALLED, offered: bool = OFFERED) -> None:
+        """Whether its package is `installed`, and PyTorch has `offered` to put it in place."""
+        self._installed, self._offered = installed, offered
+
     def why_not(self, q: Tensor, lengths: Pair | None = None) -> str | None:
         reason = why_not_half_on_cuda(self.name, q, MOST)
         if reason is not None:
             return reason
-        if not OFFERED:
+        if not self._offered:
             return (
                 f"attention flash3 is not offered by PyTorch {torch.__version__} (activate_flash_attention_impl knows "
                 f"no {_FA3}). Install a newer PyTorch, or use flash or auto."
             )
-        if not INSTALLED:
+        if not self._installed:
             return (
                 f"attention flash3 needs the package flash_attn_3 (module {_FA3_MODULE}), which is not installed. "
                 f"Install it, or use flash or auto."

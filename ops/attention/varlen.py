@@ -10,7 +10,7 @@ N rows, H heads, d head size. Each query sees the keys of its own sequence only;
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -71,8 +71,11 @@ def attention(
     q_lengths: Lengths,
     k_lengths: Lengths,
     backend: AttentionName = "auto",
+    *,
+    most_sequences: int = MOST_SEQUENCES,
 ) -> Tensor:
-    """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows.
+    """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows. One
+    call of a backend has up to `most_sequences`.
 
     Raises ValueError when the named backend cannot serve this call; `auto` always finds one.
     """
@@ -80,8 +83,9 @@ def attention(
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
     if not q_lengths.host:  # a rank of a bag that has no rows
         return q * 0  # stays in the graph, so that backward reaches the rank's collectives
-    if len(q_lengths.host) > MOST_SEQUENCES:
-        return torch.cat([attention(*part, backend) for part in _parts(q, k, v, q_lengths, k_lengths)])
+    if len(q_lengths.host) > most_sequences:
+        parts = _parts(q, k, v, q_lengths, k_lengths, most_sequences)
+        return torch.cat([attention(*part, backend, most_sequences=most_sequences) for part in parts])
     lengths = q_lengths, k_lengths
     if _stand_in is not None:
         return _stand_in.run(q, k, v, q_lengths, k_lengths)
@@ -92,33 +96,16 @@ def attention(
 
 
 def _parts(
-    q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths
+    q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths, most_sequences: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Lengths, Lengths]]:
-    """The call as several, of MOST_SEQUENCES each."""
+    """The call as several, of `most_sequences` each."""
     q_row = k_row = 0
-    for first in range(0, len(q_lengths.host), MOST_SEQUENCES):
-        sequences = slice(first, first + MOST_SEQUENCES)
+    for first in range(0, len(q_lengths.host), most_sequences):
+        sequences = slice(first, first + most_sequences)
         q_part, k_part = q_lengths.cut(sequences), k_lengths.cut(sequences)
         q_rows, k_rows = slice(q_row, q_row + q_part.total), slice(k_row, k_row + k_part.total)
         yield q[q_rows], k[k_rows], v[k_rows], q_part, k_part
         q_row, k_row = q_rows.stop, k_rows.stop
-
-
-def choose(q: Tensor, lengths: Pair) -> Backend:
-    """What `auto` means for this call."""
-    if not q.is_cuda:  # nothing else computes gradients there
-        return backend_of("sdpa")
-    candidates = (p for p in PREFERENCES if p.suits(lengths))
-    return next(b for b in (backend_of(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
-
-
-def serving(q: Tensor) -> list[BackendName]:
-    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call."""
-    if not q.is_cuda:
-        return ["sdpa"]
-    possible = [p for p in PREFERENCES if backend_of(p.backend).why_not(q) is None]
-    always = next(i for i, p in enumerate(possible) if not p.least and not p.plans)
-    return [p.backend for p in possible[: always + 1]]
 
 
 @cache
@@ -141,6 +128,23 @@ def backend_of(name: BackendName) -> Backend:
 
         return Flash() if name == "flash" else Flash3()
     raise ValueError(f"attention {name!r} is none of auto, {', '.join(BACKEND_NAMES)}.")
+
+
+def choose(q: Tensor, lengths: Pair, backends: Callable[[BackendName], Backend] = backend_of) -> Backend:
+    """What `auto` means for this call, of the `backends` by their names."""
+    if not q.is_cuda:  # nothing else computes gradients there
+        return backends("sdpa")
+    candidates = (p for p in PREFERENCES if p.suits(lengths))
+    return next(b for b in (backends(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
+
+
+def serving(q: Tensor, backends: Callable[[BackendName], Backend] = backend_of) -> list[BackendName]:
+    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call."""
+    if not q.is_cuda:
+        return ["sdpa"]
+    possible = [p for p in PREFERENCES if backends(p.backend).why_not(q) is None]
+    always = next(i for i, p in enumerate(possible) if not p.least and not p.plans)
+    return [p.backend for p in possible[: always + 1]]
 
 
 def check_backend(

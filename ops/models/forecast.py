@@ -50,7 +50,7 @@ from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
 from ops.train_pass import PassClip, train_pass
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 GIB = 2**30
 _SHORT = (2, 3)  # blocks of the models that stand for a deep one
@@ -75,8 +75,8 @@ class _PretendGroup(Group):
 
     def all_to_all_async(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int]
-    ) -> Pending:
-        return Pending(None, None, "nothing")
+    ) -> PendingCollective:
+        return PendingCollective(None, None, "nothing")
 
     def broadcast(self, tensor: Tensor, source_rank: int) -> None: ...
 
@@ -137,7 +137,7 @@ class _PretendBlocks:
     def settle(self) -> None: ...
 
 
-class _Fetched(NodeParameters):
+class _FetchedParameters(NodeParameters):
     """Parameters of a node whose other workers are not there. `host_bytes` of them are no device's."""
 
     def __init__(
@@ -177,7 +177,7 @@ def pass_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
         slice_by(dit, WHOLE)
-        sync = FlatSync(dit, OptimizerConfig(), 1, parameters=_Fetched if fetched else "replicated")
+        sync = FlatSync(dit, OptimizerConfig(), 1, parameters=_FetchedParameters if fetched else "replicated")
         if fetched:
             sync.form(Group.solo(), None)
         sync.begin_step()
@@ -246,12 +246,12 @@ def _layout_read(sequences: Sequence[PackedSequence], degree: int) -> Layout:
 
 def _buffers(sync: FlatSync) -> list[Tensor]:
     """Buffers of a device through which blocks come."""
-    return sync.parameters.blocks_here.buffers if isinstance(sync.parameters, _Fetched) else []
+    return sync.parameters.blocks_here.buffers if isinstance(sync.parameters, _FetchedParameters) else []
 
 
 def _on_host(sync: FlatSync) -> int:
     """Bytes of parameters that lie in memory of the host."""
-    return sync.parameters.host_bytes if isinstance(sync.parameters, _Fetched) else 0
+    return sync.parameters.host_bytes if isinstance(sync.parameters, _FetchedParameters) else 0
 
 
 def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
@@ -292,7 +292,7 @@ class _PretendPeers:
     def wait(self) -> None: ...
 
 
-class _Reserved(NodeGradients):
+class _ReservedGradients(NodeGradients):
     """A node's gradient of which this worker's part is taken, and nothing else."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> None:
@@ -318,13 +318,15 @@ def states_bytes(
     """
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
         dit = _without_data(config, precision.parameters)
-        gradients_of = _Reserved if per_node else gradients_in("own")
-        sync = FlatSync(dit, optimizer, 1, gradients=gradients_of, parameters=_Fetched if fetched else "replicated")
+        gradients_of = _ReservedGradients if per_node else gradients_in("own")
+        sync = FlatSync(
+            dit, optimizer, 1, gradients=gradients_of, parameters=_FetchedParameters if fetched else "replicated"
+        )
         group = _PretendGroup(workers)
         group.nodes = tuple(rank // (per_node or workers) for rank in range(workers))
         sync.form(group, None)
         gradients = sync.gradients
-        staged = gradients.part_here.buffers if isinstance(gradients, _Reserved) else []
+        staged = gradients.part_here.buffers if isinstance(gradients, _ReservedGradients) else []
         held = [sync.gradient(), *staged, *dit.parameters(), *dit.buffers(), *_buffers(sync)]
         return count.live_bytes - _on_host(sync), storage_bytes(held) - _on_host(sync)
 
@@ -395,13 +397,13 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
 
 def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
     if config.recipe is None:
-        return T5Text(t5_skeleton(config), _Long(tokens), config, "cpu")
+        return T5Text(t5_skeleton(config), _FixedTokenizer(tokens), config, "cpu")
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
-    first, pooled = _Long(tokens + recipe.crop), _Long(recipe.pooled_tokens)
+    first, pooled = _FixedTokenizer(tokens + recipe.crop), _FixedTokenizer(recipe.pooled_tokens)
     if not recipe.picture:
         return pooled_text(encoder, first, second, pooled, config, "cpu")
     shape: Any = encoder.config  # of a LlavaModel: to torch it may be any attribute
-    first = _Long(max(1, tokens - config.picture_rows) + recipe.crop + recipe.picture.dropped)
+    first = _FixedTokenizer(max(1, tokens - config.picture_rows) + recipe.crop + recipe.picture.dropped)
     first.input_ids[0] = shape.image_token_index
     size = shape.vision_config.image_size
 
@@ -425,13 +427,13 @@ def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:
         return EncoderNeed(weights_gib=storage_bytes(encoder.parameters()) / GIB, peak_gib=count.peak_bytes / GIB)
 
 
-class _Long:
+class _FixedTokenizer:
     """A tokenizer for which every caption has the same number of tokens."""
 
     def __init__(self, tokens: int) -> None:
         self.input_ids = [0] * tokens
 
-    def __call__(self, text: str, /, **options: object) -> _Long:
+    def __call__(self, text: str, /, **options: object) -> _FixedTokenizer:
         return self
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ops.models.base.family import Json, VAEClass
-from ops.models.base.tiles import clips_at_once
+from ops.models.base.tiles import VAE_BATCH_PIXELS, clips_at_once
 from ops.models.base.vae import DiffusersVAE, LatentFacts, PixelForm
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
@@ -67,9 +67,11 @@ def lay_out(module: nn.Module, layout: torch.memory_format) -> None:
             weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
 
 
-def clip_groups(clips: int, frames: int, height: int, width: int) -> Sequence[range]:
-    """Clips that are encoded together: the memory for that does not grow with the batch."""
-    step = clips_at_once(frames, height, width)
+def clip_groups(
+    clips: int, frames: int, height: int, width: int, *, batch_pixels: int = VAE_BATCH_PIXELS
+) -> Sequence[range]:
+    """Clips that are encoded together, see `clips_at_once`: the memory for that does not grow with the batch."""
+    step = clips_at_once(frames, height, width, batch_pixels=batch_pixels)
     return [range(start, min(start + step, clips)) for start in range(0, clips, step)]
 
 

@@ -30,7 +30,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-class _Stored(Protocol):
+class _StoredTensor(Protocol):
     """One tensor of a file, not yet read."""
 
     def get_shape(self) -> list[int]: ...
@@ -42,7 +42,7 @@ class _WeightFile(Protocol):
 
     def keys(self) -> list[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...
-    def get_slice(self, name: str) -> _Stored: ...
+    def get_slice(self, name: str) -> _StoredTensor: ...
 
 
 def iterate(folder: Path) -> Iterator[tuple[str, Tensor]]:

@@ -80,7 +80,7 @@ WHOLE = SliceRates(row_s=1.0, key_s=0.0, moved_s=0.0, slice_s=1.0, part_s=1.0, b
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScheduleOf:
+class SlicingRule:
     """How each stack of a pack is sliced. Without rates, where nobody knows what anything costs, `auto` is the paper's
     choice."""
 

@@ -18,7 +18,7 @@ from ops.attention.lengths import Lengths
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Layout
-from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.schedule import Grid
 
 
@@ -52,7 +52,7 @@ class Rest:
     received: tuple[int, ...]  # rows from each rank
 
     @staticmethod
-    def of(layout: Layout, how: ScheduleOf, no_text: int = 0) -> Rest:
+    def of(layout: Layout, how: SlicingRule, no_text: int = 0) -> Rest:
         """The rest for the rank and degree of the layout, each stack by its own schedule, in host memory
         (`Layout.made`). `no_text` rows stand for a text without rows."""
         texts = [rows or no_text for rows in layout.text_lengths]
@@ -118,14 +118,14 @@ def from_rest(stacks: Sequence[Tensor], rest: Rest, group: Group) -> Tensor:
 _Members = tuple[tuple[int, ...], tuple[int, int, int], Grid]  # of a stack, on some rank
 
 
-def _stacks(layout: Layout, how: ScheduleOf, rank: int) -> list[_Members]:
+def _stacks(layout: Layout, how: SlicingRule, rank: int) -> list[_Members]:
     members: dict[tuple[int, int, int], list[int]] = {}
     for index, sequence in enumerate(layout.sequences):
         members.setdefault(sequence.grid, []).append(index)
     return [(tuple(indices), grid, _split(layout, grid, indices, how, rank)) for grid, indices in members.items()]
 
 
-def _split(layout: Layout, grid: tuple[int, int, int], members: Sequence[int], how: ScheduleOf, rank: int) -> Grid:
+def _split(layout: Layout, grid: tuple[int, int, int], members: Sequence[int], how: SlicingRule, rank: int) -> Grid:
     """What a rank holds of a stack. All ranks find the same schedule: it depends on nothing but the layout and `how`,
     which all of them are given alike."""
     frames, positions, samples = grid[0], grid[1] * grid[2], len(members)

@@ -4,8 +4,8 @@ B samples, C width. A part is what a slice of the layer before (`source`) holds 
 (`target`); it travels as rows [cut, own source, B, C], rank by rank. Sending is asynchronous: NCCL runs it on a stream
 of its own after the work that was queued before, Gloo in its own threads.
 
-Autograd runs functions in the reverse order of their creation, on every rank alike. So the backward of `_Arrive` (a
-slice's gradient is there: send its parts) and of `_Depart` (a slice needs its gradient: wait) follow
+Autograd runs functions in the reverse order of their creation, on every rank alike. So the backward of `_Arrival` (a
+slice's gradient is there: send its parts) and of `_Departure` (a slice needs its gradient: wait) follow
 `backward_program` without any further bookkeeping; the tensors between the two carry no data, as the parts are on the
 way. Buffers live from the packing of a part until its arrival.
 """
@@ -22,14 +22,14 @@ from torch.autograd import Function
 from ops.comm import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.spatial_temporal.schedule import Grid, axis_of, length_of, returned_at_once, returned_later
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 
 @dataclass(slots=True)
 class PartInFlight:
     """A part between two ranks' slices: the sender may not touch `sent` before it has arrived."""
 
-    pending: Pending
+    pending: PendingCollective
     received: Tensor
     sent: Tensor
 
@@ -52,7 +52,7 @@ class Relayout:
 
     def depart(self, source: int, block: Tensor) -> None:
         """A slice of the layer before is done: [B, t, S, C] or [B, T, s, C] of own rows. Sends nothing yet."""
-        for target, rows in enumerate(_Depart.apply(self, source, block)):
+        for target, rows in enumerate(_Departure.apply(self, source, block)):
             self._packed[target, source] = rows
 
     def send(self, target: int, source: int) -> None:
@@ -63,7 +63,7 @@ class Relayout:
     def arrive(self, target: int) -> Tensor:
         """Waits for all parts of a slice of the layer; the block it computes on."""
         rows = [self._packed.pop((target, source)) for source in range(self.num_sources)]
-        block: Tensor = _Arrive.apply(self, target, *rows)
+        block: Tensor = _Arrival.apply(self, target, *rows)
         return block
 
     # What the functions do ------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Relayout:
         buffer = rows.new_empty(sum(received), *rows.shape[1:])
         whole = self.grid.part(self.target_axis, target), self.grid.part(self.source_axis, source)
         if not all(map(length_of, whole)):  # on every rank
-            return PartInFlight(Pending(None, None, "an empty part"), buffer, rows)
+            return PartInFlight(PendingCollective(None, None, "an empty part"), buffer, rows)
         return PartInFlight(self.group.all_to_all_async(buffer, rows, received, sent), buffer, rows)
 
     # Shapes ----------------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class _Slice(Context, Protocol):
     shapes: tuple[torch.Size, ...]
 
 
-class _Depart(Function):
+class _Departure(Function):
     """A block to its parts. Its backward waits for their gradients, which no tensor carries."""
 
     @staticmethod
@@ -175,7 +175,7 @@ class _Depart(Function):
         return None, None, ctx.relayout.unpack_gradient(ctx.index, tokens[0])
 
 
-class _Arrive(Function):
+class _Arrival(Function):
     """Parts to a block. Its backward sends their gradients and hands back zeros without memory in their place."""
 
     @staticmethod

@@ -18,7 +18,7 @@ from actors.messages import WorkerSettings
 from actors.worker.aside import Asides
 from actors.worker.executor import Executor
 from actors.worker.heartbeat import Mailbox
-from actors.worker.meter import Unmetered
+from actors.worker.meter import NoMeter
 from actors.worker.worker import Worker
 from app.bench.gpu.node_peers import NodePeers
 from ops.node_gradients import NodeGradients
@@ -146,7 +146,7 @@ class ShortWorker(Worker):
             raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
 
 
-class FullMeter(Unmetered):
+class FullMeter(NoMeter):
     """A device of which training leaves nothing."""
 
     def room_gib(self) -> float | None:

@@ -7,12 +7,12 @@ import pytest
 from actors.messages import Span
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode
-from app.bench.truth import Learned, learn_live, predicted_by_profile
+from app.bench.truth import StrategyResult, learn_live, predicted_by_profile
 
 STEPS, UNSEEN, BUDGET_S = 200, 10, 0.02
 
 
-def learnt(strategy: str) -> Learned:
+def learnt(strategy: str) -> StrategyResult:
     return learn_live(strategy, STEPS, UNSEEN, BUDGET_S)
 
 

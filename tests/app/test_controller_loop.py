@@ -6,8 +6,9 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any, NoReturn
 
 import pytest
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, OutOfMemoryError, RayTaskError
@@ -23,9 +24,27 @@ LEFT = "7 steps are only in memory"
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 
+def failing(error: Exception) -> Callable[..., NoReturn]:
+    """Stands for what raises this error whenever it is called."""
+
+    def fail(*given: Any, **named: Any) -> NoReturn:
+        raise error
+
+    return fail
+
+
+class FailingController:
+    """A controller whose run ends with an error."""
+
+    left = LEFT
+
+    def __init__(self, error: Exception) -> None:
+        self.train = failing(error)
+
+
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> dict[str, object]:
-    train = Mock(side_effect=error)
-    monkeypatch.setattr("actors.run.assemble.start_controller", Mock(return_value=Mock(train=train, left=LEFT)))
+    start = lambda *given, **named: FailingController(error)  # noqa: E731
+    monkeypatch.setattr("actors.run.assemble.start_controller", start)
     controller_loop(settings(folder))
     outcome: dict[str, object] = json.loads((folder / OUTCOME).read_text())
     return outcome
@@ -70,9 +89,9 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 ) -> None:
     """Before there is a controller, and with no place for the outcome either: it is returned."""
     full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "events"))
-    monkeypatch.setattr("app.run.controller_process.Recorder", Mock(side_effect=full))
-    monkeypatch.setattr("actors.run.rescue.rescue", Mock(return_value=LEFT))
-    monkeypatch.setattr("os.replace", Mock(side_effect=full))
+    monkeypatch.setattr("app.run.controller_process.Recorder", failing(full))
+    monkeypatch.setattr("actors.run.rescue.rescue", lambda config: LEFT)
+    monkeypatch.setattr("os.replace", failing(full))
     outcome = controller_loop(settings(tmp_path))
     assert outcome is not None and outcome["code"] == 1
     assert outcome["reason"] == (
@@ -83,7 +102,7 @@ def test_a_disk_that_takes_no_file_ends_the_run_with_a_sentence_and_what_the_kee
 def test_a_controller_whose_folder_another_start_has_taken_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actors.run.assemble.start_controller", Mock())
+    monkeypatch.setattr("actors.run.assemble.start_controller", failing(AssertionError("a controller was started")))
     folder = tmp_path / "run"
     folder.mkdir()
     with FolderLock(lock_path(folder, "driver"), token="the other start") as other:

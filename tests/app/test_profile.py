@@ -20,7 +20,7 @@ from actors.worker.meter import TensorMeter
 from app.device.bag import PipedBag, carried_out, degrees_here
 from app.device.bench import Bench
 from app.device.choice import pick_device
-from app.device.measuring import BagsHere, Measuring, footprint_of, is_known
+from app.device.measuring import Measuring, ProcessBags, footprint_of, is_known
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, timed
 from app.device.profile import (
     by_information,
@@ -45,7 +45,7 @@ DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 TINY = ["data.buckets.table=[1x32x32, 5x32x48]", "data.batch.max_batch=3", "model.dit.num_layers=1"]
 
 
-BAGS = BagsHere(config=RunConfig.load(DEMO), device="cpu")
+BAGS = ProcessBags(config=RunConfig.load(DEMO), device="cpu")
 
 
 def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from app.sampling.model import saved_model
 from app.sampling.published import published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import Published, shift_of
+from ops.models.base.family import PublishedUse, shift_of
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -138,7 +138,7 @@ def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
 
 
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
-    def published(index: dict[str, Any], inside: int, outside: int) -> Published:
+    def published(index: dict[str, Any], inside: int, outside: int) -> PublishedUse:
         return FAMILIES["wan"].published(index, {"in_channels": inside, "out_channels": outside})
 
     plain, image, five = published({}, 16, 16), published({}, 36, 16), published({"expand_timesteps": True}, 48, 48)

@@ -39,7 +39,10 @@ NODES = {"3+1": (0, 0, 0, 1)}  # else one
 
 
 class Unlocked(RangeLock):
-    """Everybody has it."""
+    """Everybody has it. Of no memory."""
+
+    def __init__(self) -> None:
+        self._descriptor = -1
 
     def try_acquire(self, lo: int, hi: int) -> bool:
         return True
@@ -109,8 +112,7 @@ def main(rank: int, size: int, port: int, case: str, memory: str) -> None:
         gradients.form(group, bounds)
         if case == "unlocked":
             assert isinstance(gradients.sum, SharedSum)
-            gradients.sum._lock = Unlocked.__new__(Unlocked)
-            gradients.sum._lock._descriptor = -1
+            gradients.sum._lock = Unlocked()
         for step in range(STEPS):
             run_step(rank, parameters, gradients, step, dies)
             print(wrong(gradients, lo, hi, list(world), step), flush=True)

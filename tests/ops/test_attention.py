@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.attention import flash, varlen
+from ops.attention import varlen
 from ops.attention.backend import Backend
+from ops.attention.flash import Flash3
 from ops.attention.flex import BLOCK, document_mask
 from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
@@ -54,10 +57,9 @@ def test_more_sequences_than_a_grid_of_cuda_takes_are_several_calls(
 
     monkeypatch.setattr(Lengths, "__eq__", lambda a, b: a.host == b.host and torch.equal(a.offsets, b.offsets))
     monkeypatch.setattr(Sdpa, "run", counted)
-    monkeypatch.setattr(varlen, "MOST_SEQUENCES", most)
     q_lengths, k_lengths = CASES[case]
     q, k, v = (torch.randn(sum(n), 3, 8, dtype=torch.float64) for n in (q_lengths, k_lengths, k_lengths))
-    found = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths))
+    found = attention(q, k, v, Lengths.of(q_lengths), Lengths.of(k_lengths), most_sequences=most)
     torch.testing.assert_close(found, reference(q, k, v, q_lengths, k_lengths), **FP64)
     assert sum(calls) == len(q_lengths) and max(calls) <= most
 
@@ -151,6 +153,11 @@ class OnCuda:
         self.requires_grad = True
 
 
+def backends(**flash3: bool) -> Callable[[BackendName], Backend]:
+    """All backends, of a machine where FlashAttention 3 is so."""
+    return lambda name: Flash3(**flash3) if name == "flash3" else backend_of(name)
+
+
 def refusal(name: BackendName, q: object, *pair: tuple[int, ...]) -> str:
     lengths = (Lengths.of(pair[0]), Lengths.of(pair[1])) if pair else None
     return backend_of(name).why_not(q, lengths) or ""  # type: ignore[arg-type]
@@ -171,58 +178,57 @@ def test_refusals_on_cuda_name_dtype_head_size_and_lengths() -> None:
 
 
 def test_flash3_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flash, "INSTALLED", False)
-    assert "needs the package flash_attn_3 (module flash_attn_interface)" in refusal("flash3", OnCuda())
-    monkeypatch.setattr(flash, "INSTALLED", True)
+    def said(**flash3: bool) -> str | None:
+        return Flash3(**flash3).why_not(OnCuda())  # type: ignore[arg-type]
+
+    assert "needs the package flash_attn_3 (module flash_attn_interface)" in (said(installed=False) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert "runs on sm_90; this device is sm_80" in refusal("flash3", OnCuda())
+    assert "runs on sm_90; this device is sm_80" in (said(installed=True) or "")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert refusal("flash3", OnCuda()) == ""
-    monkeypatch.setattr(flash, "OFFERED", False)
-    assert "is not offered by PyTorch" in refusal("flash3", OnCuda())
+    assert said(installed=True) is None
+    assert "is not offered by PyTorch" in (said(installed=True, offered=False) or "")
 
 
 def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    def auto(q: OnCuda, *pair: tuple[int, ...]) -> str:
-        return choose(q, (Lengths.of(pair[0]), Lengths.of(pair[-1]))).name  # type: ignore[arg-type]
+    def auto(q: OnCuda, *pair: tuple[int, ...], flash3: bool = False) -> str:
+        lengths = Lengths.of(pair[0]), Lengths.of(pair[-1])
+        return choose(q, lengths, backends(installed=flash3)).name  # type: ignore[arg-type]
 
-    monkeypatch.setattr(flash, "INSTALLED", False)
     assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (2048,), (1024,)) == "cudnn"
     assert auto(OnCuda(), (2048,), (512,)) == "flash" and auto(OnCuda(), (512,), (2048,)) == "flash"
     assert auto(OnCuda(), (2048, 2047)) == "flash" and auto(OnCuda(), (64, 64)) == "flash"
     assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
-    monkeypatch.setattr(flash, "INSTALLED", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert auto(OnCuda(), (2048, 2047)) == "flash3" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
+    assert auto(OnCuda(), (2048, 2047), flash3=True) == "flash3"
+    assert auto(OnCuda(torch.float32), (2048,), flash3=True) == "sdpa"
 
 
-def test_lengths_of_captions_are_no_shapes_to_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lengths_of_captions_are_no_shapes_to_plan() -> None:
     """cuDNN plans each new shape: captions of their true length would be planned for in every cascade."""
     from ops.models.config import TextConfig
     from ops.packing import Layout, Sequence
 
-    monkeypatch.setattr(flash, "INSTALLED", False)
-    q = OnCuda()
+    def auto(*pair: Lengths) -> str:
+        return choose(OnCuda(), (pair[0], pair[-1]), backends(installed=False)).name  # type: ignore[arg-type]
+
     for padded, backend in ((False, "flash"), (True, "cudnn")):
         layout = Layout([Sequence((5, 20, 20), 77)], text_recurs=padded)
         video, joint = layout.video_exchange.lengths, layout.joint_exchange.lengths
-        assert choose(q, (video, video)).name == "cudnn" and choose(q, (joint, joint)).name == backend  # type: ignore[arg-type]
+        assert auto(video) == "cudnn" and auto(joint) == backend
         assert joint.cut(slice(0, 1)).recur == layout.text.recur == padded
         shared = Layout([Sequence((5, 20, 20), 77)], 2, 0, text_recurs=padded).joint_exchange.shared(3)
         assert {piece.lengths.recur for piece in shared.pieces} == {padded}
-    assert choose(q, (Layout([Sequence((5, 20, 20), 0)]).joint_exchange.lengths,) * 2).name == "cudnn"  # type: ignore[arg-type]
+    assert auto(Layout([Sequence((5, 20, 20), 0)]).joint_exchange.lengths) == "cudnn"
     assert TextConfig(max_length=512, pad_to=512).is_padded and not TextConfig(max_length=512).is_padded
     assert not TextConfig(max_length=512, pad_to=128).is_padded
 
 
 def test_what_auto_comes_to_is_known_without_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Costs that were measured where flash3 is installed are not those of the same setting where it is not."""
-    monkeypatch.setattr(flash, "INSTALLED", False)
-    found = [serving(q) for q in (OnCuda(), OnCuda(size=256), OnCuda(torch.float32))]  # type: ignore[arg-type]
-    assert found == [["cudnn", "flash"], ["flash"], ["sdpa"]]
-    monkeypatch.setattr(flash, "INSTALLED", True)
+    without, queries = backends(installed=False), (OnCuda(), OnCuda(size=256), OnCuda(torch.float32))
+    assert [serving(q, without) for q in queries] == [["cudnn", "flash"], ["flash"], ["sdpa"]]  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    assert serving(OnCuda()) == ["flash3"]  # type: ignore[arg-type]
+    assert serving(OnCuda(), backends(installed=True)) == ["flash3"]  # type: ignore[arg-type]
     assert serving(torch.empty(0, 1, 128)) == ["sdpa"]
 
 

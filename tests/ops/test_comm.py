@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from ops.comm import Group, _bury, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience, Pending, WaitClock
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -37,7 +37,13 @@ SOON_S = 60.0  # at once, on such a machine: long before the limit of a rank tha
 
 
 def run_ranks(
-    size: int, work: Callable[[int, Groups], Any], *, generation: int = 0, timeout_s: float = LIMIT_S, store: Any = None
+    size: int,
+    work: Callable[[int, Groups], Any],
+    *,
+    generation: int = 0,
+    timeout_s: float = LIMIT_S,
+    grace_s: float = 5.0,
+    store: Any = None,
 ) -> list[Any]:
     """`work(rank, groups)` on threads; their results, or the first error."""
     store, token = store or dist.HashStore(), CancelToken()
@@ -45,7 +51,8 @@ def run_ranks(
     errors: list[BaseException] = []
 
     def rank_main(rank: int) -> None:
-        groups = Groups(store, rank, tuple(range(size)), "gloo", generation, timeout_s, token, "127.0.0.1")
+        world = tuple(range(size))
+        groups = Groups(store, rank, world, "gloo", generation, timeout_s, token, "127.0.0.1", grace_s=grace_s)
         try:
             results[rank] = work(rank, groups)
         except BaseException as error:
@@ -139,9 +146,8 @@ def test_reduce_scatter_and_all_gather_of_unpadded_ranges(bounds: list[tuple[int
         assert torch.equal(flat, expected)
 
 
-def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_may_begin_long_before_the_last_member_joins_it() -> None:
     """Longer than the backend's own time-out; only a rank that waits has a limit."""
-    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.0)
     bounds = [(0, 5), (5, 5)]  # all of it belongs to rank 0
 
     def work(rank: int, groups: Groups) -> list[float]:
@@ -156,7 +162,7 @@ def test_a_sum_may_begin_long_before_the_last_member_joins_it(monkeypatch: pytes
             one.wait()
         return flat.tolist()
 
-    assert run_ranks(2, work, timeout_s=3.0)[0] == [3.0] * 5
+    assert run_ranks(2, work, timeout_s=3.0, grace_s=0.0)[0] == [3.0] * 5
 
 
 def test_solo_group_is_local() -> None:
@@ -438,7 +444,7 @@ def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: p
     group = Group(Communicator(), (0, 1), 0, LIMIT_S, clock=clock)  # type: ignore[arg-type]
     marks = []
     for name in ("all_reduce", "broadcast"):
-        pending = Pending(group, Communicator(), name, stream_ordered=True)  # type: ignore[arg-type]
+        pending = PendingCollective(group, Communicator(), name, stream_ordered=True)  # type: ignore[arg-type]
         pending.wait()
         queued = group._queued[-1].wait
         marks += [queued.before, queued.after]
@@ -522,11 +528,11 @@ def test_a_group_whose_communicator_cannot_be_aborted_is_ended_all_the_same() ->
 
 def test_a_wait_may_end_while_another_thread_looks_through_what_is_in_flight() -> None:
     group = on_nccl(Communicator())
-    pending = [Pending(group, Ended(), "all_reduce") for _ in range(3)]
+    pending = [PendingCollective(group, Ended(), "all_reduce") for _ in range(3)]
     waits: list[threading.Thread] = []
 
-    class Slow(set[Pending]):
-        def __iter__(self) -> Iterator[Pending]:
+    class Slow(set[PendingCollective]):
+        def __iter__(self) -> Iterator[PendingCollective]:
             for one in super().__iter__():
                 yield one
                 if not waits:

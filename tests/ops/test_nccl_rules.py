@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from threading import Barrier, Event, Thread
 from typing import Any
 
@@ -15,15 +16,10 @@ from ops.groups import Groups
 from ops.shards import padding, shard_bounds
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.nccl_rules import AgainstNccl, LazyGroup, nccl_rules
-from tests.ops.test_comm import LIMIT_S, SOON_S, run_ranks
+from tests.ops import test_comm
+from tests.ops.test_comm import LIMIT_S, SOON_S
 
-
-@pytest.fixture(autouse=True)
-def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that waits for one that has raised gives up soon."""
-    monkeypatch.setattr("ops.groups._GRACE_SECONDS", 0.2)
-
-
+run_ranks = partial(test_comm.run_ranks, grace_s=0.2)  # a rank that waits for one that has raised gives up soon
 FIRST, SECOND = (0, 1), (0, 1, 2)
 
 
@@ -132,7 +128,7 @@ def test_a_member_that_stops_while_its_communicator_is_made_holds_up_no_worker(m
         raise RuntimeError("the connection was closed")
 
     def one(rank: int, store: dist.Store) -> None:
-        groups = Groups(store, rank, FIRST, "gloo", 0, LIMIT_S, token, "127.0.0.1")
+        groups = Groups(store, rank, FIRST, "gloo", 0, LIMIT_S, token, "127.0.0.1", grace_s=0.2)
         try:
             groups.get(FIRST)
         except Exception as error:

@@ -100,10 +100,10 @@ def test_a_worker_that_was_stopped_in_a_push_is_ended_before_the_memory_goes() -
     assert found == [(0, ["broken"] + ["0"] * STEPS)] * (WORKERS - 1)
 
 
-def made(size: int = 8) -> tuple[list[nn.Parameter], NodeGradients]:
+def made(size: int = 8, **limits: int) -> tuple[list[nn.Parameter], NodeGradients]:
     parameters = [nn.Parameter(torch.zeros(size)), nn.Parameter(torch.zeros(size))]
     layout = slots([(str(i), p) for i, p in enumerate(parameters)])
-    return parameters, NodeGradients(parameters, layout, [SharedSum(layout[-1].hi, torch.float32)])
+    return parameters, NodeGradients(parameters, layout, [SharedSum(layout[-1].hi, torch.float32, **limits)])
 
 
 def receive(parameters: Sequence[nn.Parameter], gradients: NodeGradients, index: int, value: float) -> None:
@@ -154,8 +154,7 @@ def test_a_lock_that_a_stopped_worker_holds_delays_the_end_until_the_generation_
 
 
 def test_waiting_gradients_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.node_sum._WAITING_BYTES", 40)
-    parameters, gradients = made()
+    parameters, gradients = made(waiting_bytes=40)
     gradients.form(Group.solo(), [(0, 16)])
     gradients.begin_step()
     other = lock_of_another(gradients)

@@ -146,11 +146,9 @@ def test_another_key_is_other_weights(key: str) -> None:
     assert NodeWeights.of(f"{key} in another dtype", numbers).read_here and kept.read_here
 
 
-def test_an_address_that_lends_nothing_is_named(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.node_weights._PATIENCE_S", 0.05)
-    monkeypatch.setattr("ops.node_weights._TRIES", 2)
+def test_an_address_that_lends_nothing_is_named(key: str) -> None:
     squatter = claim(_number_of(key))
     assert squatter is not None
     with pytest.raises(ConnectionError, match="has the address of these weights and does not lend them"):
-        NodeWeights.of(key, never)
+        NodeWeights.of(key, never, tries=2, patience_s=0.05)
     squatter.close()

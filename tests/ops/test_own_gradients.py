@@ -157,9 +157,8 @@ class Held(Group):
 
 
 @pytest.mark.parametrize("late", ["start", "in the last backward"])
-def test_parts_that_wait_to_be_added_take_bounded_memory(late: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_that_wait_to_be_added_take_bounded_memory(late: str) -> None:
     """Rank 0 adds nothing and comes first, as one without a cascade does; all at once would take a whole gradient."""
-    monkeypatch.setattr("ops.own_gradients._AHEAD_BYTES", 4 * 300)
     slots, size = layout(*[50] * 40), 2
     total = slots[-1].hi
     waiting = threading.Event()
@@ -168,7 +167,7 @@ def test_parts_that_wait_to_be_added_take_bounded_memory(late: str, monkeypatch:
         group.__class__ = Held
         assert isinstance(group, Held)
         parameters = [nn.Parameter(torch.zeros(slot.shape)) for slot in slots]
-        one = OwnGradients(parameters, slots, torch.float32, 50)
+        one = OwnGradients(parameters, slots, torch.float32, 50, ahead_bytes=4 * 300)
         one.form(group, shard_bounds(total, size))
         one.begin_step()
         one.flat.copy_(torch.arange(float(total)) * (rank + 1))

@@ -231,9 +231,9 @@ class SlowCopies(HostCopies):
         return copy, arrive
 
 
-def in_host(copies: HostCopies) -> NodeGradients:
+def in_host(copies: HostCopies, **limits: int) -> NodeGradients:
     parameters, layout = parameters_of()
-    return NodeGradients(parameters, layout, [HostSum(layout[-1].hi, torch.float32, copies)])
+    return NodeGradients(parameters, layout, [HostSum(layout[-1].hi, torch.float32, copies, **limits)])
 
 
 def test_host_memory_waits_for_copies_and_is_pinned_where_it_is_read(run_ranks: RunRanks) -> None:
@@ -273,9 +273,8 @@ def test_an_addition_that_fails_beside_the_worker_fails_the_step() -> None:
     assert torch.equal(gradients.part(0, sum(SIZES)), wanted(1))
 
 
-def test_copies_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.host_sum._AHEAD_BYTES", 40_000)
-    gradients = in_host(SlowCopies())
+def test_copies_do_not_pile_up() -> None:
+    gradients = in_host(SlowCopies(), ahead_bytes=40_000)
     gradients.form(Group.solo(), [(0, sum(SIZES))])
     gradients.begin_step()
     for index in itertools.islice(itertools.cycle(range(len(SIZES))), 60):

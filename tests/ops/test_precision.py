@@ -57,17 +57,15 @@ def test_modulation_of_bf16_weights_is_that_of_fp32_arithmetic(case: str, autoca
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_a_precise_product_and_its_gradients_are_those_of_fp32(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(precision, "_PART_ELEMENTS", 40)  # parts of two rows, and a last one of one
+def test_a_precise_product_and_its_gradients_are_those_of_fp32(dtype: torch.dtype) -> None:
+    """In parts of two rows, and a last one of one."""
     computed = torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(16, 5).to(dtype)
     x = torch.randn(3, 16, generator=generator, dtype=computed).requires_grad_()
     cotangent = torch.randn(3, 5, generator=generator, dtype=computed)
     with torch.autocast("cpu", torch.bfloat16):
-        out = precise_linear(layer, x)
+        out = precise_linear(layer, x, part_elements=40)
         out.backward(cotangent)
     again = x.detach().clone().requires_grad_()
     weight, bias = (part.detach().to(computed).requires_grad_() for part in (layer.weight, layer.bias))

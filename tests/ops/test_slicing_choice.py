@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.spatial_temporal.choice import ScheduleOf, SliceRates, choose
+from ops.spatial_temporal.choice import SliceRates, SlicingRule, choose
 from ops.spatial_temporal.schedule import DSP, Schedule
 from ops.spatial_temporal.simulate import LayerCosts, best_schedule, simulate
 from ops.spatial_temporal.slicing import AUTO, Slicing
@@ -101,13 +101,13 @@ def test_numbers_that_are_given_stay_and_the_rest_is_filled_in(
         assert any(lead != "auto" and lead > (8 if count == "auto" else count) for count, lead in leads)
         return
     for rates in (None, RATES):
-        found = ScheduleOf(slicing=slicing, rates=rates, training=training).stack(frames, positions, 2, 7, degree)
+        found = SlicingRule(slicing=slicing, rates=rates, training=training).stack(frames, positions, 2, 7, degree)
         for name, value in given_numbers.items():
             assert value in ("auto", getattr(found, name))
 
 
 def test_without_rates_auto_is_the_paper() -> None:
-    assert ScheduleOf(slicing=AUTO).stack(16, 64, 1, 0, 2) == Schedule()
+    assert SlicingRule(slicing=AUTO).stack(16, 64, 1, 0, 2) == Schedule()
 
 
 def test_a_stack_costs_what_its_rows_cost() -> None:

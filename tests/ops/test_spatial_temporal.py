@@ -31,7 +31,7 @@ from ops.spatial_temporal.schedule import (
     length_of,
 )
 from ops.spatial_temporal.ulysses import frames_exchange
-from ops.waiting import Pending
+from ops.waiting import PendingCollective
 
 torch.set_num_threads(1)
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}  # of the largest entry
@@ -163,7 +163,7 @@ class RecordingGroup:
     def __init__(self, group: Group, events: list[str]) -> None:
         self.group, self.events, self.size, self.rank = group, events, group.size, group.rank
 
-    def all_to_all_async(self, *call) -> Pending:  # type: ignore[no-untyped-def]
+    def all_to_all_async(self, *call) -> PendingCollective:  # type: ignore[no-untyped-def]
         self.events.append("send")
         return self.group.all_to_all_async(*call)
 

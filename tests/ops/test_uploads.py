@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ops import uploads
 from ops.packing import Layout, Sequence
-from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.packed import Rest
 from ops.spatial_temporal.slicing import WHOLE_LAYERS
 from ops.uploads import upload, upload_all, upload_numbers
@@ -71,7 +71,7 @@ def test_parts_sent_beforehand_are_those_that_follow_one_by_one(degree: int, mon
 
     properties = [name for name in vars(Layout) if type(vars(Layout)[name]).__name__ == "cached_property"]
     every = [name for name in properties if not name.startswith("_")]
-    families = ((longest_text, (3,)), (Rest.of, (ScheduleOf(slicing=WHOLE_LAYERS), 4)))
+    families = ((longest_text, (3,)), (Rest.of, (SlicingRule(slicing=WHOLE_LAYERS), 4)))
     assert len(every) > 12 and Layout(MIXED).asked == frozenset()
     for rank in range(degree):
         plain = Layout(MIXED, degree, rank)

@@ -18,7 +18,7 @@ from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
 from actors.plan.costs.remainder import RemainderPoint, remainder_of
 from actors.plan.costs.slices import SlicedBlocks
-from actors.plan.costs.spanning import OVERLAP, Spanned, SpanningPoint, SpreadCascade, cross_of_spread
+from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint, SpreadCascade, cross_of_spread
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
 from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
@@ -181,7 +181,7 @@ class Profile:
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
     live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
-    spanning: dict[tuple[PointKey, Spanned], LivePoint] = field(default_factory=dict)  # over nodes
+    spanning: dict[tuple[PointKey, BagSpread], LivePoint] = field(default_factory=dict)  # over nodes
     seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
     runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
     _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
@@ -544,7 +544,7 @@ class Profile:
         seconds: float,
         text_tokens: int = 0,
         *,
-        spanned: Spanned | None = None,
+        spanned: BagSpread | None = None,
     ) -> None:
         """Learn from an executed cascade (closed loop): its point follows the measurements, its model is refitted.
 
@@ -578,7 +578,7 @@ class Profile:
         degree: int,
         seconds: float,
         *,
-        spanned: Spanned | None = None,
+        spanned: BagSpread | None = None,
     ) -> None:
         """Learn from a cascade of several shapes, which is priced as the sum of them: each (batch, frames, height,
         width, text tokens) takes a part of the difference, the larger the less often it was measured. Raises as
@@ -604,7 +604,7 @@ class Profile:
             own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
             self.observe(module, batch, frames, height, width, degree, own, text, spanned=spanned)
 
-    def forget(self, key: PointKey, spanned: Spanned | None = None) -> None:
+    def forget(self, key: PointKey, spanned: BagSpread | None = None) -> None:
         """Drop what was learned of a point, whose workers had another speed: the file or the model holds again."""
         if spanned is None:
             self.live.pop(key, None)
@@ -721,7 +721,7 @@ class Profile:
         module, batch, frames, height, width, degree = key
         return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
 
-    def _before(self, key: PointKey, spanned: Spanned | None) -> LivePoint | None:
+    def _before(self, key: PointKey, spanned: BagSpread | None) -> LivePoint | None:
         """What is known of a point before a measurement; a file counts as one."""
         if spanned is not None:
             return self.spanning.get((key, spanned))
@@ -730,7 +730,7 @@ class Profile:
             return LivePoint.of(self.measured[key])
         return seen
 
-    def _set(self, key: PointKey, spanned: Spanned | None, point: LivePoint) -> None:
+    def _set(self, key: PointKey, spanned: BagSpread | None, point: LivePoint) -> None:
         if spanned is None:
             self.live[key] = point
         else:

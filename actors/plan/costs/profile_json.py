@@ -10,7 +10,7 @@ from typing import Any
 
 from actors.plan.costs.profile import LivePoint, Profile
 from actors.plan.costs.profile_file import ProfileFile, ProfileLimits
-from actors.plan.costs.spanning import Spanned
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.types import MODULES, PlanError
 from ops.typed import ConfigError, Names, as_plain, build, node_of, read_json
 
@@ -49,7 +49,7 @@ def read_profile(source: str | Path | Mapping[str, Any]) -> Profile:  # JSON, wh
         spread={point.key: point.spread for point in file.latency if point.spread is not None},
         text_tokens={point.key: point.text_tokens for point in file.latency if point.text_tokens},
         spanning={
-            (point.key, Spanned.of(point.nodes, point.overlap)): LivePoint.of(
+            (point.key, BagSpread.of(point.nodes, point.overlap)): LivePoint.of(
                 point.seconds, point.count, point.text_tokens
             )
             for point in file.ran_over_nodes

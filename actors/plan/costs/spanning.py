@@ -44,14 +44,14 @@ class SpanningPoint:
         return self.module, self.batch, self.frames, self.height, self.width, self.degree
 
 
-class Spanned(NamedTuple):
+class BagSpread(NamedTuple):
     """How a bag lies over nodes: bags of two nodes and of three are not the same, however many rails they share."""
 
     nodes: int
     overlap: float  # of its rails, see `Topology.overlap`
 
     @classmethod
-    def of(cls, nodes: int, overlap: float) -> Spanned:
+    def of(cls, nodes: int, overlap: float) -> BagSpread:
         """To hundredths, so that equal bags are one."""
         return cls(nodes, round(overlap, 2))
 

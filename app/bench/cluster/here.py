@@ -32,15 +32,15 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class CallHere:
-    """A method of an `ActorHere`."""
+class LocalCall:
+    """A method of an `LocalActor`."""
 
     __slots__ = ("_actor", "_method")
 
-    def __init__(self, actor: ActorHere, method: str) -> None:
+    def __init__(self, actor: LocalActor, method: str) -> None:
         self._actor, self._method = actor, method
 
-    def options(self, **options: object) -> CallHere:
+    def options(self, **options: object) -> LocalCall:
         return self
 
     def remote(self, *arguments: object) -> Future[object]:
@@ -83,17 +83,17 @@ async def _answered(answer: Future[T], call: Coroutine[object, object, T]) -> No
         answer.set_exception(error)
 
 
-class ActorHere:
+class LocalActor:
     """Runs the methods of an object one after the other in a thread, or those of an asynchronous one on a loop."""
 
     def __init__(self, plain: object, post: Post) -> None:
         self._plain, self._post = plain, post
         self._thread = ThreadPoolExecutor(1)
 
-    def __getattr__(self, method: str) -> CallHere:
+    def __getattr__(self, method: str) -> LocalCall:
         if method.startswith("_"):
             raise AttributeError(method)
-        return CallHere(self, method)
+        return LocalCall(self, method)
 
     def submit(self, method: str, arguments: Sequence[object]) -> Future[object]:
         bound = getattr(self._plain, method)
@@ -105,7 +105,7 @@ class ActorHere:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
-class CallsHere:
+class LocalCalls:
     """What `actors.ray_calls` asks of Ray, for references that are futures."""
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ class CallsHere:
         self._thread = threading.Thread(target=self._loop.run_forever, name="hosts", daemon=True)
         self._thread.start()
         self._post = Post(self._loop)
-        self._actors: list[ActorHere] = []
+        self._actors: list[LocalActor] = []
 
     def actor(self, plain: object) -> Any:  # the caller names its protocol, as of Ray's own handles
         """A handle of an object, by the protocols of `actors.refs`."""
-        made = ActorHere(plain, self._post)
+        made = LocalActor(plain, self._post)
         self._actors.append(made)
         return made
 
@@ -154,7 +154,7 @@ class CallsHere:
         made.set_result(value)
         return made
 
-    def kill(self, handle: ActorHere, no_restart: bool = True) -> None:
+    def kill(self, handle: LocalActor, no_restart: bool = True) -> None:
         handle.close()
 
     def close(self) -> None:
@@ -175,9 +175,9 @@ async def _cancel_others() -> None:
 
 
 @contextmanager
-def calls_here() -> Iterator[CallsHere]:
+def calls_here() -> Iterator[LocalCalls]:
     """Inside, what `actors.ray_calls` does stays in this process."""
-    here, before = CallsHere(), ray_calls._ray
+    here, before = LocalCalls(), ray_calls._ray
     ray_calls._ray = here
     try:
         yield here

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from actors.config import RuntimeConfig
-from actors.feed.pulse import Answering
+from actors.feed.pulse import AnsweringActor
 from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
@@ -276,7 +276,7 @@ class VirtualState(RunState):
         return {"step": step}
 
 
-class VirtualFeeder(Answering):
+class VirtualFeeder(AnsweringActor):
     """Hands out the items of a workload; there are no pixels."""
 
     def __init__(self, steps: Sequence[Sequence[Item]]) -> None:

@@ -76,7 +76,7 @@ class Disturbance:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recovered:
+class Aftermath:
     """What followed a disturbance. Real seconds, but for the last."""
 
     what: str
@@ -162,7 +162,7 @@ class ClusterFigures:
     rss_mib: float  # at the end
     rss_growth_mib: float  # since the tenth step
     form_s: float  # real seconds to form the first generation
-    recovered: tuple[Recovered, ...] = ()
+    recovered: tuple[Aftermath, ...] = ()
 
 
 class VirtualRunFailed(RuntimeError):
@@ -451,7 +451,7 @@ def check_steps(steps: Sequence[int], weights: Sequence[float], wanted: int) -> 
             raise VirtualRunFailed(f"step {step} was committed with samples of weight {weight:g} of 1.")
 
 
-def recoveries(watching: Watching, speed: float) -> list[Recovered]:
+def recoveries(watching: Watching, speed: float) -> list[Aftermath]:
     """What followed each disturbance: the first generation with fewer workers, or of a join with more."""
     found = []
     formed = [(at, event) for at, event in watching.told if isinstance(event, GenerationFormed)]
@@ -468,7 +468,7 @@ def recoveries(watching: Watching, speed: float) -> list[Recovered]:
         ]
         if after:
             found.append(
-                Recovered(
+                Aftermath(
                     what=what,
                     form_s=event.seconds if what == "join" else when - at,
                     step_s=(after[0] - at) * speed,

@@ -96,7 +96,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         super().__init__()  # type: ignore[no-untyped-call]
         self.dispatched = self.kernels = self.uploads = self.downloads = self.waits = 0
         self.uploaded_bytes = 0
-        self._made = _Made(self)
+        self._made = _TensorCount(self)
 
     def __enter__(self) -> DispatchCounter:
         self._made.__enter__()  # type: ignore[no-untyped-call]
@@ -170,7 +170,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         }
 
 
-class _Made(TorchFunctionMode):
+class _TensorCount(TorchFunctionMode):
     """Counts tensors made of numbers on the stand-in: each is a copy from pageable memory."""
 
     def __init__(self, counter: DispatchCounter) -> None:

@@ -17,7 +17,7 @@ _TOLD_S = 60.0  # a lender hears in a thread of its own that its memory was give
 
 
 @dataclass
-class Mapped:
+class MappedMemory:
     """Memory of this process or borrowed, and how to let it go."""
 
     memory: NodeMemory
@@ -32,13 +32,13 @@ class NodePeers:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     why_not: str = ""  # what borrowing fails with
     deaf: bool = False  # its additions arrive nowhere
-    mapped: dict[int, Mapped] = field(default_factory=dict)
+    mapped: dict[int, MappedMemory] = field(default_factory=dict)
     before_push: Callable[[Tensor, int], None] = lambda staged, address: None
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
         memory = NodeMemory.create("gpu", elements * dtype.itemsize)
         tensor = torch.frombuffer(memory.buffer, dtype=dtype)
-        self.mapped[tensor.data_ptr()] = Mapped(memory, tensor)
+        self.mapped[tensor.data_ptr()] = MappedMemory(memory, tensor)
         return tensor
 
     def free(self, memory: Tensor) -> None:
@@ -63,7 +63,7 @@ class NodePeers:
         memory = borrow(int(handle))
         dtype = next(iter(self.mapped.values())).tensor.dtype
         tensor = torch.frombuffer(memory.buffer, dtype=dtype)
-        self.mapped[tensor.data_ptr()] = Mapped(memory, tensor)
+        self.mapped[tensor.data_ptr()] = MappedMemory(memory, tensor)
         return tensor.data_ptr()
 
     def give_back(self, address: int) -> None:

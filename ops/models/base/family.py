@@ -173,7 +173,7 @@ def shift_of(scheduler: Json) -> dict[str, object]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
+class PublishedUse:
     """How a published pipeline is used, where its weights do not say it themselves."""
 
     clips: Mapping[str, object]  # size, length, steps, guidance and frame rate: settings of `sample`
@@ -272,7 +272,7 @@ class Family:
 
     parts: PublishedParts
     # (model_index.json, config.json of the transformer) of a published pipeline
-    published: Callable[[Json, Json], Published]
+    published: Callable[[Json, Json], PublishedUse]
     # (the same, config.json of the scheduler), empty where weights lie alone. Raises ValueError for a scheduler of
     # another training than is computed
     recipe: Callable[[Json, Json, Json], TrainingRecipe]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.models.base.tiles import Tile, clips_at_once
+from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, clips_at_once
 from ops.models.base.vae import DiffusersVAE, frame_bytes
 
 
@@ -13,11 +13,16 @@ class PictureVAE(DiffusersVAE):
     """A class of Diffusers that takes [B, C, H, W]. Every latent frame is a tile of a decode, and
     nothing is blended."""
 
+    batch_pixels = VAE_BATCH_PIXELS  # of the frames that are encoded together
+
     @torch.no_grad()
     def encode_tile(self, video: Tensor, tile: Tile) -> Tensor:
         """A few frames at a time."""
         frames = tile.cut(video).to(self.device).flatten(0, 1)
-        means = [self._means(some) for some in frames.split(clips_at_once(1, *frames.shape[1:3]))]
+        means = [
+            self._means(some)
+            for some in frames.split(clips_at_once(1, *frames.shape[1:3], batch_pixels=self.batch_pixels))
+        ]
         found: Tensor = torch.cat(means).unflatten(0, (len(video), -1)).transpose(1, 2)
         return found
 

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 VAE_BATCH_PIXELS = 1 << 20  # short clips and pictures are encoded together up to this number of pixels
 
 
-def clips_at_once(frames: int, height: int, width: int) -> int:
-    """How many clips of this shape a VAE encodes together: what more of them take of memory is their results."""
-    return max(1, VAE_BATCH_PIXELS // (frames * height * width))
+def clips_at_once(frames: int, height: int, width: int, *, batch_pixels: int = VAE_BATCH_PIXELS) -> int:
+    """How many clips of this shape a VAE encodes together, up to `batch_pixels`: what more of them take of memory is
+    their results."""
+    return max(1, batch_pixels // (frames * height * width))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
-from ops.spatial_temporal.choice import ScheduleOf, SliceRates
+from ops.spatial_temporal.choice import SliceRates, SlicingRule
 from ops.spatial_temporal.slicing import WHOLE_LAYERS
 
 R = TypeVar("R")
@@ -85,11 +85,11 @@ class PackedTransformer(nn.Module):
         """The family's forward pass, of inputs that fit: [n, C_out * patch]."""
         raise NotImplementedError
 
-    def how_sliced(self) -> ScheduleOf:
+    def how_sliced(self) -> SlicingRule:
         """How its spatial-temporal blocks are sliced on a bag, in this forward."""
         assert self.config.spatial_temporal, "blocks that attend to all rows are not sliced"
         slicing = self.config.slicing or WHOLE_LAYERS
-        return ScheduleOf(slicing=slicing, rates=self.rates, training=torch.is_grad_enabled())
+        return SlicingRule(slicing=slicing, rates=self.rates, training=torch.is_grad_enabled())
 
     def all_blocks(self) -> list[nn.Module]:
         """What `run` runs, stack by stack: the layers of all lists of modules."""

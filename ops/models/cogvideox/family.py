@@ -10,8 +10,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
     VAEClass,
 )
@@ -92,12 +92,12 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     )
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As CogVideoXPipeline is called by default."""
     del index
     later = fields.get("patch_size_t") is not None
     size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
-    return Published(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
+    return PublishedUse(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
 
 
 def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, object]:

@@ -12,8 +12,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TextRecipe,
     TrainingRecipe,
     even_sigmas,
@@ -47,11 +47,11 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"kind": "flux", "max_length": rows}, flow=shift_of(scheduler))
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As FluxPipeline is called in its documentation: dev gets its guidance, schnell takes four steps."""
     del index
     dev = bool(fields.get("guidance_embeds"))
-    return Published(
+    return PublishedUse(
         clips={
             "frames": 1,
             "height": 1024,

@@ -11,8 +11,8 @@ from ops.models.base.family import (
     LoraNames,
     ParitySample,
     PictureRecipe,
-    Published,
     PublishedParts,
+    PublishedUse,
     TextRecipe,
     TrainingRecipe,
     VAEClass,
@@ -143,11 +143,11 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"kind": kind, "max_length": 256}, flow=shift_of(scheduler))
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As HunyuanVideoPipeline or HunyuanVideoImageToVideoPipeline is called by default."""
     del index
     condition = fields.get("image_condition_type")
-    return Published(
+    return PublishedUse(
         clips={
             "frames": 129,
             "height": 720,

@@ -11,8 +11,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
 )
 from ops.models.latte.config import LatteConfig
@@ -75,11 +75,11 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"max_length": 120, "cleaned": "lower"})
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As LattePipeline is called in its documentation."""
     del index
     size = 8 * int(fields.get("sample_size", 64))
-    return Published(
+    return PublishedUse(
         clips={
             "frames": fields.get("video_length", 16),
             "height": size,

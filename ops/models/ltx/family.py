@@ -10,8 +10,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
     VAEClass,
     even_sigmas,
@@ -67,10 +67,10 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As LTXPipeline is called by default."""
     del index, fields
-    return Published(
+    return PublishedUse(
         clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
         first_frame=True,
     )

@@ -10,8 +10,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
     VAEClass,
     config_normalisation,
@@ -79,10 +79,10 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"max_length": 256, "cleaned": False, "empty": empty}, flow=shift_of(scheduler))
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As MochiPipeline is called by default."""
     del index, fields
-    return Published(
+    return PublishedUse(
         clips={"frames": 19, "height": 480, "width": 848, "fps": 30.0, "steps": 64, "guidance_scale": 4.5},
     )
 

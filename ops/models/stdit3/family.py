@@ -19,8 +19,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     OwnCode,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
     VAEClass,
 )
@@ -68,10 +68,10 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     )
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As Open-Sora 1.2 samples: the settings of its inference at 240p, the width cut to whole tokens."""
     del index, fields
-    return Published(
+    return PublishedUse(
         clips={"frames": 51, "height": 240, "width": 416, "fps": 24.0, "steps": 30, "guidance_scale": 7.0},
     )
 

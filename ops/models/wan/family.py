@@ -10,8 +10,8 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
-    Published,
     PublishedParts,
+    PublishedUse,
     TrainingRecipe,
     VAEClass,
 )
@@ -102,7 +102,7 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
     return TrainingRecipe(text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT})
 
 
-def _published(index: Json, fields: Json) -> Published:
+def _published(index: Json, fields: Json) -> PublishedUse:
     """As WanPipeline is called by default, but for Wan2.2: TI2V-5B, whose latents have 48 channels, has a size of its
     own, and A14B the steps and the guidance of its authors, for high and for low noise (wan/configs/wan_t2v_A14B.py and
     wan_i2v_A14B.py of Wan-Video/Wan2.2), where the pipeline's are 50 and 5 for both."""
@@ -118,7 +118,7 @@ def _published(index: Json, fields: Json) -> Published:
     if experts:
         high, low = (3.5, 3.5) if from_image else (4.0, 3.0)
         steps = {"steps": 40, "guidance_scale": high, "guidance_scale_2": low}
-    return Published(
+    return PublishedUse(
         clips={**size, **steps},
         dit=dit | ({"expert": "high"} if experts else {}),
         first_frame=bool(index.get("expand_timesteps")),

@@ -10,7 +10,7 @@ import pytest
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.profile import Profile, ProfiledSetting
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
-from actors.plan.costs.spanning import Spanned
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.types import PlanError
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.options import profile_of
@@ -35,8 +35,8 @@ def learned() -> Profile:
             for _ in range(5):
                 profile.observe("dit", batch, *CLIP, degree, 0.3 + 2.0 * batch / degree, 12)
     profile.observe("text", 2, *CLIP, 1, 0.05, 12)
-    profile.observe("dit", 2, *CLIP, 4, 2.6, 12, spanned=Spanned(2, 1.0))
-    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, spanned=Spanned(2, 1.0))
+    profile.observe("dit", 2, *CLIP, 4, 2.6, 12, spanned=BagSpread(2, 1.0))
+    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, spanned=BagSpread(2, 1.0))
     return profile
 
 
@@ -115,7 +115,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     first, again = learned(), Profile.from_flops(MODEL.dit)
     for number in range(8):
         first.observe_handoff((1 + number % 2) << 24, 0.4 + 0.3 * (number % 2))
-    first.observe("dit", 1, *CLIP, 2, 3.0, 12, spanned=Spanned(2, 0.5))
+    first.observe("dit", 1, *CLIP, 2, 3.0, 12, spanned=BagSpread(2, 0.5))
     save_learned(first, SETTING, tmp_path)
     take_up(again, SETTING, tmp_path)
     assert {key: (one.seconds, one.count) for key, one in again.spanning.items()} == {
@@ -123,7 +123,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     }
     assert again.handoff == first.handoff and again.seen_handoffs == first.seen_handoffs
     for profile in (first, again):
-        profile.observe("dit", 2, *CLIP, 4, 2.9, 12, spanned=Spanned(2, 1.0))
+        profile.observe("dit", 2, *CLIP, 4, 2.9, 12, spanned=BagSpread(2, 1.0))
         profile.observe_handoff(1 << 25, 0.9)
     assert again.handoff == first.handoff
     assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)

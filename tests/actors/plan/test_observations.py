@@ -10,7 +10,7 @@ import pytest
 from actors.config import PlannerConfig
 from actors.messages import Piece, Span
 from actors.plan.costs.profile import Profile
-from actors.plan.costs.spanning import Spanned
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import CrossNode, Topology, cross_of
 from actors.plan.types import Cluster, places_in
 from actors.planning.actor import Planner
@@ -89,7 +89,7 @@ def test_bags_of_two_sizes_over_nodes_teach_what_a_row_takes() -> None:
         rows = batch * (profile.tokens(*CLIP) + 30) / 4  # half of a member's rows stay with it
         for _ in range(3):
             profile.observe("dit", batch, *CLIP, 2, 10.0 * batch, 30)
-            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch + 0.05 * rows, 30, spanned=Spanned(2, 1.0))
+            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch + 0.05 * rows, 30, spanned=BagSpread(2, 1.0))
     assert profile.cross_node.row_s == pytest.approx(0.05, rel=0.01) and profile.cross_node.peer_s == 0
     more = 0.05 * 2 * (profile.tokens(*CLIP) + 30) / 4
     assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(more, rel=0.01), "a size that did not run"
@@ -101,7 +101,7 @@ def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
     before = profile.penalty("dit", 2, *CLIP, 2, 30)
     for _ in range(3):
         profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
-        profile.observe("dit", 2, *CLIP, 2, 10.0 + 3 * before, 30, spanned=Spanned(2, 1.0))
+        profile.observe("dit", 2, *CLIP, 2, 10.0 + 3 * before, 30, spanned=BagSpread(2, 1.0))
     assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(3 * before)
     assert profile.cross_node.row_s == pytest.approx(0.03) and profile.cross_node.peer_s == pytest.approx(0.3)
 
@@ -110,7 +110,7 @@ def test_a_bag_that_seems_quicker_for_being_spread_teaches_nothing_of_rows() -> 
     profile = Profile.from_flops(WanConfig(num_heads=4))
     profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
     profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
-    profile.observe("dit", 2, *CLIP, 2, 9.9, 30, spanned=Spanned(2, 1.0))
+    profile.observe("dit", 2, *CLIP, 2, 9.9, 30, spanned=BagSpread(2, 1.0))
     assert (profile.cross_node.row_s, profile.cross_node.peer_s) == (0.01, 0.1)
 
 
@@ -122,9 +122,9 @@ def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
             profile.observe("dit", 1, *shape, 2, seconds, 30)
     parts = ((1, *IMAGE, 30), (1, *CLIP, 30))
     whole = 9.0 + sum(profile.penalty("dit", *part[:4], 2, part[4]) for part in parts)
-    profile.observe_packed("dit", parts, 2, whole, spanned=Spanned(2, 1.0))
+    profile.observe_packed("dit", parts, 2, whole, spanned=BagSpread(2, 1.0))
     for part, alone in zip(parts, (1.0, 8.0), strict=True):
-        learnt = profile.spanning[("dit", *part[:4], 2), Spanned(2, 1.0)].seconds
+        learnt = profile.spanning[("dit", *part[:4], 2), BagSpread(2, 1.0)].seconds
         assert learnt == pytest.approx(alone + profile.penalty("dit", *part[:4], 2, part[4]))
 
 
@@ -138,9 +138,9 @@ def test_bags_over_two_nodes_and_over_three_are_not_the_same() -> None:
             planner.observe([span(worker, seconds, bag=bag) for worker in bag], TEXTS, cluster)
     key = ("dit", 2, *CLIP, 6)
     learnt = {spanned: point.seconds for (of, spanned), point in profile.spanning.items() if of == key}
-    assert learnt == {Spanned(2, 1.0): 12.0, Spanned(3, 1.0): 18.0}
-    profile.forget(key, Spanned(3, 1.0))
-    assert [spanned for _, spanned in profile.spanning] == [Spanned(2, 1.0)]
+    assert learnt == {BagSpread(2, 1.0): 12.0, BagSpread(3, 1.0): 18.0}
+    profile.forget(key, BagSpread(3, 1.0))
+    assert [spanned for _, spanned in profile.spanning] == [BagSpread(2, 1.0)]
 
 
 def test_what_a_bag_takes_in_islands_it_did_not_need_is_no_part_of_its_price() -> None:

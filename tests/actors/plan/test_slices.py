@@ -12,7 +12,7 @@ from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.flops import exchange_seconds
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
-from actors.plan.costs.spanning import Spanned
+from actors.plan.costs.spanning import BagSpread
 from actors.plan.types import Cluster, Item
 from actors.planning.actor import Planner
 from actors.planning.options import flop_profile, profile_of
@@ -21,7 +21,7 @@ from ops.geometry import Geometry
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
-from ops.spatial_temporal.choice import ScheduleOf
+from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.schedule import Axis, Grid, length_of
 from ops.typed import ConfigError
 
@@ -97,7 +97,7 @@ def test_workers_choose_what_was_priced() -> None:
     profile = latte()
     rates = profile.slice_rates()
     load = profile.load_of("dit", 2, 29, 64, 64, 3, 20)
-    chosen = ScheduleOf(slicing=DIT.slicing, rates=rates, training=True).stack(8, 64, 2, 20, 3)
+    chosen = SlicingRule(slicing=DIT.slicing, rates=rates, training=True).stack(8, 64, 2, 20, 3)
     assert load.slices == (chosen.temporal_slices + chosen.spatial_slices) / 2 > 1
     assert load.exposed < 0.5
 
@@ -109,7 +109,7 @@ def test_slices_are_priced_that_a_member_has_rows_in(dit: LatteConfig, frames: i
     profile = latte(dit)
     load = profile.load_of("dit", 1, frames, 64, 64, degree, 20)
     rows = load.token_frames, load.tokens // load.token_frames
-    how = ScheduleOf(slicing=dit.slicing, rates=profile.slice_rates(), training=True)
+    how = SlicingRule(slicing=dit.slicing, rates=profile.slice_rates(), training=True)
     schedule = how.stack(*rows, 1, 20, degree)
     grid = Grid(frames=rows[0], positions=rows[1], schedule=schedule, degree=degree, rank=0)
     run = [
@@ -156,7 +156,7 @@ def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None
     before = profile.slice_rates()
     for batch in (1, 2, 3):
         for _ in range(3):
-            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, spanned=Spanned.of(2, 1.0))
+            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, spanned=BagSpread.of(2, 1.0))
     assert profile.slice_rates() == before
     found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
         0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0

@@ -14,7 +14,7 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Loading, Refused
+from actors.pool.membership_types import Loading, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.workers import PoolNews, weights_bytes
 from actors.records.events import WorkerLost
@@ -70,7 +70,7 @@ def test_a_worker_that_hangs_while_it_loads_is_given_up_one_that_waits_for_room_
     monkeypatch.setattr(ray, "available_resources", dict)
     lookout = Lookout(CONFIG, pool, handle, listener.on_event, start_s=600)
     events: list[Any] = lookout.look()
-    assert (Refused(count=1) in events) == given_up
+    assert (Shortfall(count=1) in events) == given_up
     assert (Loading(count=1) in events) == (bool(activity) and not given_up)
     assert not any(isinstance(event, Loading) for event in lookout.look()), "told when it changes"
     assert pool.removed == [name for (name,) in handle.remove.asked] == (["w3"] if given_up else [])

@@ -13,31 +13,31 @@ from actors.config import WorkersConfig
 from actors.messages import WorkerInfo
 from actors.pool.membership import Membership, ShortageOf
 from actors.pool.membership_types import (
-    Alive,
+    Arrival,
     Boundary,
-    Broken,
-    Dead,
+    Break,
+    Death,
     Decision,
     Drain,
     End,
     Event,
-    Fail,
-    Finished,
+    Exclusion,
+    Failure,
+    FirstStep,
     Form,
-    HandedOver,
-    Joined,
-    LeaveOut,
-    Leaving,
+    LeaveNotice,
+    LifeSign,
     Limits,
-    Loaded,
+    LoadedWorker,
     Loading,
-    NodeDead,
-    Planned,
-    Refused,
-    Replace,
+    NodeDeath,
+    RecoveredWorker,
+    Replacement,
     Request,
     Resize,
     Resources,
+    Shortfall,
+    StepDispatch,
     Suspect,
     Tick,
     View,
@@ -67,7 +67,7 @@ class Pool:
 
     def run(self, *workers: int) -> Pool:
         """Bring up these workers, node = number // 2, and form the first generation."""
-        self.see(*(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers))
+        self.see(*(Arrival(worker=worker, node=f"n{worker // 2}") for worker in workers))
         self.see(*(loaded(worker) for worker in workers))
         assert self.view.workers == workers
         return self
@@ -77,8 +77,8 @@ def info_of(worker: int) -> WorkerInfo:
     return WorkerInfo(worker=f"w{worker}", node="n", host="h", pid=worker, device="cpu", gpu_memory_gib=0.0)
 
 
-def loaded(worker: int) -> Loaded:
-    return Loaded(worker=worker, info=info_of(worker))
+def loaded(worker: int) -> LoadedWorker:
+    return LoadedWorker(worker=worker, info=info_of(worker))
 
 
 def form(generation: int, workers: tuple[int, ...], reason: str, clean: bool) -> Form:
@@ -103,26 +103,26 @@ def test_request_without_answer_is_made_again() -> None:
     pool.see(Tick())
     assert of(Request, pool.see(Tick(), after=29)) == []
     assert of(Request, pool.see(Tick(), after=1)) == [Request(count=2)]
-    assert of(Request, pool.see(Refused(count=1))) == [Request(count=1)]
+    assert of(Request, pool.see(Shortfall(count=1))) == [Request(count=1)]
 
 
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
     pool = Pool()
-    pool.see(Resources(available=4), *(Joined(worker=w, node="n") for w in range(4)))
+    pool.see(Resources(available=4), *(Arrival(worker=w, node="n") for w in range(4)))
     assert of(Form, pool.see(loaded(0), loaded(1), loaded(2))) == []
     assert [f.workers for f in of(Form, pool.see(loaded(3)))] == [(0, 1, 2, 3)]
 
 
 def test_first_generation_does_not_wait_for_a_slow_starter_for_ever() -> None:
     pool = Pool()
-    pool.see(Resources(available=3), *(Joined(worker=w, node="n") for w in range(3)))
+    pool.see(Resources(available=3), *(Arrival(worker=w, node="n") for w in range(3)))
     assert of(Form, pool.see(loaded(0), loaded(2))) == []
     assert [f.workers for f in of(Form, pool.see(Tick(), after=5))] == [(0, 2)]
 
 
 def test_workers_are_numbered_node_by_node() -> None:
     pool = Pool()
-    pool.see(*(Joined(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
+    pool.see(*(Arrival(worker=worker, node=node) for worker, node in ((0, "b"), (1, "a"), (2, "b"), (3, "a"))))
     pool.see(*(loaded(worker) for worker in range(4)))
     assert pool.view.workers == (1, 3, 0, 2)
 
@@ -130,17 +130,17 @@ def test_workers_are_numbered_node_by_node() -> None:
 def test_workers_of_a_node_are_ranked_by_their_gpus_also_after_a_loss_and_a_rejoin() -> None:
     pool = Pool(replace(LIMITS, max=8))
     gpus = {0: 2, 1: 0, 2: 3, 3: 1}  # worker -> GPU
-    pool.see(*(Joined(worker=worker, node="n", gpu=gpu) for worker, gpu in gpus.items()))
+    pool.see(*(Arrival(worker=worker, node="n", gpu=gpu) for worker, gpu in gpus.items()))
     pool.see(*(loaded(worker) for worker in gpus))
     assert pool.view.workers == (1, 3, 0, 2)
-    pool.see(Dead(worker=1), *(HandedOver(worker=worker) for worker in (0, 2, 3)))
-    pool.see(Joined(worker=9, node="n", gpu=0), loaded(9), Boundary(step=3))
+    pool.see(Death(worker=1), *(RecoveredWorker(worker=worker) for worker in (0, 2, 3)))
+    pool.see(Arrival(worker=9, node="n", gpu=0), loaded(9), Boundary(step=3))
     assert pool.view.workers == (9, 3, 0, 2), "the newest worker has the first GPU"
 
 
 def test_newcomer_joins_at_the_step_boundary_only() -> None:
     pool = Pool().run(0, 1)
-    assert of(Form, pool.see(Joined(worker=2, node="n1"), loaded(2), Tick())) == []
+    assert of(Form, pool.see(Arrival(worker=2, node="n1"), loaded(2), Tick())) == []
     forms = of(Form, pool.see(Boundary(step=7)))
     assert forms == [form(2, (0, 1, 2), "join [2]", clean=True)]
 
@@ -153,7 +153,7 @@ def test_boundary_without_change_keeps_the_generation() -> None:
 
 def test_leaving_worker_is_drained_after_the_generation_without_it_is_formed() -> None:
     pool = Pool().run(0, 1, 2)
-    assert of(Drain, pool.see(Leaving(worker=1, reason="preempted"))) == []
+    assert of(Drain, pool.see(LeaveNotice(worker=1, reason="preempted"))) == []
     decisions = pool.see(Boundary(step=3))
     assert [type(d) for d in decisions] == [Form, Drain]
     assert decisions[0].workers == (0, 2) and decisions[1] == Drain(worker=1, reason="preempted")
@@ -161,85 +161,85 @@ def test_leaving_worker_is_drained_after_the_generation_without_it_is_formed() -
 
 def test_leaving_below_min_ends_the_generation_cleanly_and_waits() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Leaving(worker=0))
+    pool.see(LeaveNotice(worker=0))
     decisions = pool.see(Boundary(step=3))
     assert of(End, decisions)[0].clean and of(Drain, decisions)[0].worker == 0
     assert of(Wait, decisions)[0].have == 1 and pool.view.state == "waiting"
-    forms = of(Form, pool.see(Joined(worker=5, node="n"), loaded(5)))
+    forms = of(Form, pool.see(Arrival(worker=5, node="n"), loaded(5)))
     assert forms[0].workers == (5, 1) and forms[0].clean
 
 
 def test_death_ends_the_generation_at_once_and_survivors_form_when_all_answered() -> None:
     pool = Pool().run(0, 1, 2)
-    decisions = pool.see(Dead(worker=1))
+    decisions = pool.see(Death(worker=1))
     assert of(End, decisions) == [End(generation=1, reason="worker 1 died", clean=False)]
     assert pool.view.state == "recovering" and pool.view.workers == ()
-    assert of(Form, pool.see(HandedOver(worker=0))) == []
-    forms = of(Form, pool.see(HandedOver(worker=2)))
+    assert of(Form, pool.see(RecoveredWorker(worker=0))) == []
+    forms = of(Form, pool.see(RecoveredWorker(worker=2)))
     assert forms == [form(2, (0, 2), "worker 1 died", clean=False)]
 
 
 def test_spare_worker_replaces_a_dead_one_at_once() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Joined(worker=2, node="n1"), loaded(2), Dead(worker=0))
-    assert of(Form, pool.see(HandedOver(worker=1)))[0].workers == (1, 2)
+    pool.see(Arrival(worker=2, node="n1"), loaded(2), Death(worker=0))
+    assert of(Form, pool.see(RecoveredWorker(worker=1)))[0].workers == (1, 2)
 
 
 def test_survivor_that_does_not_answer_is_replaced_and_the_rest_goes_on() -> None:
     pool = Pool().run(0, 1, 2, 3)
-    pool.see(Dead(worker=0), HandedOver(worker=1), HandedOver(worker=2))
+    pool.see(Death(worker=0), RecoveredWorker(worker=1), RecoveredWorker(worker=2))
     assert of(Form, pool.see(Tick(), after=9)) == []
     decisions = pool.see(Tick(), after=1)
-    assert of(Replace, decisions)[0].worker == 3
+    assert of(Replacement, decisions)[0].worker == 3
     assert of(Form, decisions)[0].workers == (1, 2)
 
 
 def test_suspected_survivor_does_not_hold_up_recovery() -> None:
     pool = Pool().run(0, 1, 2, 3)
-    pool.see(Suspect(worker=3), Dead(worker=0))
+    pool.see(Suspect(worker=3), Death(worker=0))
     assert 3 not in {m.worker for m in pool.view.members}
-    pool.see(HandedOver(worker=1))
-    assert of(Form, pool.see(HandedOver(worker=2)))[0].workers == (1, 2)
+    pool.see(RecoveredWorker(worker=1))
+    assert of(Form, pool.see(RecoveredWorker(worker=2)))[0].workers == (1, 2)
 
 
 def test_suspect_that_stays_silent_is_replaced_and_one_that_returns_is_not() -> None:
     pool = Pool().run(0, 1, 2)
     pool.see(Suspect(worker=2), Tick())
-    assert pool.see(Alive(worker=2), Tick(), after=2) == []
+    assert pool.see(LifeSign(worker=2), Tick(), after=2) == []
     assert pool.see(Tick(), after=10) == []
     pool.see(Suspect(worker=2, reason="no heartbeat for 20 s"))
     decisions = pool.see(Tick(), after=3)
-    assert of(Replace, decisions) == [Replace(worker=2, reason="no heartbeat for 20 s")]
+    assert of(Replacement, decisions) == [Replacement(worker=2, reason="no heartbeat for 20 s")]
     assert not of(End, decisions)[0].clean
 
 
 def test_node_death_takes_all_its_workers_in_one_go() -> None:
     pool = Pool().run(0, 1, 2, 3)
-    decisions = pool.see(NodeDead(node="n0"))
+    decisions = pool.see(NodeDeath(node="n0"))
     assert len(of(End, decisions)) == 1
-    pool.see(HandedOver(worker=2))
-    assert of(Form, pool.see(HandedOver(worker=3)))[0].workers == (2, 3)
+    pool.see(RecoveredWorker(worker=2))
+    assert of(Form, pool.see(RecoveredWorker(worker=3)))[0].workers == (2, 3)
 
 
 def test_lost_workers_are_asked_for_again() -> None:
     pool = Pool().run(0, 1, 2)
-    decisions = pool.see(Dead(worker=0), Dead(worker=1))
+    decisions = pool.see(Death(worker=0), Death(worker=1))
     assert sum(r.count for r in of(Request, decisions)) == 1, "only up to min without known resources"
     assert of(Request, pool.see(Resources(available=5))) == [Request(count=2)]
 
 
 def test_too_few_for_too_long_ends_resumable_and_stays_ended() -> None:
     pool = Pool().run(0, 1)
-    pool.see(Dead(worker=0), HandedOver(worker=1))
-    assert of(Fail, pool.see(Tick(), after=99)) == []
-    assert of(Fail, pool.see(Tick(), after=1))[0].code == 75
-    assert pool.see(Joined(worker=9, node="n"), loaded(9), Tick()) == []
+    pool.see(Death(worker=0), RecoveredWorker(worker=1))
+    assert of(Failure, pool.see(Tick(), after=99)) == []
+    assert of(Failure, pool.see(Tick(), after=1))[0].code == 75
+    assert pool.see(Arrival(worker=9, node="n"), loaded(9), Tick()) == []
 
 
 def test_wait_is_said_once_per_change() -> None:
     pool = Pool()
     assert len(of(Wait, pool.see(Tick(), Tick(), Tick()))) == 1
-    assert str(of(Wait, pool.see(Joined(worker=0, node="n"), loaded(0)))[0]) == (
+    assert str(of(Wait, pool.see(Arrival(worker=0, node="n"), loaded(0)))[0]) == (
         "waiting for workers: 1 of at least 2 are ready"
     )
 
@@ -247,38 +247,40 @@ def test_wait_is_said_once_per_change() -> None:
 def test_broken_without_a_death_recovers_with_the_same_workers_and_not_for_ever() -> None:
     pool = Pool().run(0, 1)
     for _ in range(LIMITS.max_breaks):
-        assert of(End, pool.see(Broken(generation=pool.view.generation, reason="collective timed out")))
-        assert of(Form, pool.see(HandedOver(worker=0), HandedOver(worker=1)))[0].workers == (0, 1)
-    assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))[0].code == 1
+        assert of(End, pool.see(Break(generation=pool.view.generation, reason="collective timed out")))
+        assert of(Form, pool.see(RecoveredWorker(worker=0), RecoveredWorker(worker=1)))[0].workers == (0, 1)
+    assert of(Failure, pool.see(Break(generation=pool.view.generation, reason="timed out")))[0].code == 1
 
 
 def test_a_break_that_the_next_plan_avoids_is_not_counted() -> None:
     """Running out of memory may take several limits until a plan fits."""
     pool = Pool().run(0, 1)
     for _ in range(3 * LIMITS.max_breaks):
-        ends = of(End, pool.see(Broken(generation=pool.view.generation, reason="out of memory", learned=True)))
+        ends = of(End, pool.see(Break(generation=pool.view.generation, reason="out of memory", learned=True)))
         assert len(ends) == 1 and not ends[0].clean
-        pool.see(HandedOver(worker=0), HandedOver(worker=1))
+        pool.see(RecoveredWorker(worker=0), RecoveredWorker(worker=1))
     for _ in range(LIMITS.max_breaks):
-        assert of(End, pool.see(Broken(generation=pool.view.generation, reason="timed out")))
-        pool.see(HandedOver(worker=0), HandedOver(worker=1))
-    assert of(Fail, pool.see(Broken(generation=pool.view.generation, reason="timed out")))
+        assert of(End, pool.see(Break(generation=pool.view.generation, reason="timed out")))
+        pool.see(RecoveredWorker(worker=0), RecoveredWorker(worker=1))
+    assert of(Failure, pool.see(Break(generation=pool.view.generation, reason="timed out")))
 
 
 def test_a_finished_step_forgives_earlier_breaks() -> None:
     pool = Pool().run(0, 1)
     for _ in range(3 * LIMITS.max_breaks):
-        pool.see(Broken(generation=pool.view.generation, reason="x"), HandedOver(worker=0), HandedOver(worker=1))
+        pool.see(
+            Break(generation=pool.view.generation, reason="x"), RecoveredWorker(worker=0), RecoveredWorker(worker=1)
+        )
         assert pool.view.state == "running"
-        pool.see(Finished())
+        pool.see(FirstStep())
 
 
 def test_a_boundary_without_a_finished_step_forgives_nothing() -> None:
     pool, broken = Pool().run(0, 1), []
     for worker in range(2, 12):  # at every try somebody joins
-        pool.see(Joined(worker=worker, node="n"), loaded(worker), Boundary(step=0))
-        broken += of(Fail, pool.see(Broken(generation=pool.view.generation, reason="x")))
-        pool.see(Leaving(worker=worker), *(HandedOver(worker=m.worker) for m in pool.view.members))
+        pool.see(Arrival(worker=worker, node="n"), loaded(worker), Boundary(step=0))
+        broken += of(Failure, pool.see(Break(generation=pool.view.generation, reason="x")))
+        pool.see(LeaveNotice(worker=worker), *(RecoveredWorker(worker=m.worker) for m in pool.view.members))
     assert [fail.code for fail in broken] == [1]
 
 
@@ -286,10 +288,12 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
     """An out-of-memory kill or a crash in native code: it went on for ever."""
     pool = Pool(Limits(min=2, max=2, max_losses=5)).run(0, 1)
     for worker in range(2, 100):
-        decisions = pool.see(Dead(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7"))
-        if fails := of(Fail, decisions):
+        decisions = pool.see(
+            Death(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7")
+        )
+        if fails := of(Failure, decisions):
             break
-        pool.see(*(HandedOver(worker=m.worker) for m in pool.view.members), Joined(worker=worker, node="n"))
+        pool.see(*(RecoveredWorker(worker=m.worker) for m in pool.view.members), Arrival(worker=worker, node="n"))
         pool.see(loaded(worker))
         assert pool.view.state == "running"
     assert worker == 7, "after six losses"
@@ -301,22 +305,24 @@ def test_a_worker_that_this_run_ended_explains_no_break() -> None:
     """A cascade slower than all patience: its worker was killed and a new one began the same, for ever."""
     pool, fails = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=10)).run(0, 1), []
     for worker in range(2, 100):
-        fails = of(Fail, pool.see(Broken(generation=pool.view.generation, reason="w0: the sum timed out; w1 is late")))
+        fails = of(
+            Failure, pool.see(Break(generation=pool.view.generation, reason="w0: the sum timed out; w1 is late"))
+        )
         if fails:
             break
-        pool.see(HandedOver(worker=0))
-        assert of(Replace, pool.see(Tick(), after=10)) != []
-        pool.see(Joined(worker=worker, node="n"), loaded(worker))
+        pool.see(RecoveredWorker(worker=0))
+        assert of(Replacement, pool.see(Tick(), after=10)) != []
+        pool.see(Arrival(worker=worker, node="n"), loaded(worker))
     assert len(fails) == 1 and fails[0].code == 1 and "w1 is late" in fails[0].reason and worker == 5
 
 
 def test_a_first_step_that_compiles_for_minutes_is_waited_for_and_a_later_one_is_not() -> None:
     pool = Pool(Limits(min=2, max=2, recover_s=10, first_step_s=600)).run(0, 1)
-    pool.see(Broken(generation=1, reason="the sum timed out"), HandedOver(worker=0))
-    assert of(Replace, pool.see(Tick(), after=500)) == []
-    assert of(Form, pool.see(HandedOver(worker=1))) != [], "with what it has compiled"
-    pool.see(Finished(), Broken(generation=2, reason="the sum timed out"), HandedOver(worker=0))
-    assert of(Replace, pool.see(Tick(), after=10)) != []
+    pool.see(Break(generation=1, reason="the sum timed out"), RecoveredWorker(worker=0))
+    assert of(Replacement, pool.see(Tick(), after=500)) == []
+    assert of(Form, pool.see(RecoveredWorker(worker=1))) != [], "with what it has compiled"
+    pool.see(FirstStep(), Break(generation=2, reason="the sum timed out"), RecoveredWorker(worker=0))
+    assert of(Replacement, pool.see(Tick(), after=10)) != []
 
 
 def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
@@ -326,27 +332,27 @@ def test_a_survivor_has_as_long_to_answer_as_the_others_waited_for_it() -> None:
 
 def test_a_survivor_may_be_in_a_cascade_as_long_as_its_plan_allows() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Finished(), Planned(limit_s=600.0), Broken(generation=1, reason="the sum timed out"))
-    pool.see(HandedOver(worker=0), HandedOver(worker=1))
-    assert of(Replace, pool.see(Tick(), after=600)) == []
-    assert [r.worker for r in of(Replace, pool.see(Tick(), after=60))] == [2]
+    pool.see(FirstStep(), StepDispatch(limit_s=600.0), Break(generation=1, reason="the sum timed out"))
+    pool.see(RecoveredWorker(worker=0), RecoveredWorker(worker=1))
+    assert of(Replacement, pool.see(Tick(), after=600)) == []
+    assert [r.worker for r in of(Replacement, pool.see(Tick(), after=60))] == [2]
 
 
 def test_patience_for_too_few_workers_does_not_run_while_enough_load() -> None:
     """A model of 40 GB comes over NFS in half an hour; one of two loads, or none does: that is no capacity."""
     pool = Pool()
     pool.see(Tick())
-    assert of(Fail, pool.see(Loading(count=2), after=50)) == []
-    assert of(Fail, pool.see(Tick(), after=1800)) == []
+    assert of(Failure, pool.see(Loading(count=2), after=50)) == []
+    assert of(Failure, pool.see(Tick(), after=1800)) == []
     pool.see(Loading(count=1))
-    assert of(Fail, pool.see(Tick(), after=99)) == []
-    assert [fail.code for fail in of(Fail, pool.see(Tick(), after=1))] == [75]
+    assert of(Failure, pool.see(Tick(), after=99)) == []
+    assert [fail.code for fail in of(Failure, pool.see(Tick(), after=1))] == [75]
 
 
 def test_late_report_about_an_old_generation_is_ignored() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Dead(worker=2), HandedOver(worker=0), HandedOver(worker=1))
-    assert pool.see(Broken(generation=1, reason="late"), Dead(worker=2), HandedOver(worker=2)) == []
+    pool.see(Death(worker=2), RecoveredWorker(worker=0), RecoveredWorker(worker=1))
+    assert pool.see(Break(generation=1, reason="late"), Death(worker=2), RecoveredWorker(worker=2)) == []
     assert pool.view.workers == (0, 1)
 
 
@@ -360,13 +366,15 @@ def test_resize_shrinks_at_the_boundary_from_the_newest() -> None:
 
 def test_a_gone_worker_never_returns_under_its_number() -> None:
     pool = Pool().run(0, 1, 2)
-    pool.see(Dead(worker=2), Joined(worker=2, node="n"), loaded(2), HandedOver(worker=0), HandedOver(worker=1))
+    pool.see(
+        Death(worker=2), Arrival(worker=2, node="n"), loaded(2), RecoveredWorker(worker=0), RecoveredWorker(worker=1)
+    )
     assert pool.view.workers == (0, 1)
 
 
 def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
-    membership.observe(Joined(worker=7, node="n"), 0.0)
+    membership.observe(Arrival(worker=7, node="n"), 0.0)
     _, decisions = membership.observe(loaded(7), 0.0)
     assert decisions == (form(42, (7,), "start", clean=True),)
 
@@ -383,7 +391,7 @@ def no_loner(infos: Sequence[WorkerInfo]) -> str:
 
 def joined(*workers: int) -> list[Event]:
     return [
-        *(Joined(worker=worker, node=f"n{worker // 2}") for worker in workers),
+        *(Arrival(worker=worker, node=f"n{worker // 2}") for worker in workers),
         *(loaded(worker) for worker in workers),
     ]
 
@@ -392,7 +400,7 @@ def test_a_worker_with_whom_memory_would_be_short_waits_until_another_comes() ->
     pool = Pool(shortage=no_loner).run(0, 1)
     pool.see(*joined(2))
     assert pool.view.change_pending
-    assert pool.see(Boundary(step=1)) == [LeaveOut(workers=(2,), why="2 is alone")]
+    assert pool.see(Boundary(step=1)) == [Exclusion(workers=(2,), why="2 is alone")]
     assert pool.view.workers == (0, 1) and not pool.view.change_pending, "steps go on"
     assert pool.see(Boundary(step=2), Tick()) == [], "nothing is said twice"
     pool.see(*joined(3))
@@ -403,12 +411,12 @@ def test_a_worker_with_whom_memory_would_be_short_waits_until_another_comes() ->
 
 def test_who_is_left_alone_on_a_node_leaves_the_generation_and_may_come_back() -> None:
     pool = Pool(shortage=no_loner).run(0, 1, 2, 3)
-    pool.see(Leaving(worker=3))
+    pool.see(LeaveNotice(worker=3))
     found = pool.see(Boundary(step=1))
     assert [form.workers for form in of(Form, found)] == [(0, 1)]
-    assert of(LeaveOut, found) == [LeaveOut(workers=(2,), why="2 is alone")]
+    assert of(Exclusion, found) == [Exclusion(workers=(2,), why="2 is alone")]
     assert [drain.worker for drain in of(Drain, found)] == [3]
-    pool.see(Dead(worker=0), HandedOver(worker=1))
+    pool.see(Death(worker=0), RecoveredWorker(worker=1))
     assert pool.view.state == "waiting", "1 and 2 are alone, each on its node"
     pool.see(*joined(5, 4))
     assert pool.view.workers == (4, 5)
@@ -416,13 +424,13 @@ def test_who_is_left_alone_on_a_node_leaves_the_generation_and_may_come_back() -
 
 def test_a_run_that_shrinks_below_its_memory_waits_and_says_why() -> None:
     pool = Pool(shortage=no_loner).run(0, 1, 2, 3)
-    found = pool.see(Dead(worker=1), Dead(worker=2), HandedOver(worker=0), HandedOver(worker=3))
+    found = pool.see(Death(worker=1), Death(worker=2), RecoveredWorker(worker=0), RecoveredWorker(worker=3))
     (wait,) = of(Wait, found)
     assert (wait.have, wait.need) == (2, 2)
     assert str(wait) == ("waiting for workers: 2 of at least 2 are ready, which have too little memory: 0 is alone")
-    assert of(Fail, pool.see(Loading(count=1), Tick(), after=200)) == [], "one is loading that may change it"
+    assert of(Failure, pool.see(Loading(count=1), Tick(), after=200)) == [], "one is loading that may change it"
     pool.see(Loading(count=0))
-    (fail,) = of(Fail, pool.see(Tick(), after=101))
+    (fail,) = of(Failure, pool.see(Tick(), after=101))
     assert fail.code == 75 and "2 workers with too little memory to train together (0 is alone)" in fail.reason
 
 
@@ -438,20 +446,20 @@ def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:
 
 WORKERS = st.integers(0, 11)
 EVENTS = st.one_of(
-    st.builds(Joined, worker=WORKERS, node=st.sampled_from("abc")),
+    st.builds(Arrival, worker=WORKERS, node=st.sampled_from("abc")),
     st.builds(loaded, WORKERS),
-    st.builds(HandedOver, worker=WORKERS),
-    st.builds(Alive, worker=WORKERS),
-    st.builds(Leaving, worker=WORKERS),
+    st.builds(RecoveredWorker, worker=WORKERS),
+    st.builds(LifeSign, worker=WORKERS),
+    st.builds(LeaveNotice, worker=WORKERS),
     st.builds(Loading, count=st.integers(0, 3)),
     st.builds(Suspect, worker=WORKERS),
-    st.builds(Dead, worker=WORKERS),
-    st.builds(NodeDead, node=st.sampled_from("abc")),
+    st.builds(Death, worker=WORKERS),
+    st.builds(NodeDeath, node=st.sampled_from("abc")),
     st.builds(Resources, available=st.integers(0, 5)),
-    st.builds(Refused, count=st.integers(0, 2)),
+    st.builds(Shortfall, count=st.integers(0, 2)),
     st.builds(Boundary, step=st.just(0)),
-    st.builds(Finished),
-    st.builds(Broken, generation=st.integers(0, 6), reason=st.just("x")),
+    st.builds(FirstStep),
+    st.builds(Break, generation=st.integers(0, 6), reason=st.just("x")),
     st.builds(Tick),
 )
 
@@ -468,13 +476,13 @@ class Model:
 
     def before(self, event: Event, view: View) -> None:
         match event:
-            case Joined() if event.worker not in self.gone:
+            case Arrival() if event.worker not in self.gone:
                 self.alive.add(event.worker)
-            case Loaded() | HandedOver() if event.worker in self.alive:
+            case LoadedWorker() | RecoveredWorker() if event.worker in self.alive:
                 self.idle.add(event.worker)
-            case Dead():
+            case Death():
                 self.lose(event.worker)
-            case NodeDead():
+            case NodeDeath():
                 for member in view.members:
                     if member.node == event.node:
                         self.lose(member.worker)
@@ -489,7 +497,7 @@ class Model:
         match decision:
             case End(clean=False):
                 self.idle -= running  # survivors must answer before they are used again
-            case Drain() | Replace():
+            case Drain() | Replacement():
                 assert decision.worker not in self.gone
                 self.lose(decision.worker)
             case Form():
@@ -546,7 +554,7 @@ def test_in_any_storm_no_generation_but_the_first_has_too_little_memory(storm: l
 
     pool, formed = Pool(limits, short), 0
     for event, after in storm:
-        if isinstance(event, Joined) and event.worker not in at:
+        if isinstance(event, Arrival) and event.worker not in at:
             at[event.worker] = event.node
         for form in of(Form, pool.see(event, after=after)):
             assert not formed or not short(form.workers)
@@ -578,14 +586,14 @@ def test_after_any_storm_enough_ready_workers_run_again(storm: list[tuple[Event,
     pool = Pool(limits)
     for event, after in storm:
         pool.see(event, after=after)
-    pool.see(*(Dead(worker=m.worker) for m in pool.view.members))
+    pool.see(*(Death(worker=m.worker) for m in pool.view.members))
     for worker in (100, 101):
-        pool.see(Joined(worker=worker, node="z"), loaded(worker))
+        pool.see(Arrival(worker=worker, node="z"), loaded(worker))
     pool.see(Tick(), after=limits.gather_s)
     assert pool.view.state == "running" and pool.view.workers == (100, 101)
 
 
-UNPROVEN = EVENTS.filter(lambda event: not isinstance(event, Finished))
+UNPROVEN = EVENTS.filter(lambda event: not isinstance(event, FirstStep))
 
 
 @settings(max_examples=60, deadline=None)
@@ -602,9 +610,9 @@ def test_no_run_goes_on_for_ever_without_a_finished_step(storm: list[tuple[Event
         forms += len([form for form in of(Form, pool.see(event, after=after)) if not form.clean])
     for round_ in range(10 * most):
         decisions = end_generation(pool, ends[round_ % len(ends)])
-        answers: list[Event] = [HandedOver(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
+        answers: list[Event] = [RecoveredWorker(worker=m.worker) for m in pool.view.members if m.phase == "recovering"]
         for worker in range(fresh, fresh + 3):
-            answers += [Joined(worker=worker, node="abc"[worker % 3]), loaded(worker)]
+            answers += [Arrival(worker=worker, node="abc"[worker % 3]), loaded(worker)]
         fresh += 3
         decisions += pool.see(*answers, Tick(), after=1)
         forms += len(of(Form, decisions))
@@ -618,19 +626,19 @@ def end_generation(pool: Pool, how: str) -> list[Decision]:
     if not pool.view.workers:
         return pool.see(Tick(), after=50)
     worker = pool.view.workers[0]
-    broken = Broken(generation=pool.view.generation, reason="timed out")
+    broken = Break(generation=pool.view.generation, reason="timed out")
     match how:
         case "die":
-            return pool.see(Dead(worker=worker))
+            return pool.see(Death(worker=worker))
         case "break":
             return pool.see(broken)
         case "silent":
-            others = [HandedOver(worker=w) for w in pool.view.workers[1:]]
+            others = [RecoveredWorker(worker=w) for w in pool.view.workers[1:]]
             return pool.see(broken, *others) + pool.see(Tick(), after=30)
         case "frozen":
             return pool.see(Suspect(worker=worker)) + pool.see(Tick(), after=5)
         case _:
-            return pool.see(NodeDead(node=next(m.node for m in pool.view.members if m.worker == worker)))
+            return pool.see(NodeDeath(node=next(m.node for m in pool.view.members if m.worker == worker)))
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,7 +15,7 @@ from actors.outcome import Events
 from actors.records.events import CommitSlow, FeederLost
 from actors.run.committer import Committer
 from actors.state.recovery import CommitLog, Recovery
-from actors.state.run_state import Stuck
+from actors.state.run_state import StuckCommit
 from actors.step import GenerationLost
 from tests.actors.fakes import Listening, collected, snapshot
 
@@ -29,12 +29,12 @@ class Told:
         self.heard: list[tuple[Any, ...]] = []
         self.held_again: list[int] = []  # steps of the shards that others were given in a repair
         self.repaired: Sequence[Any] | None = None  # answers to come, once others were given the shards
-        self.gone: Stuck | None = None
+        self.gone: StuckCommit | None = None
 
     def hold(self, done: Any) -> list[Any]:
         return [name for one in done.snapshots for name in one.names]
 
-    def look(self) -> Stuck | None:
+    def look(self) -> StuckCommit | None:
         return self.gone
 
     def records(self, done: Any) -> tuple[Any, list[Any]]:
@@ -56,7 +56,7 @@ class Told:
         self.heard.append(("open", first_step, token))
 
     def repair_keepers(
-        self, stuck: Stuck, world: object, quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
+        self, stuck: StuckCommit, world: object, quiet: bool, commits: CommitLog, shards: Sequence[Snapshot]
     ) -> Sequence[Any] | None:
         self.held_again += [one.step for one in shards]
         self.heard.append(("repair", stuck, quiet, commits.newest))
@@ -126,7 +126,7 @@ def settle(committer: Committer) -> None:
     committer.settle(world, quiet=False)
 
 
-def repairs(told: Told) -> list[Stuck]:
+def repairs(told: Told) -> list[StuckCommit]:
     return [heard[1] for heard in told.heard if heard[0] == "repair"]
 
 
@@ -173,7 +173,7 @@ def test_a_refused_shard_says_why(ray_answers: dict[str, Any]) -> None:
     committer, told = waiting("a")
     ray_answers["a"] = ray.exceptions.RayTaskError("put", "traceback", MemoryError("the node can spare 1 MiB"))
     settle(committer)
-    assert told.heard == [("repair", Stuck(why="MemoryError: the node can spare 1 MiB"), False, 7)]
+    assert told.heard == [("repair", StuckCommit(why="MemoryError: the node can spare 1 MiB"), False, 7)]
 
 
 def test_a_keeper_that_is_silent_for_too_long_counts_as_gone(ray_answers: dict[str, Any]) -> None:
@@ -186,9 +186,9 @@ def test_a_keeper_that_is_silent_for_too_long_counts_as_gone(ray_answers: dict[s
 def test_a_lost_keeper_is_replaced_also_when_nobody_waits_for_it(ray_answers: dict[str, Any]) -> None:
     """Workers wait for its word of the last commit before they write over the version before it."""
     committer, told = committer_of(committed=6)
-    told.gone = Stuck(why="k is gone")
+    told.gone = StuckCommit(why="k is gone")
     settle(committer)
-    assert repairs(told) == [Stuck(why="k is gone")]
+    assert repairs(told) == [StuckCommit(why="k is gone")]
 
 
 def test_shards_that_devices_still_copy_are_given_to_keepers_when_they_are_there(ray_answers: dict[str, Any]) -> None:
@@ -201,7 +201,7 @@ def test_shards_that_devices_still_copy_are_given_to_keepers_when_they_are_there
     settle(committer)
     assert committer.committed == 6, "the copy has not ended"
     told.repaired = []
-    told.gone = Stuck(why="k is gone")
+    told.gone = StuckCommit(why="k is gone")
     settle(committer)
     assert committer.committed == 6, "nor is it there because another keeper was lost"
     assert told.held_again == [], "no keeper takes it for whole"
@@ -215,7 +215,7 @@ def test_a_repair_gives_others_the_shards_of_all_uncommitted_steps(ray_answers: 
     committer, told = committer_of(committed=6)
     for step in (7, 8):
         committer.add(collected(step, 1, held_as(step, "late")))
-    told.gone = Stuck(why="k is gone")
+    told.gone = StuckCommit(why="k is gone")
     settle(committer)
     assert told.held_again == [7, 8]
 
@@ -257,7 +257,7 @@ def test_a_step_that_waits_for_slow_keepers_is_told_once(
     assert [(type(e), e.step) for e in listener.told] == [(CommitSlow, 7)] and told.heard == [], "slow is not lost"
     monkeypatch.setattr(time, "monotonic", lambda: now + 700)
     settle(committer)
-    assert repairs(told) == [Stuck(why="no answer in 700 s", overdue=True)]
+    assert repairs(told) == [StuckCommit(why="no answer in 700 s", overdue=True)]
 
 
 def test_a_step_whose_line_cannot_be_written_does_not_count() -> None:

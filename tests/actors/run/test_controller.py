@@ -17,7 +17,7 @@ from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
 from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Event, Joined, Leaving, Limits, Loaded
+from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, LoadedWorker
 from actors.records.events import (
     GenerationEnded,
     GenerationFormed,
@@ -219,8 +219,8 @@ class Run:
     ) -> None:
         self.listener, self.source, self.state, self.planner = Listening(), Source(), Held(), Planning()
         coming: dict[int, list[Event]] = later or {}
-        up: list[Event] = [Joined(worker=n, node="n") for n in (0, 1)]
-        up += [Loaded(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
+        up: list[Event] = [Arrival(worker=n, node="n") for n in (0, 1)]
+        up += [LoadedWorker(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
 
         def look() -> list[Event]:
             runner = self.controller.generations.runner
@@ -293,7 +293,7 @@ def test_the_step_in_which_a_worker_dies_is_computed_again_by_the_others() -> No
 
 def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_steps() -> None:
     workers = Workers()
-    run = Run(workers, later={2: [Leaving(worker=1)]})
+    run = Run(workers, later={2: [LeaveNotice(worker=1)]})
     assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and workers.names == ["w0"]
     assert [event.worker for event in run.told(WorkerDrained)] == ["w1"] and not run.told(GenerationEnded, WorkerDied)
     assert run.told(GenerationFormed)[1].from_step == run.state.recovered[1] + 1 == 2

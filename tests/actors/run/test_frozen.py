@@ -13,7 +13,7 @@ import torch
 from actors.config import WorkersConfig
 from actors.messages import Origin, WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Joined, Limits, Loaded
+from actors.pool.membership_types import Arrival, Limits, LoadedWorker
 from actors.run.frozen import disagreement, first_disagreement
 from actors.worker.loading import FirstWeights, build_modules
 from ops.models.config import ModelConfig
@@ -44,7 +44,7 @@ def test_who_holds_other_weights_is_named() -> None:
 
 def test_a_generation_of_workers_that_hold_other_weights_is_not_formed() -> None:
     infos = {"w0": info("w0", vae="1"), "w1": info("w1", vae="2")}
-    up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
+    up = [event for n in (0, 1) for event in (Arrival(worker=n, node="n"), LoadedWorker(worker=n, info=infos[f"w{n}"]))]
     looks = [[], up]  # the first one while the data is opened
     outcome = controller_of(
         StateHere(-1, first=-1),
@@ -88,7 +88,11 @@ class Recovering(StateHere):
 def test_a_new_run_begins_only_with_equal_weights() -> None:
     infos = {"w0": begins_with("w0", head=1), "w1": begins_with("w1", head=2)}
     for origin, refused in ((None, True), (Origin(step=3), False)):
-        up = [event for n in (0, 1) for event in (Joined(worker=n, node="n"), Loaded(worker=n, info=infos[f"w{n}"]))]
+        up = [
+            event
+            for n in (0, 1)
+            for event in (Arrival(worker=n, node="n"), LoadedWorker(worker=n, info=infos[f"w{n}"]))
+        ]
         looks, state = [[], up], Recovering(origin)
         controller = controller_of(
             state,

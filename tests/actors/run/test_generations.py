@@ -8,7 +8,7 @@ from typing import Any
 from actors.outcome import Events
 from actors.plan.types import Cluster
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Decision, Event, Form, LeaveOut, Limits, Planned, View
+from actors.pool.membership_types import Decision, Event, Exclusion, Form, Limits, StepDispatch, View
 from actors.records.events import GenerationFormed, WeightsFetched, WorkersLeftOut
 from ops.waiting import Patience
 from tests.actors.fakes import Handle, Listening, StateHere, controller_of, pool_here
@@ -30,7 +30,7 @@ def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> N
     manager.dispatched([compiling])  # type: ignore[list-item]
     manager.dispatched([compiling, next_one])  # type: ignore[list-item]
     manager.dispatched([next_one])  # type: ignore[list-item]
-    assert heard == [Planned(limit_s=1020.0), Planned(limit_s=1020.0), Planned(limit_s=120.0)]
+    assert heard == [StepDispatch(limit_s=1020.0), StepDispatch(limit_s=1020.0), StepDispatch(limit_s=120.0)]
 
 
 def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
@@ -57,7 +57,7 @@ def test_who_is_left_out_gives_back_what_it_has_of_the_last_generation() -> None
     listener = Listening()
     pool = pool_here(handle=asked.__getitem__)
     manager = controller_of(StateHere(), pool=pool, events=Events(listener)).generations
-    manager._apply(LeaveOut(workers=(0, 2), why="a clip of some bucket needs 6.6 GiB"))
+    manager._apply(Exclusion(workers=(0, 2), why="a clip of some bucket needs 6.6 GiB"))
     assert [handle.hand_over.asked for handle in asked.values()] == [[(None,)], [(None,)]]
     (event,) = listener.told
     assert isinstance(event, WorkersLeftOut) and event.workers == ("w0", "w2")

@@ -167,11 +167,8 @@ def test_a_restarted_controller_learns_what_is_committed_and_where_the_data_stan
 # -- copies ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_copy_is_the_keepers_own_and_comes_in_pieces(
-    keepers: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pulling, "PIECE", 64)
-    home, other = begun(keepers()), begun(keepers())
+def test_a_copy_is_the_keepers_own_and_comes_in_pieces(keepers: Callable[..., Keeper]) -> None:
+    home, other = begun(keepers()), begun(keepers(piece_elements=64))
     worker = Writing(home, 100, 700)
     sent, source = worker.finish(0), handle(home)
     home.put([sent])

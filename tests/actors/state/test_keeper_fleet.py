@@ -22,7 +22,7 @@ from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base, Keepers, keeper_nodes
 from actors.state.recovery import CommitLog
-from actors.state.run_state import RunState, Stuck
+from actors.state.run_state import RunState, StuckCommit
 from ops.shards import ShardState
 from tests.actors.fakes import Listening, Remote, collected, snapshot, state_of
 from tests.families.kit import MODEL
@@ -337,7 +337,7 @@ def test_a_node_without_workers_that_is_too_small_gets_no_keeper(clock: Clock, m
 def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clock) -> None:
     """It stood still for ever: repaired twice a second, without a word in the events."""
     keepers, _, _ = keepers_of({"full": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
-    listener, stuck = Listening(), Stuck(why="MemoryError: the node can spare 1 MiB")
+    listener, stuck = Listening(), StuckCommit(why="MemoryError: the node can spare 1 MiB")
     state = state_of(keepers=keepers, listener=listener, model=MODEL)
     began, rounds = clock.now, 0
     with pytest.raises(StopRun, match="can spare 1 MiB") as stop:
@@ -350,7 +350,7 @@ def test_keepers_that_cannot_hold_the_state_end_the_run_with_a_reason(clock: Clo
 
 def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
     keepers, _, _ = keepers_of({"a": Actor(clock, (0.0, Standing()), (0.0, ROOM))})
-    listener, stuck = Listening(), Stuck(why="a keeper is gone")
+    listener, stuck = Listening(), StuckCommit(why="a keeper is gone")
     state = state_of(keepers=keepers, listener=listener, model=MODEL)
 
     def repair(times: int) -> list[int]:

@@ -17,7 +17,7 @@ from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog
-from actors.state.run_state import Stuck
+from actors.state.run_state import StuckCommit
 from actors.step import GenerationLost, Seat
 from ops.shards import ShardState
 from tests.actors.fakes import Handle, KeepersHere, Writing, collected, snapshot, source_of, state_of
@@ -142,7 +142,7 @@ def test_a_repair_has_the_newest_shards_held_once_more() -> None:
     state.committed(collected(6, 3, snapshot(6)), {})
     keepers.told.clear()
     world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
-    stuck, log = Stuck(why="k is gone"), CommitLog(committed=6)
+    stuck, log = StuckCommit(why="k is gone"), CommitLog(committed=6)
     assert state.repair_keepers(stuck, world, True, log, [snapshot(7)]) == ["held 7"]
     assert keepers.told == [("repair",), ("hold", 6), ("hold", 7)], "also the one that is safe, on one node less"
 
@@ -152,5 +152,6 @@ def test_where_a_nodes_memory_went_with_its_keeper_the_generation_is_lost() -> N
     keepers.lost = ["n1"]
     world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
     with pytest.raises(GenerationLost) as lost:
-        state_of(keepers=keepers, model=MODEL).repair_keepers(Stuck(why="k"), world, True, CommitLog(committed=6), ())
+        stuck = StuckCommit(why="k")
+        state_of(keepers=keepers, model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6), ())
     assert (lost.value.dead, list(lost.value.failed)) == ((), ["w1"])

@@ -64,7 +64,7 @@ def modules(dit: WanConfig, image: ImageConfig | None, dtype: torch.dtype) -> An
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", TOLD)
-def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype) -> None:
     """Tiles in bf16 are blended in fp32 and travel in bf16, which changes no bit."""
     made = modules(*TOLD[how], dtype)
     frame = FirstFrame.of(made.config)
@@ -72,8 +72,8 @@ def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype, monk
         0, 256, (CLIPS, FRAMES, HEIGHT, WIDTH, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     before, alone = pixels.clone(), AllAtOnce()
-    monkeypatch.setattr("ops.models.base.tiles.VAE_BATCH_PIXELS", 2 * FRAMES * HEIGHT * WIDTH)
-    rows = encode_clips(made, frame, pixels, Group.solo(), alone, CPU)
+    two = 2 * FRAMES * HEIGHT * WIDTH
+    rows = encode_clips(made, frame, pixels, Group.solo(), alone, CPU, batch_pixels=two)
     assert alone.parts == [2, 1] and len(rows) == CLIPS
     assert all(row.shape == (2 * 4 * 3 + frame.tail, frame.width) and row.dtype == torch.float32 for row in rows)
     seen: dict[tuple[int, int], list[int]] = {}  # rank and length of a video -> the clips that its tiles are of
@@ -103,7 +103,7 @@ def test_pictures_of_an_image_encoder_are_encoded_as_many_at_a_time_as_clips(mon
     made = modules(*TOLD["told by channels and an embedding"], torch.float32)
     frame, counts, encode = FirstFrame.of(made.config), [], made.image.encode
     monkeypatch.setattr(made.image, "encode", lambda pictures: (counts.append(len(pictures)), encode(pictures))[1])
-    monkeypatch.setattr("ops.models.base.tiles.VAE_BATCH_PIXELS", 2 * FRAMES * 32 * 32)
     pixels = torch.zeros(5, FRAMES, 32, 32, 3, dtype=torch.uint8)
-    assert len(encode_clips(made, frame, pixels, Group.solo(), AllAtOnce(), CPU)) == 5
+    two = 2 * FRAMES * 32 * 32
+    assert len(encode_clips(made, frame, pixels, Group.solo(), AllAtOnce(), CPU, batch_pixels=two)) == 5
     assert counts == [2, 2, 1]

@@ -14,7 +14,7 @@ from actors import process
 from actors.messages import FormTask, Origin, Snapshot
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper
-from actors.worker.home import Entered, HomeMemory
+from actors.worker.home import Entry, HomeMemory
 from ops.lending import borrow
 from ops.shards import ARRAYS, ShardState
 from ops.state_memory import StateMemory
@@ -28,8 +28,6 @@ HERE = (os.getpid(), process.birth(os.getpid()))
 def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pulling, "get", lambda reference: reference)
     monkeypatch.setattr(pulling, "wait", lambda references, timeout: (references, []))
-    monkeypatch.setattr("actors.worker.home._AT_ONCE", 70)
-    monkeypatch.setattr(pulling, "PIECE", 40)
 
 
 Make = Callable[[], tuple[Keeper, Any]]
@@ -58,13 +56,18 @@ def part(lo: int, hi: int, updates: int = 0, names: tuple[str, ...] = ARRAYS[:3]
     return ShardState(updates=updates, lo=lo, hi=hi, total=TOTAL, arrays=arrays)
 
 
+def home_memory() -> HomeMemory:
+    """One that makes and pulls a little at a time."""
+    return HomeMemory(made_elements=70, pulled_elements=40)
+
+
 def never() -> None:
     return None
 
 
 def enters(
     home: HomeMemory, keeper: Any, origin: Origin | None, lo: int = 0, hi: int = TOTAL, generation: int = 1
-) -> Entered:
+) -> Entry:
     task = FormTask(generation=generation, rank=0, world=1, store=("", 0), origin=origin, home=keeper)
     return home.enter(task, lo, hi, ARRAYS, part, never)
 
@@ -105,7 +108,7 @@ def test_a_new_run_begins_with_the_first_weights_a_part_at_a_time(make: Make) ->
         return part(lo, hi)
 
     task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None, home=handle)
-    found = HomeMemory().enter(task, 0, TOTAL, ARRAYS, first, never)
+    found = home_memory().enter(task, 0, TOTAL, ARRAYS, first, never)
     assert_is(found.shard, 0, TOTAL, 0, ARRAYS[:3])
     assert asked == [(0, 70), (70, 140), (140, 210), (210, 280), (280, 300)]
     assert (found.made_in, found.banks.current, found.banks.target(never)) == (1, 0, 1)
@@ -116,17 +119,17 @@ def test_a_checkpoint_is_read_into_the_nodes_memory(make: Make, tmp_path: Path) 
     keeper.begin(1, 8, 1, TOTAL, (HERE,))
     files = [checkpoint_files.write_shard(tmp_path, part(lo, hi, 9, ARRAYS)) for lo, hi in ((0, 100), (100, TOTAL))]
     checkpoint_files.seal(tmp_path, {"step": 8}, [(0, 100), (100, TOTAL)], files)
-    found = enters(HomeMemory(), handle, Origin(step=8, checkpoint=str(tmp_path)), 60, 250)
+    found = enters(home_memory(), handle, Origin(step=8, checkpoint=str(tmp_path)), 60, 250)
     assert_is(found.shard, 60, 250, 9)
 
 
 def test_what_lies_on_the_node_is_taken_as_it_is_and_only_the_rest_is_fetched(make: Make) -> None:
     """The worker of another node has gone: of its range there is a copy, and a part that lies elsewhere."""
-    (near, near_handle), (far, far_handle), home = make(), make(), HomeMemory()
+    (near, near_handle), (far, far_handle), home = make(), make(), home_memory()
     for keeper in (near, far):
         keeper.begin(1, -1, 1, TOTAL, (HERE,))
     enters(home, near_handle, None, 0, 120)
-    there = HomeMemory()
+    there = home_memory()
     enters(there, far_handle, None, 120, TOTAL)
     mine, theirs = holds(near, home, 0, 120, 0), holds(far, there, 120, TOTAL, 0)
     assert near.put([mine]) and far.put([theirs])
@@ -144,7 +147,7 @@ def test_what_lies_on_the_node_is_taken_as_it_is_and_only_the_rest_is_fetched(ma
     again = enters(home, near_handle, origin, 0, TOTAL, generation=2)
     assert again.shard.arrays["master"].ctypes.data == place, "the same memory, mapped once"
     far_handle.read.asked.clear()
-    all_there = HomeMemory()
+    all_there = home_memory()
     assert_is(enters(all_there, far_handle, origin, 0, TOTAL, generation=2).shard, 0, TOTAL, 1)
     assert not far_handle.read.asked, "its copy is the state now"
 
@@ -153,7 +156,7 @@ def test_a_part_that_nobody_holds_is_named(make: Make) -> None:
     keeper, handle = make()
     keeper.begin(2, 5, 1, TOTAL, (HERE,))
     with pytest.raises(RuntimeError, match=r"\[\(0, 300\)\] of the state after step 5 is held by nobody"):
-        enters(HomeMemory(), handle, Origin(step=5, generation=1, keepers=(handle,)), generation=2)
+        enters(home_memory(), handle, Origin(step=5, generation=1, keepers=(handle,)), generation=2)
 
 
 def test_the_keeper_is_waited_for_and_the_wait_can_end(make: Make) -> None:
@@ -167,16 +170,16 @@ def test_the_keeper_is_waited_for_and_the_wait_can_end(make: Make) -> None:
         assert len(waited) < 2000, "patience is over"
 
     task = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=None, home=handle)
-    assert_is(HomeMemory().enter(task, 0, 10, ARRAYS, part, go_on).shard, 0, 10, 0, ARRAYS[:3])
+    assert_is(home_memory().enter(task, 0, 10, ARRAYS, part, go_on).shard, 0, 10, 0, ARRAYS[:3])
     task = FormTask(generation=2, rank=0, world=1, store=("", 0), origin=None, home=handle)
     with pytest.raises(AssertionError, match="patience"):
-        HomeMemory().enter(task, 0, 10, ARRAYS, part, go_on)
+        home_memory().enter(task, 0, 10, ARRAYS, part, go_on)
 
 
 def test_a_worker_lends_what_it_has_and_says_when_it_has_left(make: Make) -> None:
     keeper, handle = make()
     keeper.begin(1, -1, 1, TOTAL, (HERE,))
-    home = HomeMemory()
+    home = home_memory()
     found = enters(home, handle, None)
     assert found.banks.memory.present[0] == 1
     home.leave()
@@ -194,5 +197,5 @@ def test_a_range_of_no_element_takes_no_part(make: Make) -> None:
     """More workers than the vector has cache lines."""
     keeper, handle = make()
     keeper.begin(1, -1, 1, TOTAL, (HERE,))
-    found = enters(HomeMemory(), handle, None, TOTAL, TOTAL)
+    found = enters(home_memory(), handle, None, TOTAL, TOTAL)
     assert (found.shard.lo, found.shard.hi) == (TOTAL, TOTAL)

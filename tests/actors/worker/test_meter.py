@@ -14,7 +14,7 @@ import torch
 from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import USABLE, Item
 from actors.worker.executor import Executor
-from actors.worker.meter import GIB, DeviceMeter, TensorMeter, Unmetered, collect, freed, ran_out
+from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, ran_out
 from ops.storages import storage_bytes
 from ops.sync import trainable
 from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
@@ -68,7 +68,7 @@ def test_every_cascade_says_what_it_took_and_where_nobody_counts_nothing() -> No
     assert needs.pop("finish") is None
     assert set(needs) == {"text", "vae", "dit"} and all(need and 0 < need < 1 for need in needs.values())
     (unmetered,) = make_hosts(1, torch.float32, train_config())
-    assert isinstance(unmetered.executor.meter, Unmetered)
+    assert isinstance(unmetered.executor.meter, NoMeter)
     run_step([unmetered], ITEMS, one_worker(ITEMS))
     assert unmetered.done is not None and {span.need_gib for span in unmetered.done.spans} == {None}
 

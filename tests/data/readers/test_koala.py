@@ -11,7 +11,7 @@ import pytest
 
 from data.config import LimitsConfig
 from data.ledger import BadSample, Ledger, Reason
-from data.readers import catalogue
+from data.readers.catalogue import Catalogue
 from data.readers.kinds.koala import parse_range
 from data.tools.convert import convert
 from data.tools.lint import lint
@@ -167,7 +167,7 @@ def test_a_video_with_a_thumbnail_is_a_video(tmp_path):
 
 
 @pytest.mark.parametrize("suffix, container", [("mp4", "mp4"), ("mkv", "matroska")])
-def test_max_frames_bounds_the_clip_not_the_video_it_is_cut_from(tmp_path, monkeypatch, suffix, container):
+def test_max_frames_bounds_the_clip_not_the_video_it_is_cut_from(tmp_path, suffix, container):
     rows = [
         row("a_b-c_d-e_f_0", "['0:00:00', '0:00:01']"),
         row("a_b-c_d-e_f_1", "['0:00:01', '0:00:04']"),
@@ -183,9 +183,12 @@ def test_max_frames_bounds_the_clip_not_the_video_it_is_cut_from(tmp_path, monke
     index, ledger = index_of(path, tmp_path / "cache", kind="koala", limits=limits)
     assert index.columns("ok")["ok"].tolist() == [True, False, False] and index.row(0).num_frames == 8
     assert rejected(ledger) == {"too_many_frames": 2}
-    monkeypatch.setattr(catalogue, "MAX_SOURCE_FRAMES", 32)
-    _, ledger = index_of(path, tmp_path / "other", kind="koala", limits=limits)
-    assert rejected(ledger) == {"too_many_frames": 3}, "the header of the whole video has a bound of its own"
+    videos = Catalogue(str(tmp_path / "raw"), limits, source_frames=32)
+    source = videos.named("a_b-c_d-e_f")
+    assert source is not None
+    with pytest.raises(BadSample) as found:
+        videos.probe(source, ranged=True)
+    assert found.value.reason is Reason.TOO_MANY_FRAMES, "the header of the whole video has a bound of its own"
 
 
 @pytest.mark.parametrize("stated", ["xyz://bucket/a.mp4", "https://x.y/a.mp4", "a\0b.mp4", "x" * 300 + ".mp4"])

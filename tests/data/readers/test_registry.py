@@ -132,8 +132,7 @@ class Flaky(MemoryFileSystem):
         return Handle()
 
 
-def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards, tmp_path):
     flaky = Flaky()
     for file in shards.glob("*.tar"):
         flaky.pipe(f"/flaky/{file.name}", file.read_bytes())
@@ -143,8 +142,7 @@ def test_storage_errors_are_retried_with_a_fresh_handle_and_lose_nothing(shards,
     assert flaky.failures > 2 and index.hash == local.hash and not ledger.rejected
 
 
-def test_storage_that_stays_broken_stops_the_run_and_is_no_bad_data(monkeypatch):
-    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+def test_storage_that_stays_broken_stops_the_run_and_is_no_bad_data():
     attempts = []
 
     def fail():
@@ -152,15 +150,14 @@ def test_storage_that_stays_broken_stops_the_run_and_is_no_bad_data(monkeypatch)
         raise OSError("connection reset")
 
     with pytest.raises(DataIOError, match=r"connection reset \(3 attempts\).*The storage failed, not the data"):
-        retried("read s3://b/0.tar", fail, retries=2)
+        retried("read s3://b/0.tar", fail, retries=2, retry_s=0.001)
     assert len(attempts) == 3
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_a_storage_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
+def test_a_file_that_shrinks_while_it_is_read_is_a_storage_error(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"x" * 1000)
-    with ReadFile(str(path), retries=1) as file:
+    with ReadFile(str(path), retries=1, retry_s=0.001) as file:
         os.truncate(path, 10)
         assert file.pread(0, 10) == b"x" * 10
         with pytest.raises(DataIOError, match="the file had 1000 bytes when it was opened"):
@@ -168,7 +165,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_a_storage_error(tmp_path, monke
 
 
 def test_a_failing_disk_is_read_again_with_a_fresh_handle(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "RETRY_SECONDS", 0.001)
     path = tmp_path / "a"
     path.write_bytes(b"x" * 1000)
     handles, read = [], os.pread
@@ -179,7 +175,7 @@ def test_a_failing_disk_is_read_again_with_a_fresh_handle(tmp_path, monkeypatch)
             raise OSError(5, "Input/output error")
         return read(handle, count, offset)
 
-    with ReadFile(str(path)) as file:
+    with ReadFile(str(path), retry_s=0.001) as file:
         monkeypatch.setattr(storage.os, "pread", failing)
         opened, plain = [], os.open
         monkeypatch.setattr(storage.os, "open", lambda *rest: opened.append(rest) or plain(*rest))
