@@ -23,9 +23,9 @@ from app.bench.cluster.page import html
 from app.bench.cluster.parts import VirtualKeeper
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.simulate import (
+    Aftermath,
     ClusterFigures,
     Disturbance,
-    ,
     Setup,
     VirtualRunFailed,
     check_steps,
@@ -275,7 +275,7 @@ def test_the_page_shows_what_was_seen_with_its_command() -> None:
     ddp = DdpFigures(
         way=OWN, workers=16, degrees=(8,), steps=28, mean_step_s=33.0, samples_per_s=0.2, idle=0.2, same_steps=True
     )
-    lost = (what="node", form_s=0.34, step_s=71.0, workers=8)
+    lost = Aftermath(what="node", form_s=0.34, step_s=71.0, workers=8)
     found = [figures(16), figures(16, strategy="static", samples_per_s=0.1, recovered=(lost,))]
     page = html(ways_of([ddp], found), found, [], "heddle bench cluster --nodes 2", "2 cores")
     assert "<b>1.25</b><span>of DDP&#x27;s samples per second: cascade on 16 GPUs" in page
