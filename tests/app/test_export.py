@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from ops.models.wan.config import WanConfig
 from ops.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.families import test_flux, test_stdit3
+from tests.families import test_cogvideox, test_flux, test_stdit3
 from tests.families.kit import SmallPipeline
 from tests.families.registry import CASES
 from tests.families.test_wan import DIT, publish
@@ -318,6 +319,15 @@ def test_a_hunyuan_run_with_its_own_text_exports_a_whole_pipeline(tmp_path: Path
 
 
 PIPELINES = {name: cases.pipeline for name, cases in CASES.items() if cases.pipeline}
+LAYOUTS = {  # of one family, which its usual pipeline does not have
+    f"cogvideox {kind}": replace(
+        PIPELINES["cogvideox"],
+        publish=partial(test_cogvideox.publish, dit=test_cogvideox.KINDS[kind]),
+        model=test_cogvideox.settings,
+        scheduler="DDIM, SNR shift 1",
+    )
+    for kind in ("5b", "1.5")
+}
 
 
 def run_on(pipeline: SmallPipeline, base: Path, **dit: Any) -> RunConfig:
@@ -343,13 +353,13 @@ def latent_of(run: Path, request: Mapping[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("family", "rank"),
-    [(name, 0) for name in PIPELINES]
+    [(name, 0) for name in (*PIPELINES, *LAYOUTS)]
     + [("cogvideox", 2)]
     + [pytest.param(name, 2, marks=pytest.mark.long) for name in PIPELINES if name != "cogvideox"],
 )
 def test_an_exported_pipeline_makes_our_clip(family: str, rank: int, tmp_path: Path) -> None:
     """Trained weights, or factors merged into those that they began with; the scheduler, and the text."""
-    pipeline = PIPELINES[family]
+    pipeline = {**PIPELINES, **LAYOUTS}[family]
     base = pipeline.publish(tmp_path / "base")
     run = write_checkpoint(tmp_path / "run", run_on(pipeline, base, lora_rank=rank))
     exported = export.export(run, tmp_path / "out")

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    LTXImageToVideoPipeline,
+    WanImageToVideoPipeline,
+    WanTransformer3DModel,
+)
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
@@ -17,6 +26,7 @@ from actors.plan.costs.profile import Profile
 from app.export import export
 from app.run.resume import Change, is_refused
 from app.sampling.clips import (
+    ClipChanges,
     ClipSettings,
     clip_requests,
     clips_of,
@@ -29,15 +39,20 @@ from app.sampling.pictures import read_pictures
 from app.sampling.sample import run
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection, SampleConfig
+from data.config import DataConfig
 from ops.config import FlowConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json, resolve
 from ops.models.image import random_clip
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
+from ops.packing import patchify, unpatchify
 from ops.sampling import initial_noise, sample_latents
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint
+from tests.app.test_published_schedulers import put_scheduler
+from tests.families import test_ltx
+from tests.families.kit import their_class
 from tests.ops import test_text_picture
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
@@ -234,6 +249,165 @@ def test_an_exported_hunyuan_pipeline_makes_the_latent_of_heddle_sample(
             ConfigError, match=r"sample.frames 1: a clip of one latent .* 5 frames or more \(--frames\)"
         ):
             make_clips(ours, told, replace(settings, frames=1), first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPicture:
+    """A small pipeline that makes clips from a picture, and a run that fine-tunes it."""
+
+    publish: Callable[[Path], Path]
+    model: Callable[[Path], ModelConfig]
+    pipeline: type[DiffusionPipeline]
+    first_frame: float  # of train.flow
+    scheduler: Mapping[str, object]  # of the published folder
+    guidance: tuple[float, float | None] = (4.0, None)
+    size: tuple[int, int, int] = (5, 32, 48)  # frames, height, width
+    noise: tuple[int, int, int, int] = (4, 2, 4, 6)
+    tokens: bool = False  # the pipeline's latents are tokens
+
+
+UNIPC = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 5.0}
+FROM_PICTURES = {
+    "Wan2.2 TI2V-5B": FromPicture(
+        publish=lambda base: publish_wan22(base, VAE_OF_5B, replace(DIT, first_frame="none"), expand_timesteps=True),
+        model=lambda base: wan_model(base),
+        pipeline=WanImageToVideoPipeline,
+        first_frame=0.2,
+        scheduler=UNIPC,
+        size=(5, 64, 96),
+    ),
+    "Wan2.2 A14B": FromPicture(
+        publish=lambda base: publish_wan22(base, VAE_OF_14B, DIT, boundary_ratio=0.9),
+        model=lambda base: wan_model(base, first_frame="channels", expert="both"),
+        pipeline=WanImageToVideoPipeline,
+        first_frame=0.0,
+        scheduler=UNIPC,
+        guidance=(4.0, 1.5),
+    ),
+    "LTX-Video": FromPicture(
+        publish=lambda base: publish_ltx(base),
+        model=test_ltx.settings,
+        pipeline=LTXImageToVideoPipeline,
+        first_frame=0.2,
+        scheduler={"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1},
+        size=(9, 32, 64),
+        noise=(8, 3, 2, 4),
+        tokens=True,
+    ),
+}
+VAE_OF_14B = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1}
+VAE_OF_5B = {**VAE_OF_14B, "is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
+VAE_OF_5B |= {"decoder_base_dim": 4, "scale_factor_spatial": 16}
+
+
+def wan_model(base: Path, **dit: object) -> ModelConfig:
+    path = str(base)
+    return ModelConfig(
+        dit=WanConfig(path=path, **dit),  # type: ignore[arg-type]
+        vae=VAEConfig(kind="diffusers", path=path),
+        text=TextConfig(path=path, pad_to=512, max_length=512),
+    )
+
+
+def publish_wan22(base: Path, vae: Mapping[str, object], dit: WanConfig, **index: object) -> Path:
+    """A small image-to-video pipeline of Wan2.2 as Diffusers itself saves it, without an image encoder."""
+    torch.manual_seed(0)
+    fitted = dit.fitted(4, (4, 8, 8), 16, 0)
+    config = {key: value for key, value in dit_json(fitted).items() if not key.startswith("_")}
+    WanImageToVideoPipeline(
+        tokenizer=ByT5Tokenizer(),
+        text_encoder=UMT5EncoderModel(
+            UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
+        ),
+        vae=AutoencoderKLWan(**vae, latents_mean=[0.1, 0.0, -0.2, 0.0], latents_std=[1.0, 2.0, 0.5, 1.0]),
+        transformer=their_class(fitted),
+        transformer_2=WanTransformer3DModel(**config) if "boundary_ratio" in index else None,
+        scheduler=diffusers.UniPCMultistepScheduler(),
+        **index,
+    ).save_pretrained(base)
+    return base
+
+
+def publish_ltx(base: Path) -> Path:
+    """With latents that are not scaled, as published: its image-to-video pipeline scales those of clips alone."""
+    file = test_ltx.publish(base) / "vae" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"scaling_factor": 1.0}))
+    return base
+
+
+def picture_latent(folder: Path, case: FromPicture, picture: Path) -> torch.Tensor:
+    """What `heddle sample` makes of a picture before it decodes."""
+    saved = saved_model(folder, device="cpu")
+    (frames, height, width), (scale, scale_2) = case.size, case.guidance
+    asked = ClipChanges(frames=frames, height=height, width=width, seed=3, steps=4)
+    asked = replace(asked, guidance_scale=scale, guidance_scale_2=scale_2)
+    settings = ClipSettings.of(saved.config, saved.scheduler).changed(asked)
+    first = first_frames(saved.config, ["a dot"], settings, [picture], "--image")
+    told, model = saved.encode(["a dot"], "", first), saved.load()
+    requests, negative = clip_requests(model, told, settings, first), told.negative.text
+    return sample_latents(model.dit, requests, negative, model.geometry, settings.sampler, low=model.low)[0]
+
+
+def pipeline_latent(folder: Path, case: FromPicture, picture: Path) -> torch.Tensor:
+    """The same by Diffusers' own pipeline; LTX-Video's, which takes noise with the first frame in it, encodes that
+    itself before."""
+    pipe, saved = case.pipeline.from_pretrained(folder), saved_model(folder, device="cpu")
+    told = saved.encode(["a dot"], "")
+    pipe.set_progress_bar_config(disable=True)
+    (frames, height, width), (scale, scale_2) = case.size, case.guidance
+    shown, noise = Image.open(picture), initial_noise(3, case.noise)[None]
+    if not case.tokens:
+        call = {"prompt_embeds": told.prompts[0].text[None], "negative_prompt_embeds": told.negative.text[None]}
+        call |= {} if scale_2 is None else {"guidance_scale_2": scale_2}
+    else:
+        pixels = pipe.video_processor.preprocess(shown, height=height, width=width)
+        first, mask = pipe.prepare_latents(pixels, 1, case.noise[0], height, width, frames, dtype=torch.float32)
+        noise = torch.where(mask[..., None] > 0, first, patchify(noise[0], (1, 1, 1))[None])
+        call = {"prompt": "a dot", "negative_prompt": "", "frame_rate": saved.config.model.dit.clip_rate}
+        call |= {"max_sequence_length": saved.config.model.text.max_length}
+    made = pipe(
+        image=shown,
+        height=height,
+        width=width,
+        num_frames=frames,
+        num_inference_steps=4,
+        guidance_scale=scale,
+        latents=noise,
+        output_type="latent",
+        **call,
+    ).frames[0]
+    channels, *grid = case.noise
+    return unpatchify(made, tuple(grid), (1, 1, 1), channels) if case.tokens else made  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FROM_PICTURES)
+def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A published folder by its own scheduler, and a run on it as it is exported; another picture is another
+    clip."""
+    # LTXImageToVideoPipeline draws from the posterior of a first frame; here its mean is taken, as Wan's does
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    case = FROM_PICTURES[name]
+    _, height, width = case.size
+    drawn = np.random.default_rng(0).integers(0, 256, (2, 3, 3), dtype=np.uint8)
+    picture, other = tmp_path / "a.png", save(tmp_path / "b.png", (30, 30, 200), (width, height))
+    Image.fromarray(drawn).resize((width, height), Image.Resampling.BICUBIC).save(picture)
+    base = case.publish(tmp_path / "base")
+    scheduler = json.loads((base / "model_index.json").read_text())["scheduler"][1]
+    put_scheduler(base, scheduler, case.scheduler)
+    model = case.model(base)
+    data = DataConfig(fps=model.dit.clip_rate or 0.0)
+    config = RunConfig(run=RunSection(name="tiny"), model=model, data=data)
+    flow = FlowConfig(first_frame=case.first_frame, flow_shift=3.0)
+    write_checkpoint(tmp_path / "run", replace(config, train=replace(config.train, flow=flow), sample=SHOWN))
+    export.export(tmp_path / "run", tmp_path / "out")
+    for folder in (base, tmp_path / "out"):
+        ours, theirs = picture_latent(folder, case, picture), pipeline_latent(folder, case, picture)
+        assert ours.shape == case.noise
+        torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=0)
+        elsewhere = picture_latent(folder, case, other)
+        assert (elsewhere - ours)[:, 1:].abs().max() > 1e-3 * theirs.abs().max()
 
 
 def publish(base: Path) -> Path:
