@@ -149,7 +149,12 @@ def start_controller(
         survivors=survivors,
         state=state,
         new_store=_new_store,
-        account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
+        account=StepAccount(
+            geometry=geometry,
+            node_of=pool.node_of,
+            work=DiTWork.of(model.dit),
+            experts=tuple(expert.expert_name for expert in model.dit.experts),
+        ),
         measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
         shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),

@@ -62,6 +62,7 @@ class StepFacts:
     dispatch_s: float  # the controller's time to submit the step's calls
     num_calls: int
     text_tokens: Mapping[str, int] = field(default_factory=dict)  # by item: mean of a sample
+    experts: Mapping[str, str] = field(default_factory=dict)  # by item: which of two is trained on it; {}: there is one
 
 
 class LoadHistory:
@@ -105,6 +106,7 @@ class StepAccount:
     geometry: Geometry
     node_of: Callable[[str], str]  # of a worker, as people read it
     work: DiTWork | None = None  # of the run's transformer
+    experts: tuple[str, ...] = ()  # names of the transformers that are trained, by the numbers that items give them
     _history: LoadHistory = field(default_factory=LoadHistory)
     _last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
     _data_wait_s: float = 0.0  # since the last committed step
@@ -145,6 +147,7 @@ class StepAccount:
             num_calls=running.num_calls,
             num_tokens=sum(i.batch * self.geometry.tokens(i.frames, i.height, i.width) for i in items),
             text_tokens={item.id: item.text_tokens for item in items},
+            experts={item.id: self.experts[item.expert] for item in items} if len(self.experts) > 1 else {},
         )
 
 
@@ -240,6 +243,7 @@ def step_metrics(
         hfu_by_worker=utilization(computed, fbl_s),
         wait_sync_by_worker=of_workers(waits),
         exposed_by_worker=of_workers(exposed),
+        loss_by_expert=mean_losses(reports, facts.experts),
     )
 
 
@@ -303,21 +307,26 @@ def _samples_of(dits: Sequence[Span], sizes: Mapping[str, SampleSize]) -> list[t
 
 
 def loss_by_bucket(reports: Sequence[StepReport]) -> dict[str, float]:
-    """Mean loss of each bucket's samples in this step. Every rank of a bag reports its share, so shares are summed."""
-    weighted: dict[str, float] = {}
-    weights: dict[str, float] = {}
+    """Mean loss of each bucket's samples in this step."""
     buckets: dict[str, str] = {}
     for report in reports:
         for piece in _pieces(report.spans):
             if piece.item not in buckets:
                 buckets[piece.item] = "x".join(map(str, piece.bucket))
+    return mean_losses(reports, buckets)
+
+
+def mean_losses(reports: Sequence[StepReport], kinds: Mapping[str, str]) -> dict[str, float]:
+    """Mean loss of the samples of each kind, by the kinds of the items; items without one are left out. Every rank of
+    a bag reports its share, so shares are summed."""
+    weighted: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for report in reports:
         for item, loss, weight in report.item_losses:
-            bucket = buckets.get(item)
-            if bucket is not None:
-                weighted[bucket] = weighted.get(bucket, 0.0) + loss
-                weights[bucket] = weights.get(bucket, 0.0) + weight
-    return {b: round(weighted[b] / weights[b], 6) for b in sorted(weighted) if weights[b] > 0}
+            if (kind := kinds.get(item)) is not None:
+                weighted[kind] = weighted.get(kind, 0.0) + loss
+                weights[kind] = weights.get(kind, 0.0) + weight
+    return {kind: round(weighted[kind] / weights[kind], 6) for kind in sorted(weighted) if weights[kind] > 0}
 
 
 def handoff_seconds(spans: Sequence[Span]) -> float:

@@ -20,6 +20,10 @@ def loss_html(steps: StepTotals) -> str:
         marks=_generation_marks(steps),
     )
     note = "<p class='soft'>Grey: each step. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
+    if by_expert := sorted(steps.smoothed_by_expert.items()):
+        lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
+        names = ", ".join(escape(name) for name, _ in by_expert)
+        note += f"<h3>Loss of each expert, smoothed: {names} (orange)</h3>{line_chart(lines, height=180)}"
     cells = [
         f"<tr><td>{escape(name)}</td><td>{short(first)}</td><td>{short(second)}</td></tr>"
         for name, first, second in steps.losses_by_bucket()

@@ -71,7 +71,7 @@ class StepTotals:
     MEDIANS = (*CURVES[1:], "tokens_per_s", "tokens_per_s_with_text", "tflops", "fbl_s")
 
     def __init__(self, count: int) -> None:
-        self._half, self._tail = count // 2, count - max(count // 10, 1)
+        self._expected, self._half, self._tail = count, count // 2, count - max(count // 10, 1)
         self.count = self.recomputed = 0
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
@@ -82,6 +82,8 @@ class StepTotals:
         self.curves = {name: Curve(count) for name in self.CURVES}
         self.smoothed = Curve(count)
         self._smoothing = Smoothed()
+        self.smoothed_by_expert: dict[str, Curve] = {}
+        self._smoothing_by_expert: dict[str, Smoothed] = defaultdict(Smoothed)
         self.generations = Generations()
         self.slowest: list[tuple[float, int, StepMetrics]] = []  # a heap: seconds, minus place in the file, line
         self._halves: tuple[dict[str, list[float]], ...] = ({}, {})  # of the run: bucket -> sum and count of losses
@@ -124,6 +126,9 @@ class StepTotals:
             heapq.heapreplace(self.slowest, place)
 
     def _add_losses(self, line: StepMetrics) -> None:
+        for name in sorted({*line.loss_by_expert, *self.smoothed_by_expert}):
+            curve = self.smoothed_by_expert.setdefault(name, Curve(self._expected))
+            curve.add(line.step, self._smoothing_by_expert[name].add(line.loss_by_expert.get(name, math.nan)))
         half = self._halves[self.count >= self._half]
         for name, loss in line.loss_by_bucket.items():
             total = half.setdefault(name, [0.0, 0])

@@ -250,3 +250,18 @@ def test_names_are_escaped() -> None:
     bar = Bar(start_s=0, end_s=1, css="dit", title="<b>", label="<long label here>")
     drawn = timeline([Lane(name="<w>", bars=[bar])])
     assert "<w>" not in drawn and "<b>" not in drawn and "<long" not in drawn
+
+
+def test_the_loss_of_each_expert_has_a_curve_of_its_own(run_folder: Path) -> None:
+    """In a run of both; a step whose clips are all of one leaves the other where it was."""
+    file = run_folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "Loss of each expert" not in write_report(RunDir.open(run_folder)).read_text()
+    for line in lines:
+        line["loss_by_expert"] = {"low": 0.25} if line["step"] % 2 else {"high": 0.75, "low": 0.25}
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    steps = steps_of(metrics_of(line) for line in lines)
+    found = {name: curve.ys for name, curve in steps.smoothed_by_expert.items()}
+    assert {name: set(np.round(ys, 9)) for name, ys in found.items()} == {"high": {0.75}, "low": {0.25}}
+    text = write_report(RunDir.open(run_folder)).read_text()
+    assert "Loss of each expert, smoothed: high, low (orange)</h3><svg" in text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,17 @@ import torch
 from actors.messages import Piece, Span, StepReport
 from actors.plan.costs.flops import DiTWork
 from actors.plan.types import Item, Part, StepPlan
+from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import span_of
-from actors.run.step_metrics import LoadHistory, StepFacts, begin_of, loss_by_bucket, step_metrics, timeline_records
+from actors.run.step_metrics import (
+    LoadHistory,
+    StepAccount,
+    StepFacts,
+    begin_of,
+    loss_by_bucket,
+    step_metrics,
+    timeline_records,
+)
 from app.records.timeline import final_times, windows
 from app.report.totals import SpanTotals
 from ops.geometry import Geometry
@@ -57,6 +68,27 @@ def test_the_loss_of_a_packed_cascade_is_told_by_bucket() -> None:
     image, clip = Piece(item="a", bucket=IMAGE, batch=1), Piece(item="b", bucket=CLIP, batch=1)
     losses = (("a", 0.2, 0.5), ("b", 0.1, 0.5))
     assert loss_by_bucket([report("w0", span(image, clip), losses=losses)]) == {"1x64x96": 0.4, "81x480x832": 0.2}
+
+
+def recorded(names: tuple[str, ...], items: dict[str, int], *reports: StepReport) -> StepMetrics:
+    """The line of a committed step of these items, each with the number of its expert."""
+    planned = [Item(id=id, batch=1, frames=1, height=64, width=96, expert=expert) for id, expert in items.items()]
+    running = SimpleNamespace(
+        step=0, generation=1, assignment=SimpleNamespace(step=facts().plan), planning_s=0, dispatch_s=0, num_calls=2,
+        data=SimpleNamespace(items=SimpleNamespace(planned=planned)),
+    )  # fmt: skip
+    done: Any = SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=1.0)
+    return StepAccount(geometry=GEOMETRY, node_of=lambda name: "", experts=names).records(done)[0]
+
+
+def test_the_loss_of_each_of_two_experts_is_that_of_its_items() -> None:
+    """Shares of the ranks of a bag are summed; an expert without samples in a step is not told, nor is the only one."""
+    reports = report("w0", losses=(("a", 0.2, 0.25), ("b", 0.1, 0.5))), report("w1", losses=(("a", 0.1, 0.25),))
+    both = recorded(("high", "low"), {"a": 0, "b": 1}, *reports)
+    assert both.loss_by_expert == both.line()["loss_by_expert"] == {"high": 0.6, "low": 0.2}
+    assert recorded(("high", "low"), {"a": 0, "b": 0}, *reports).loss_by_expert == {"high": 0.4}
+    for only in ("", "high"):
+        assert "loss_by_expert" not in recorded((only,), {"a": 0, "b": 0}, *reports).line()
 
 
 def test_an_executor_tells_the_loss_of_every_item_it_packed() -> None:
