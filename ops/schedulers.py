@@ -82,6 +82,9 @@ class ScheduledClip:
             self._theirs.set_timesteps(steps)
         else:
             self._theirs.set_timesteps(sigmas=list(sigmas), mu=log_shift)
+        # else those with an index of their steps look the first one up by its time, which many small steps share
+        if (begin_at := getattr(self._theirs, "set_begin_index", None)) is not None:
+            begin_at(0)
         self._draws_noise = scheduler.name == _DRAWS_NOISE
         self._numbers = torch.Generator().manual_seed(seed)
         self._clean: Tensor | None = None  # what the step before took for the clean clip

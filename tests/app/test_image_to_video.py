@@ -384,7 +384,7 @@ def pipeline_latent(folder: Path, case: FromPicture, picture: Path) -> torch.Ten
 def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a published folder, by its own scheduler, and of a run on it as it is exported; another picture is another
+    """A published folder by its own scheduler, and a run on it as it is exported; another picture is another
     clip."""
     # LTXImageToVideoPipeline draws from the posterior of a first frame; here its mean is taken, as Wan's does
     monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
