@@ -46,7 +46,7 @@ from ops.models.experts import slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
-from ops.packing import Layout
+from ops.packing import FamilyPart, Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shard_banks import ShardBanks
 from ops.shards import ShardState
@@ -87,7 +87,7 @@ class Executor:
         self.work = WorkDone()
         self._seen: set[CascadeShape] = set()  # what has run here since the process began
         self._watch = stopwatch_of(device)
-        self._asked: frozenset[str] = frozenset()  # parts of layouts that the transformer uses
+        self._asked: frozenset[str | FamilyPart] = frozenset()  # parts of layouts that the transformer uses
         self._outlasting: OutlastingEncode | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
 
