@@ -13,7 +13,7 @@ FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shi
 @pytest.mark.parametrize("steps", [1, 2, 20, 300])
 @pytest.mark.parametrize("name", ["UniPCMultistepScheduler", "DPMSolverMultistepScheduler"])
 def test_a_straight_flow_ends_at_the_clean_clip(name: str, steps: int) -> None:
-    """Also in so many steps that the first ones have one time."""
+    """The first ones of 300 steps have one time."""
     clean, noise = torch.randn(2, 4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
     clip, latent = ScheduledClip(Scheduler(name=name, settings=FLOW), steps, seed=0), noise
     assert len(clip.times) == steps and (steps < 300 or clip.times[0] == clip.times[1])
