@@ -119,7 +119,8 @@ class Layout:
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
         self.has_clean_frames = any(sequence.clean_frames for sequence in sequences)
-        self._made: dict[FamilyPart, object] = {}
+        self._made: dict[FamilyPart, object] = {}  # used
+        self._sent: dict[FamilyPart, object] = {}  # beforehand, and not used yet
         if (parts := list(beforehand)) and self.device.type != "cpu":
             self._send(parts)
 
@@ -128,7 +129,8 @@ class Layout:
 
     @property
     def asked(self) -> frozenset[str | FamilyPart]:
-        """The parts with index tensors that are on the device."""
+        """The parts with index tensors that are on the device; of those of a family, what was used of them: settings of
+        another cascade, as learned rates are, must not be carried along for ever."""
         names = (name for name in self.__dict__ if not name.startswith("_"))
         own = {name for name in names if isinstance(getattr(Layout, name, None), cached_property)}
         return frozenset(own | self._made.keys())
@@ -138,7 +140,8 @@ class Layout:
         tensor or a dataclass, list or tuple of them. Made once for the same settings."""
         part: FamilyPart = (make, settings)
         if part not in self._made:
-            self._made[part] = upload_all(make(self._on_host, *settings), self.device)
+            there = self._sent.pop(part, None)
+            self._made[part] = upload_all(make(self._on_host, *settings), self.device) if there is None else there
         return cast(_T, self._made[part])
 
     @cached_property
@@ -156,7 +159,7 @@ class Layout:
             if isinstance(part, str):
                 self.__dict__[part] = there
             else:
-                self._made[part] = there
+                self._sent[part] = there
 
     def chunk(self, index: int, rank: int | None = None) -> slice:
         """Rows of sequence `index` that `rank` (this rank by default) owns."""

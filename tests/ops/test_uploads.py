@@ -81,11 +81,12 @@ def test_parts_sent_beforehand_are_those_that_follow_one_by_one(degree: int, mon
         with monkeypatch.context() as patch:
             patch.setattr(uploads, "upload", together)
             sent = Layout(MIXED, degree, rank, "meta", beforehand=plain.asked)
-        assert sent.asked == plain.asked
+        assert sent.asked == frozenset(every), "a family's parts that nobody has used yet are not asked for again"
         for name, part in wanted.items():
             assert_same(getattr(sent, name), part)
         for (make, values), part in zip(families, made, strict=True):
             assert_same(sent.made(make, *values), part)
+        assert sent.asked == plain.asked
     assert len(copies) == degree, "one for all parts of a layout, those of families included"
 
 
