@@ -19,6 +19,7 @@ class Conditions:
     image: Tensor | None = None  # [sum of `Sequence.image_tokens`, image_dim]: an image encoder's rows, by sequence
     pooled: Tensor | None = None  # [S, pooled_dim]: one vector for each text
     guidance: Tensor | None = None  # [S]: times 1000, for guidance-distilled weights
+    first_times: Tensor | None = None  # [S]: of frames that are given (`Sequence.clean_frames`); 0 without
 
 
 NOTHING = Conditions()

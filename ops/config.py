@@ -78,6 +78,9 @@ class FlowConfig:
     # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
     # TI2V-5B was trained with, LTX-Video's trainer takes 0.1
     first_frame: float = 0.0
+    # given frames get noise as well: of a level drawn evenly below the clip's own, and cut at this one. LTX-Video was
+    # trained with small random ones (HaCohen et al. 2024, section 2.4), finetrainers cuts at 0.25; 0 gives them clean
+    first_frame_noise: float = 0.0
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
 
     def __post_init__(self) -> None:
@@ -90,8 +93,14 @@ class FlowConfig:
             mode_scale=between(-1, 1.75),
             flow_shift=above(0, 1e6),
             first_frame=between(0, 1),
+            first_frame_noise=between(0, 1),
             num_train_timesteps=between(1),
         )
+        if self.first_frame_noise and not self.first_frame:
+            raise ValueError(
+                f"train.flow.first_frame_noise is {self.first_frame_noise:g}, and no first frame is given: "
+                f"train.flow.first_frame is 0. Set that above 0, or leave the noise out."
+            )
 
     def shift_at(self, tokens: int) -> float:
         """The flow shift of a clip of `tokens` video tokens."""

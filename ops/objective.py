@@ -51,6 +51,10 @@ class Objective(Protocol):
         """[S] -> the levels as the transformer takes them."""
         ...
 
+    def draw_first(self, seed: int, step: int, key: str, level: float) -> float:
+        """The level of the first frame of the sample `key` at `step`, if it is given: 0 is clean."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class FlowObjective:
@@ -69,6 +73,9 @@ class FlowObjective:
 
     def times(self, levels: Tensor) -> Tensor:
         return levels * self.flow.num_train_timesteps
+
+    def draw_first(self, seed: int, step: int, key: str, level: float) -> float:
+        return draw_first_sigma(self.flow, seed, step, key, level)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +99,9 @@ class DiffusionObjective:
 
     def times(self, levels: Tensor) -> Tensor:
         return levels
+
+    def draw_first(self, seed: int, step: int, key: str, level: float) -> float:
+        return 0.0  # no family of diffusion has times by frame
 
     def _parts(self, level: float) -> tuple[float, float]:
         signal = signal_shares(self.diffusion)[int(level)]
@@ -143,6 +153,15 @@ def draw_expert(
 def is_first_frame_given(config: FlowConfig, seed: int, step: int, key: str) -> bool:
     """Whether the transformer gets the first latent frame of the sample `key` at `step` as it is."""
     return config.first_frame > 0 and generator(seed, step, key, "first frame").random() < config.first_frame
+
+
+def draw_first_sigma(config: FlowConfig, seed: int, step: int, key: str, sigma: float) -> float:
+    """The noise level of a first frame that is given, of a clip at the level `sigma`: a share of that, drawn evenly, at
+    most `first_frame_noise`."""
+    if not config.first_frame_noise:
+        return 0.0
+    share = generator(seed, step, key, "first frame's noise").random()
+    return min(float(share) * sigma, config.first_frame_noise)
 
 
 def density(config: FlowConfig, numbers: np.random.Generator) -> float:

@@ -33,7 +33,8 @@ FamilyPart = tuple[Callable[..., object], tuple[Hashable, ...]]
 class Sequence:
     """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding.
 
-    The first `clean_frames` of the grid are given to the transformer as they are: at time 0, and without a loss.
+    The first `clean_frames` of the grid are given to the transformer: as they are, at time 0, or with a little noise,
+    at a small time of their own; in any case without a loss.
     """
 
     grid: tuple[int, int, int]
@@ -199,10 +200,12 @@ class Layout:
         tables = np.stack([len(self) + order, order], axis=1)
         return lengths.ravel().tolist(), tables.ravel().tolist()
 
-    def times(self, timesteps: Tensor) -> Tensor:
+    def times(self, timesteps: Tensor, first: Tensor | None = None) -> Tensor:
         """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
-        0 for those of each sequence [2 S]."""
-        return torch.cat([timesteps, torch.zeros_like(timesteps)]) if self.has_clean_frames else timesteps
+        that of those of each sequence, `first` [S] or 0: [2 S]."""
+        if not self.has_clean_frames:
+            return timesteps
+        return torch.cat([timesteps, torch.zeros_like(timesteps) if first is None else first])
 
     @cached_property
     def noisy_rows(self) -> Tensor:

@@ -6,7 +6,7 @@ S sequences, n rows of this rank, C latent channels, t h w latent grid of one cl
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -64,20 +64,25 @@ def train_pass(
     and "backward" as they begin.
     """
     device = layout.device
-    levels, noisy, target = [], [], []
+    levels, first_levels, noisy, target = [], [], [], []
     for i, clip in enumerate(clips):
         level = objective.draw(seed, step, clip.key, layout.sequences[i].tokens, sigmas)
         noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), latent_width, device).to(dtype)
         clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
         mixed = objective.noisy(level, clean, noise)
+        first = objective.draw_first(seed, step, clip.key, level)
         given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
-        mixed[:given] = clean[:given]
+        mixed[:given] = objective.noisy(first, clean[:given], noise[:given]) if first else clean[:given]
         noisy.append(torch.cat([mixed, told], dim=1) if told.shape[1] else mixed)
         target.append(objective.target(level, clean, noise))
         levels.append(level)
+        first_levels.append(first)
     tokens, wanted = torch.cat(noisy), torch.cat(target)
-    drawn, weights = upload_numbers([levels, [clip.weight for clip in clips]], dtype, device)
+    numbers = [levels, first_levels, [clip.weight for clip in clips]]
+    drawn, drawn_first, weights = upload_numbers(numbers, dtype, device)
     times = objective.times(drawn)
+    if any(first_levels):
+        conditions = replace(conditions, first_times=objective.times(drawn_first))
     del noisy, target
     phase("forward")
     with torch.autocast(device.type, torch.bfloat16, enabled=autocast):

@@ -114,10 +114,13 @@ def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family:
     compare(seed, world, torch.float64, FP64, family)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.25])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
-def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given(seed: int, world: int) -> None:
-    train = train_config(flow=FlowConfig(first_frame=0.5))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given(
+    noise: float, seed: int, world: int
+) -> None:
+    train = train_config(flow=FlowConfig(first_frame=0.5, first_frame_noise=noise))
     rng = np.random.default_rng(seed)
     items = items_of(rng, 3)
     reference, hosts = make_hosts(1, torch.float64, train), make_hosts(world, torch.float64, train)
@@ -131,11 +134,13 @@ def test_any_legal_plan_gives_the_gradient_of_one_worker_with_first_frames_given
 def test_a_first_frame_that_is_given_is_another_loss() -> None:
     items = [item for item in items_of(np.random.default_rng(5), 6) if item.frames > 1][:1]
     losses = []
-    for first_frame in (0.0, 1.0):
-        hosts = make_hosts(1, torch.float64, train_config(flow=FlowConfig(first_frame=first_frame)))
+    for first_frame, noise in ((0.0, 0.0), (1.0, 0.0), (1.0, 0.9)):
+        flow = FlowConfig(first_frame=first_frame, first_frame_noise=noise)
+        hosts = make_hosts(1, torch.float64, train_config(flow=flow))
         run_step(hosts, items, one_worker(items), finish=False)
         losses.append(loss(hosts))
-    assert abs(losses[0] - losses[1]) > 1e-3 * losses[0]
+    noisy, clean, little = losses
+    assert abs(noisy - clean) > 1e-3 * noisy and abs(clean - little) > 1e-4 * clean
 
 
 def test_the_gradient_depends_on_the_first_frame() -> None:

@@ -149,10 +149,20 @@ def test_forward_and_gradients_are_those_of_diffusers(case: str) -> None:
     compare_with_diffusers(VARIANTS[case], parity_sample(VARIANTS[case]))
 
 
-@pytest.mark.parametrize("case", [case for case in IN_DIFFUSERS if VARIANTS[case].frame_times])
+FRAME_TIMES = [case for case in IN_DIFFUSERS if VARIANTS[case].frame_times]
+
+
+@pytest.mark.parametrize("case", FRAME_TIMES)
 def test_frames_with_a_time_of_their_own_are_those_of_diffusers(case: str) -> None:
     """Wan2.2 TI2V-5B: one time for the tokens of the first latent frame, another for the rest."""
     compare_with_diffusers(VARIANTS[case], parity_sample(VARIANTS[case], clean_frames=1))
+
+
+@pytest.mark.parametrize("case", [case for case in FRAME_TIMES if not VARIANTS[case].gives_first_frame])
+def test_first_frames_with_a_little_noise_are_those_of_diffusers(case: str) -> None:
+    sample = parity_sample(VARIANTS[case], clean_frames=1)
+    told = replace(sample.conditions, first_times=torch.tensor([120.0]))
+    compare_with_diffusers(VARIANTS[case], replace(sample, conditions=told))
 
 
 def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:

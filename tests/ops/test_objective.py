@@ -46,6 +46,22 @@ def test_the_flow_reaches_data_and_noise() -> None:
     assert flow.times(torch.tensor([0.25])).tolist() == [250.0]
 
 
+def test_the_noise_of_first_frames_is_below_that_of_their_clips_and_cut() -> None:
+    flow = FlowObjective(FlowConfig(first_frame=0.1, first_frame_noise=0.25))
+    drawn = [flow.draw_first(0, step, "clip", 0.8) for step in range(2000)]
+    assert np.mean([level == 0.25 for level in drawn]) == pytest.approx(1 - 0.25 / 0.8, abs=0.04)
+    below = [level for level in drawn if level < 0.25]
+    assert np.mean(below) == pytest.approx(0.125, abs=0.01) and min(below) < 0.01
+    assert all(flow.draw_first(0, step, "clip", 0.1) < 0.1 for step in range(50))
+    assert drawn[7] == flow.draw_first(0, 7, "clip", 0.8) != flow.draw_first(0, 7, "other", 0.8)
+    assert FlowObjective(FlowConfig(first_frame=0.1)).draw_first(0, 1, "clip", 0.8) == 0.0
+
+
+def test_noise_for_first_frames_that_are_never_given_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train\.flow\.first_frame_noise is 0\.2, and no first frame is given"):
+        FlowConfig(first_frame_noise=0.2)
+
+
 @pytest.mark.parametrize("snr_shift", [1.0, 3.0])
 @pytest.mark.parametrize("time", [0, 500, 999])
 def test_diffusion_is_mixed_as_diffusers_does(time: int, snr_shift: float) -> None:

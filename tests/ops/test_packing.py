@@ -135,7 +135,9 @@ def test_clean_frames_have_table_rows_of_their_own_and_no_loss(degree: int) -> N
         kept = [k for layout, keep in zip(layouts, noisy) for k, s in zip(keep, layout.seq_index) if s == index]
         assert kept == [False] * clean + [True] * (sequence.tokens - clean)
     assert layouts[0].token_counts.tolist() == [8, 6, 2]
-    assert layouts[0].times(torch.tensor([5.0, 6.0, 7.0])).tolist() == [5, 6, 7, 0, 0, 0]
+    times = torch.tensor([5.0, 6.0, 7.0])
+    assert layouts[0].times(times).tolist() == [5, 6, 7, 0, 0, 0]
+    assert layouts[0].times(times, times / 10).tolist() == pytest.approx([5, 6, 7, 0.5, 0.6, 0.7])
 
 
 def test_a_clip_of_clean_frames_alone_is_refused() -> None:

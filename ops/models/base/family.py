@@ -215,7 +215,7 @@ class ParitySample:
     timestep: Tensor
     text: Tensor
     conditions: Conditions = NOTHING
-    clean_frames: int = 0  # of the token grid, at time 0; for families with `frame_times`
+    clean_frames: int = 0  # of the token grid, at time 0 or `conditions.first_times`; for families with `frame_times`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -83,7 +83,8 @@ def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, object]
     times = sample.timestep
     if sample.clean_frames:  # a time for each token
         times = times.expand(t, h, w).clone()
-        times[: sample.clean_frames] = 0
+        first = sample.conditions.first_times
+        times[: sample.clean_frames] = 0 if first is None else first
         times = times.reshape(1, -1)
     stride_t, *pixels = config.vae_stride
     return {

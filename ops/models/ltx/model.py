@@ -49,7 +49,7 @@ class LTXDiT(PackedTransformer):
     def velocity(self, given: ForwardInputs) -> Tensor:
         layout = given.layout
         x = self.proj_in(given.tokens.to(self.proj_in.weight.dtype))
-        time, modulation = self.time_embed(layout.times(given.timesteps))
+        time, modulation = self.time_embed(layout.times(given.timesteps, given.conditions.first_times))
         cos, sin = rotation(layout, self.config, time.dtype)
         shared = TextBlockInputs(self.caption_projection(given.text), modulation, cos, sin, layout, given.group)
         for block in self.transformer_blocks:

@@ -134,7 +134,8 @@ def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]
     if sample.clean_frames:  # a time for each token
         t, h, w = config.patch
         times = sample.timestep.expand(sample.latent[0, ::t, ::h, ::w].shape).clone()
-        times[: sample.clean_frames] = 0
+        first = sample.conditions.first_times
+        times[: sample.clean_frames] = 0 if first is None else first
         inputs["timestep"] = times.reshape(1, -1)
     if sample.conditions.image is not None:
         inputs["encoder_hidden_states_image"] = sample.conditions.image[None]

@@ -55,7 +55,8 @@ class WanDiT(PackedTransformer):
         condition after them (`WanConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`."""
         layout = given.layout
         x = self.patch_embedding(given.tokens)
-        time, modulation, text = self.condition_embedder(layout.times(given.timesteps), given.text)
+        times = layout.times(given.timesteps, given.conditions.first_times)
+        time, modulation, text = self.condition_embedder(times, given.text)
         image = self.condition_embedder.image(given.conditions, layout)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
         shared = TextBlockInputs(text, modulation, cos, sin, layout, given.group, image)
