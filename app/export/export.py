@@ -122,7 +122,7 @@ def _fill(
     for expert, module in zip(resolved.dit.experts, _trained(resolved.dit, config.train.seed, folder, averaged)):
         name = expert.expert_name if len(resolved.dit.experts) > 1 else ""
         state = {key: tensor.to(dtype) for key, tensor in _plain_state(work, expert, module, name, parts).items()}
-        plain = replace(expert, lora_rank=0, lora_from=None, path=None)
+        plain = replace(expert.without_lora(), path=None)
         differences.append(_write_transformer(work / plain.part, plain, state, _transformer_json(expert, base)))
         parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
             "" if averaged == ema else ", which keeps no EMA"

@@ -68,6 +68,7 @@ RUNTIME = (
     "frame_rate",
     "lora_rank",
     "lora_alpha",
+    "lora_targets",
     "train_only",
 )  # of model.dit beside a config.json
 

@@ -181,7 +181,7 @@ def _other_expert(
                 f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
                 f"--other, a run of the other one."
             )
-        return build_dit(replace(wanted, lora_rank=0, lora_from=None), 0, dtype, device)
+        return build_dit(wanted.without_lora(), 0, dtype, device)
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
@@ -228,7 +228,7 @@ def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
     model, here = config.model, str(folder.resolve())
     return replace(
         model,
-        dit=replace(model.dit, path=here, lora_rank=0, lora_from=None),
+        dit=replace(model.dit.without_lora(), path=here),
         vae=replace(model.vae, path=here) if model.vae.path else model.vae,
         text=replace(model.text, path=here) if model.text.path else model.text,
         image=replace(model.image, path=here) if model.image and model.image.path else model.image,

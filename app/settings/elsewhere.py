@@ -34,6 +34,8 @@ ELSEWHERE = {
     "gradient_checkpointing": "model.dit.gradient_checkpointing",
     "lora_rank": "model.dit.lora_rank",
     "lora_alpha": "model.dit.lora_alpha",
+    "lora_target_modules": "model.dit.lora_targets",
+    "target_modules": "model.dit.lora_targets",
     "use_dora": "model.dit.lora_rank (LoRA alone; DoRA is not trained)",
     "trainable_modules": "model.dit.train_only",
     "trainable_params": "model.dit.train_only",

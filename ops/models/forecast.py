@@ -258,7 +258,7 @@ def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree:
     """Peak of one cascade beside the states, by short models where all blocks are alike."""
     # stacks run one after the other; in which of them the peak lies depends on the number of blocks
     stacks = len({sequence.grid for sequence in sequences}) if config.spatial_temporal else 1
-    alike = len(config.block_counts) == 1 and stacks == 1 and not config.train_only
+    alike = len(config.block_counts) == 1 and stacks == 1 and not (config.train_only or config.lora_targets)
     if not alike or config.num_layers <= max(_SHORT):
         return pass_bytes(config, sequences, degree, precision)[0] / GIB
     few, more = (pass_bytes(replace(config, num_layers=layers), sequences, degree, precision)[0] for layers in _SHORT)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
+from ops.models.train_only import nearest
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 
@@ -50,12 +52,36 @@ def lora_scale(config: DiTConfig) -> float:
 
 
 def add_lora(module: nn.Module, config: DiTConfig) -> None:
-    """Freeze `module` and give the attention and MLP projections of its blocks trainable factors."""
-    names = FAMILIES[config.architecture].lora_names
+    """Freeze `module` and give the attention and MLP projections of its blocks trainable factors, or those of them that
+    `lora_targets` names. Raises ValueError for a pattern that names none, with the nearest that exist."""
     module.requires_grad_(False)
-    for name, linear in list(module.named_modules()):
-        if isinstance(linear, nn.Linear) and name.startswith(names.blocks) and name.endswith(names.projections):
-            module.set_submodule(name, LoRALinear(linear, config.lora_rank, lora_scale(config)))
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    known = _projections(layers, config)
+    for pattern in config.lora_targets:
+        if not any(_is_target(name, pattern) for name in known):
+            ends = [_any_end(name) for name in known]
+            raise ValueError(
+                f"model.dit.lora_targets {pattern!r} names no attention or MLP projection of this transformer; near "
+                f"are {', '.join(nearest(pattern, ends))}."
+            )
+    for name in known:
+        if not config.lora_targets or any(_is_target(name, pattern) for pattern in config.lora_targets):
+            module.set_submodule(name, LoRALinear(layers[name], config.lora_rank, lora_scale(config)))
+
+
+def _projections(layers: Iterable[str], config: DiTConfig) -> list[str]:
+    """Those of the layers that factors are made for in this family."""
+    names = FAMILIES[config.architecture].lora_names
+    return [name for name in layers if name.startswith(names.blocks) and name.endswith(names.projections)]
+
+
+def _is_target(layer: str, pattern: str) -> bool:
+    return fnmatchcase(layer, pattern) or fnmatchcase(layer, f"*.{pattern}")
+
+
+def _any_end(layer: str) -> str:
+    """What follows the number of its block."""
+    return layer.split(f".{_block(layer)}.", 1)[1]
 
 
 def first_factors(module: nn.Module, seed: int) -> nn.Module:
@@ -92,15 +118,30 @@ def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor
 
 def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Of layers
-    that are one there, A's stand below each other and B's in the blocks of a diagonal. Empty for a family whose
-    original names are not known."""
+    that are one there, A's stand below each other and B's in the blocks of a diagonal, which has zeros for those of
+    them without factors. Empty for a family whose original names are not known."""
     factors = {name.removeprefix("transformer."): t for name, t in for_diffusers(state, lora_scale(config)).items()}
     written = {}
-    for original, layers in _originals([name.removesuffix(A) for name in factors if name.endswith(A)], config).items():
-        b = torch.block_diag(*(factors[layer + B] for layer in layers))
-        written[f"diffusion_model.{original}{A}"] = torch.cat([factors[layer + A] for layer in layers])
+    for original, layers in _originals(_known_layers(state, config), config).items():
+        trained = [layer for layer in layers if layer + A in factors]
+        if not trained:
+            continue
+        empty = {layer: factors[trained[0] + B].new_zeros(_rows(state, layer), 0) for layer in layers}
+        b = torch.block_diag(*(factors.get(layer + B, empty[layer]) for layer in layers))
+        written[f"diffusion_model.{original}{A}"] = torch.cat([factors[layer + A] for layer in trained])
         written[f"diffusion_model.{original}{B}"] = _other_halves(b) if _is_swapped(original, config) else b
     return written
+
+
+def _known_layers(state: Mapping[str, Tensor], config: DiTConfig) -> list[str]:
+    """The layers of a state that have factors or could have some."""
+    plain = _projections([name.removesuffix(".weight") for name in state if name.endswith(".weight")], config)
+    return list(dict.fromkeys([*plain, *(name.removesuffix(A) for name in state if name.endswith(A))]))
+
+
+def _rows(state: Mapping[str, Tensor], layer: str) -> int:
+    name = layer + ".weight" if layer + ".weight" in state else layer + B
+    return len(state[name])
 
 
 def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, list[str]]:
@@ -171,8 +212,16 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
             f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone (DoRA, or whole "
             f"weights), and would mean another model without it. Give factors alone."
         )
-    for name, tensor in factors.items():
-        if name not in parameters or parameters[name].shape != tensor.shape:
+    for name, tensor in list(factors.items()):
+        layer = name.removesuffix(A).removesuffix(B)
+        if name not in parameters and layer in _projections([layer], config) and layer + ".weight" in parameters:
+            if factors.get(layer + B, tensor).any():
+                raise ValueError(
+                    f"model.dit.lora_from {file} has factors of {layer}, which model.dit.lora_targets "
+                    f"{list(config.lora_targets)} leaves out; without them it is another model. Name that layer, too."
+                )
+            del factors[name]  # what a layer that is fused in the original code holds for its parts without factors
+        elif name not in parameters or parameters[name].shape != tensor.shape:
             wanted = f"{list(parameters[name].shape)} here" if name in parameters else "not in this model"
             raise ValueError(
                 f"model.dit.lora_from {file}: {name} is {list(tensor.shape)} and {wanted}, with model.dit.lora_rank "
@@ -231,8 +280,7 @@ def _by_our_names(
         layer = name.removesuffix(ending).removeprefix("transformer.").removeprefix("base_model.model.")
         files.setdefault(layer, {})[_ENDINGS.get(ending, "")] = tensor
     ours: dict[str, tuple[str, list[str]]] = {}
-    known = [name.removesuffix(A) for name in parameters if name.endswith(A)]
-    for original, layers in _originals(known, config).items():
+    for original, layers in _originals(_known_layers(parameters, config), config).items():
         names = (original, f"diffusion_model.{original}", f"lora_unet_{original.replace('.', '_')}")
         ours |= dict.fromkeys(names, (original, layers))
     found: dict[str, Tensor] = {}
@@ -244,24 +292,27 @@ def _by_our_names(
             original, layers = ours[layer]
             if _is_swapped(original, config):
                 parts[B] = _other_halves(parts[B])
-            found |= _split(parts.pop(A), parts.pop(B), [(name, len(parameters[name + B])) for name in layers], config)
+            found |= _split(parts.pop(A), parts.pop(B), [(name, _rows(parameters, name)) for name in layers], config)
         found |= {layer + ending: tensor for ending, tensor in parts.items()}
     return found
 
 
 def _split(a: Tensor, b: Tensor, layers: Sequence[tuple[str, int]], config: DiTConfig) -> dict[str, Tensor]:
     """Factors of a layer as those of ours that it is made of, each (name, rows): with ranks of their own where B is a
-    diagonal of blocks, and else with the same A."""
+    diagonal of blocks, some of which may be left out, and else with the same A."""
     rows, rank = [size for _, size in layers], config.lora_rank
-    parts = len(layers)
     if len(b) != sum(rows):  # of another model: refused by its shapes
         return {layers[0][0] + A: a, layers[0][0] + B: b}
     own = b.split(rows)
-    if parts > 1 and len(a) == parts * rank:
-        diagonal = [part[:, i * rank : (i + 1) * rank] for i, part in enumerate(own)]
-        if torch.equal(torch.block_diag(*diagonal), b):
-            pieces = zip(layers, a.split(rank), diagonal, strict=True)
-            return {layer + ending: t for (layer, _), *of in pieces for ending, t in zip((A, B), of, strict=True)}
+    for some in (range(len(own)), [i for i, part in enumerate(own) if part.any()]):
+        if len(own) == 1 or len(a) != len(some) * rank:
+            continue
+        blocks = [part.new_zeros(len(part), 0) for part in own]
+        for n, i in enumerate(some):
+            blocks[i] = own[i][:, n * rank : (n + 1) * rank]
+        if torch.equal(torch.block_diag(*blocks), b):
+            pieces = zip(some, a.split(rank), strict=True)
+            return {layers[i][0] + ending: t for i, of_a in pieces for ending, t in ((A, of_a), (B, blocks[i]))}
     return {
         layer + ending: t for (layer, _), part in zip(layers, own, strict=True) for ending, t in ((A, a), (B, part))
     }

@@ -83,6 +83,57 @@ def test_only_the_factors_get_gradients(family: str) -> None:
     assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in CASES[family].lora)
 
 
+@pytest.mark.parametrize(
+    ("targets", "layers"),
+    [
+        (("to_q", "to_v"), {f"blocks.{i}.attn{k}.to_{x}" for i in (0, 1) for k in (1, 2) for x in "qv"}),
+        (("attn1.*",), {f"blocks.{i}.attn1.{x}" for i in (0, 1) for x in ("to_q", "to_k", "to_v", "to_out.0")}),
+        (("blocks.1.ffn.*",), {"blocks.1.ffn.net.0.proj", "blocks.1.ffn.net.2"}),
+        (("blocks.0.attn2.to_k",), {"blocks.0.attn2.to_k"}),
+    ],
+)
+def test_targets_name_layers_or_their_ends(targets: tuple[str, ...], layers: set[str]) -> None:
+    module = dit_skeleton(replace(WAN, lora_targets=targets))
+    trained = {name.removesuffix(A) for name, weight in module.named_parameters() if weight.requires_grad and A in name}
+    assert trained == layers
+
+
+@pytest.mark.parametrize("target", ["to_r", "norm_q", "blocks.2.attn1.to_q", "proj_out"])
+def test_a_target_that_is_no_projection_is_answered_with_near_ones(target: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"lora_targets .* names no attention or MLP projection .* near are \S+"
+    ) as told:
+        dit_skeleton(replace(WAN, lora_targets=("to_q", target)))
+    assert repr(target) in str(told.value)
+
+
+def test_targets_without_a_rank_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"lora_targets \['to_q'\] names what gets LoRA factors, and lora_rank is 0"):
+        replace(WAN, lora_rank=0, lora_targets=("to_q",))
+
+
+@pytest.mark.parametrize("case", ONE_EACH)
+def test_every_second_layer_alone_is_read_back_by_its_original_name(case: str, tmp_path: Path) -> None:
+    """Of layers that are one in the original code, some have factors then, and others none."""
+    whole = with_factors(case)
+    layers = [name.removesuffix(A) for name in dit_skeleton(whole).state_dict() if name.endswith(A)]
+    config = replace(whole, lora_targets=tuple(layers[::2]))
+    source = moved(config, 1).state_dict()
+    wanted = merged(source, lora_scale(config))
+    for write in (for_diffusers(source, lora_scale(config)), for_comfyui(source, config)):
+        if not write:
+            continue  # original names are not known
+        save_file({name: tensor.contiguous() for name, tensor in write.items()}, tmp_path / "some.safetensors")
+        again = replace(config, lora_from=str(tmp_path / "some.safetensors"))
+        state = build_dit(again, seed=0).state_dict()
+        assert state.keys() == source.keys()
+        found = merged(state, lora_scale(again))
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5, msg=name)
+        with pytest.raises(ValueError, match=r"has factors of \S+, which model\.dit\.lora_targets"):
+            build_dit(replace(again, lora_targets=(layers[0],)), seed=0)
+
+
 def test_file_for_diffusers_folds_the_scale_into_b() -> None:
     config = WAN
     module = build_dit(config, seed=0)

@@ -41,6 +41,8 @@ class DiTConfig:
     attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
+    # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
+    lora_targets: tuple[str, ...] = ()
     # trains these weights alone: patterns of their names, or of what they are below (blocks.3[0-9], *.attn1, *.bias)
     train_only: tuple[str, ...] = ()
     lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
@@ -68,6 +70,11 @@ class DiTConfig:
         )
         if self.lora_from and not self.lora_rank:
             raise ValueError("model.dit.lora_from names factors, and lora_rank is 0. Set it to the rank of the file.")
+        if self.lora_targets and not self.lora_rank:
+            raise ValueError(
+                f"model.dit.lora_targets {list(self.lora_targets)} names what gets LoRA factors, and lora_rank is 0. "
+                f"Set the rank, or leave lora_targets out."
+            )
         if self.train_only and self.lora_rank:
             raise ValueError(
                 f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
@@ -83,6 +90,10 @@ class DiTConfig:
     @property
     def dim(self) -> int:
         return self.num_heads * self.head_dim
+
+    def without_lora(self) -> Self:
+        """The settings of the plain transformer, which has no factors."""
+        return replace(self, lora_rank=0, lora_targets=(), lora_from=None)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:
