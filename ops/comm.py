@@ -89,9 +89,10 @@ class Group:
         self._is_default = False
 
     @staticmethod
-    def solo(member: int = 0) -> Group:
-        """A group of one: every call is a local copy or nothing at all."""
-        return Group(None, (member,), 0, 0.0)
+    def solo(member: int = 0, cancel: CancelToken | None = None) -> Group:
+        """A group of one: every call is a local copy or nothing at all. Waits that are no collective (`check`) end by
+        `cancel`."""
+        return Group(None, (member,), 0, 0.0, cancel)
 
     @staticmethod
     def wrap(process_group: dist.ProcessGroup, timeout_s: float = 600.0) -> Group:

@@ -230,7 +230,7 @@ class Groups:
         if self.rank not in members:
             raise ValueError(f"worker {self.rank} asked for bag {members}, of which it is not a member.")
         if len(members) == 1:
-            return Group.solo(members[0])
+            return Group.solo(members[0], self._cancel)
         creation = self._create(members, name)
         what = f"connecting bag {members} of generation {self.generation}"
         patience, begin = self._patience, time.monotonic()

@@ -630,6 +630,16 @@ def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() ->
     assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
 
 
+def test_a_wait_of_a_worker_alone_ends_with_its_generation() -> None:
+    """One that waited for a commit, in a generation that the death of the feeder had ended, left it after 180 s."""
+    token = CancelToken()
+    group = Groups(dist.HashStore(), 0, (0,), "gloo", 3, LIMIT_S, token, "127.0.0.1").world_group()
+    group.check("waiting for a commit")
+    token.set("the feeder died")
+    with pytest.raises(Cancelled, match=r"waiting for a commit in group \(0,\) cancelled: the feeder died"):
+        group.check("waiting for a commit")
+
+
 def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
     token = CancelToken()
     groups = Groups(dist.HashStore(), 0, (0, 1), "gloo", 3, 0.3, token, "127.0.0.1")
