@@ -69,6 +69,7 @@ class StepSample:
     grid: tuple[int, int, int]  # token (t, h, w)
     weight: float  # share of the step's loss if the clip decodes
     expert: int = 0  # of several transformers, the number of the one that is trained on it
+    frame_rate: float = 0.0  # of the clip (1/s), where the transformer takes it; 0: that of `model.dit.frame_rate`
     latent_key: str = ""  # names in the cache; empty without one
     text_key: str = ""
 

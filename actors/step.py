@@ -35,6 +35,7 @@ class DrawnItem:
     keys: tuple[str, ...]  # of random numbers
     latent_keys: tuple[str, ...] = ()  # in the cache; (): there is none
     text_keys: tuple[str, ...] = ()
+    frame_rates: tuple[float, ...] = ()  # of its clips (1/s), where the transformer takes that of each
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +73,8 @@ class StepItems:
         for one in drawn:
             plan, unnamed = one.plan, ("",) * len(one.keys)
             grid, weight = geometry.token_grid(*sizes[plan.id]), share[plan.id] / total
-            names = zip(one.keys, one.latent_keys or unnamed, one.text_keys or unnamed, strict=True)
+            rates = one.frame_rates or (0.0,) * len(one.keys)
+            names = zip(one.keys, rates, one.latent_keys or unnamed, one.text_keys or unnamed, strict=True)
             samples = tuple(
                 StepSample(
                     step=step,
@@ -82,10 +84,11 @@ class StepItems:
                     grid=grid,
                     weight=weight,
                     expert=plan.expert,
+                    frame_rate=rate,
                     latent_key=latent_key,
                     text_key=text_key,
                 )
-                for i, (key, latent_key, text_key) in enumerate(names)
+                for i, (key, rate, latent_key, text_key) in enumerate(names)
             )
             items[plan.id] = StepItem(plan=plan, samples=samples)
         return StepItems(step=step, items=items)

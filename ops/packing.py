@@ -41,6 +41,7 @@ class Sequence:
     text_tokens: int
     image_tokens: int = 0
     clean_frames: int = 0
+    frame_rate: float = 0.0  # of the clip (1/s), for families that take it; 0: that of their settings
 
     @property
     def tokens(self) -> int:

@@ -20,6 +20,7 @@ class ItemFacts:
     geometry: Geometry
     encoders: Encoders
     experts: ExpertDraw
+    own_rates: bool = False  # the transformer takes the frame rate of each clip, which clips keep
 
     def drawn(self, item: DataItem, names: CacheNames, cached: tuple[Module, ...]) -> DrawnItem:
         """An item, by the names of its results in the cache and the modules of which they exist."""
@@ -36,4 +37,5 @@ class ItemFacts:
             cached=cached,
         )
         keys = tuple(sample.draw for sample in item.samples)
-        return DrawnItem(plan=plan, keys=keys, latent_keys=names.latents, text_keys=names.texts)
+        rates = tuple(clip.fps for clip in item.job.clips) if self.own_rates else ()
+        return DrawnItem(plan=plan, keys=keys, latent_keys=names.latents, text_keys=names.texts, frame_rates=rates)

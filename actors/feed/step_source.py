@@ -285,4 +285,5 @@ def item_facts(
         geometry=geometry,
         encoders=Encoders.of(model, device, named=named),
         experts=ExpertDraw.of(model.dit, train, geometry),
+        own_rates=model.dit.clip_rate is not None and data.fps == 0,
     )

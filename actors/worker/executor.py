@@ -238,7 +238,7 @@ class Executor:
             images = self.frame.image_tokens
             layout = Layout(
                 [
-                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s))
+                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s), s.frame_rate)
                     for s, text in zip(task.samples, inputs.text)
                 ],
                 group.size,

@@ -16,18 +16,19 @@ from ops.typed import ConfigError
 
 
 def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> None:
-    """A transformer that counts its positions in seconds, or takes the frame rate, is trained at one rate, and makes
-    the samples of its run at that."""
+    """A transformer that counts its positions in seconds, or takes the frame rate, is trained at one rate, or at that
+    of each clip, and makes the samples of its run at that of its settings."""
     rate, fps = model.dit.clip_rate, data.fps
     if rate is not None and sample.fps not in (rate, SampleConfig().fps):
         raise ConfigError(
             f"sample.fps is {sample.fps:g}, and the transformer of model.dit gets {rate:g} frames per second. Leave "
             f"it out: its samples are of that rate; heddle sample --fps gives it another one."
         )
-    if rate is not None and fps != rate:
+    if rate is not None and fps not in (0.0, rate):
         raise ConfigError(
             f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
-            f"second. Set data.fps and model.dit.frame_rate to the same rate."
+            f"second. Set data.fps and model.dit.frame_rate to the same rate, or data.fps to 0: clips keep their own, "
+            f"and the transformer is told that of each."
         )
 
 

@@ -181,6 +181,7 @@ def run_step(
     loss_weight: str = "sample",
     generation: int = 1,
     account: Communicators | None = None,
+    frame_rate: float = 0.0,
 ) -> float:
     """Execute one planned step as the controller and the workers would. Returns the loss after `finish`.
 
@@ -194,6 +195,7 @@ def run_step(
         geometry,
         loss_weight,
         {i.id: i.expert for i in items},
+        frame_rate,
     )
     bags = (account or Communicators(0)).step([tuple(sorted(cascade.workers)) for cascade in cascades])
     on_all(hosts, lambda rank: [hosts[rank].executor.leave_bag(bag) for bag in bags.closed if rank in bag] and None)

@@ -310,12 +310,15 @@ def step_items(
     geometry: Geometry,
     loss_weight: str = "sample",
     experts: Mapping[str, int] | None = None,
+    frame_rate: float = 0.0,
 ) -> StepItems:
-    """A step of these items: id, (frames, height, width), and keys of the samples; `experts` by id."""
+    """A step of these items: id, (frames, height, width), and keys of the samples; `experts` by id; `frame_rate` of all
+    clips."""
     drawn = [
         DrawnItem(
             plan=Item(id=item, batch=len(keys), frames=t, height=h, width=w, expert=(experts or {}).get(item, 0)),
             keys=tuple(keys),
+            frame_rates=(frame_rate,) * len(keys),
         )
         for item, (t, h, w), keys in shapes
     ]

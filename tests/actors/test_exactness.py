@@ -143,6 +143,17 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
     assert abs(noisy - clean) > 1e-3 * noisy and abs(clean - little) > 1e-4 * clean
 
 
+@pytest.mark.parametrize("family", [name for name, model in MODELS.items() if model.dit.clip_rate])
+def test_a_clip_of_another_frame_rate_is_another_loss(family: str) -> None:
+    items = [item for item in items_of(np.random.default_rng(5), 6) if item.frames > 1][:1]
+    losses = []
+    for rate in (0.0, MODELS[family].dit.clip_rate, 60.0):
+        hosts = hosts_of(1, torch.float64, family)
+        run_step(hosts, items, one_worker(items), finish=False, frame_rate=rate)
+        losses.append(loss(hosts))
+    assert losses[0] == losses[1] and abs(losses[2] - losses[0]) > 1e-6 * losses[0]
+
+
 def test_the_gradient_depends_on_the_first_frame() -> None:
     """Image to video: other condition channels, or another image embedding, is another gradient."""
     rng = np.random.default_rng(3)

@@ -362,12 +362,13 @@ def test_a_file_of_prompts_that_is_none_is_one_sentence(content: bytes | None, s
     assert "sample.prompts" in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_transformer_that_counts_in_seconds_asks_for_one_frame_rate() -> None:
+def test_a_transformer_that_counts_in_seconds_asks_for_its_frame_rate_or_those_of_clips() -> None:
     counting = {name: rate for name, family in FAMILIES.items() if (rate := family.settings().clip_rate)}
     assert counting["ltx"] == 25 and counting["stdit3"] == 24
     for architecture, rate in counting.items():
         dit = f"{{architecture: {architecture}}}"
         text = f"run: {{name: t}}\nmodel: {{dit: {dit}}}\n"
-        with pytest.raises(ConfigError, match=rf"data\.fps is 0, and the transformer .* at {rate:g} frames per second"):
-            RunConfig.from_yaml(text)
+        with pytest.raises(ConfigError, match=rf"data\.fps is 7, and the transformer .* at {rate:g} frames per second"):
+            RunConfig.from_yaml(f"{text}data: {{fps: 7}}\n")
+        assert RunConfig.from_yaml(text).data.fps == 0
         assert RunConfig.from_yaml(f"{text}data: {{fps: {rate:g}}}\n").model.dit.clip_rate == rate

@@ -26,6 +26,7 @@ from app.export.parity import (
     parity_sample,
     their_velocity,
 )
+from ops.comm import Group
 from ops.config import FlowConfig
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json, ParitySample
@@ -34,6 +35,7 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
+from ops.packing import Layout, Sequence, patchify
 from tests.families.kit import their_class
 from tests.families.registry import VARIANTS, declared
 
@@ -163,6 +165,26 @@ def test_first_frames_with_a_little_noise_are_those_of_diffusers(case: str) -> N
     sample = parity_sample(VARIANTS[case], clean_frames=1)
     told = replace(sample.conditions, first_times=torch.tensor([120.0]))
     compare_with_diffusers(VARIANTS[case], replace(sample, conditions=told))
+
+
+@pytest.mark.parametrize("case", [case for case, config in VARIANTS.items() if config.clip_rate])
+def test_clips_of_a_pack_may_have_frame_rates_of_their_own(case: str) -> None:
+    config = VARIANTS[case]
+    module, sample = build_dit(config, 0), parity_sample(config)
+    t, h, w = (size // patch for size, patch in zip(sample.latent.shape[1:], config.patch, strict=True))
+    rows, solo = patchify(sample.latent, config.patch), Group.solo()
+    found = []
+    with torch.no_grad():
+        for rates in ((12.0, 30.0), (12.0,), (30.0,)):
+            pack = Layout([Sequence((t, h, w), len(sample.text), frame_rate=rate) for rate in rates])
+            count = len(rates)
+            inputs = [rows.repeat(count, 1), sample.timestep.repeat(count), sample.text.repeat(count, 1)]
+            found.append(module(*inputs, pack, solo))
+        other = build_dit(config.at_rate(30.0), 0)
+        by_settings = other(rows, sample.timestep, sample.text, Layout([Sequence((t, h, w), len(sample.text))]), solo)
+    torch.testing.assert_close(found[0], torch.cat(found[1:]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[2], by_settings, atol=1e-5, rtol=1e-5)
+    assert (found[1] - found[2]).abs().max() > 1e-4
 
 
 def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:

@@ -19,7 +19,7 @@ class LTXConfig(DiTConfig):
 
     architecture: Literal["ltx"] = "ltx"
     patch: tuple[int, int, int] = (1, 1, 1)
-    frame_rate: float = 25.0  # of all clips, in training and in what is made; data.fps must be the same
+    frame_rate: float = 25.0  # of samples, and of clips by data.fps; where that is 0 each has its own
     vae_stride: tuple[int, int, int] = (8, 32, 32)  # follows model.vae
 
     def __post_init__(self) -> None:

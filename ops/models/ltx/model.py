@@ -61,7 +61,7 @@ class LTXDiT(PackedTransformer):
 def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [n, D / 2] of each local row. A frequency turns all three axes before the next one does; in front are
     the pairs that are not rotated. In fp32 as in Diffusers."""
-    place = layout.positions.float() * layout.made(_unit, config) * 2 - 1  # [n, 3]
+    place = layout.positions.float() * layout.made(_units, config)[layout.seq_index] * 2 - 1  # [n, 3]
     count = config.dim // 6
     powers = torch.linspace(0.0, 1.0, count, dtype=torch.float32, device=layout.device)
     frequencies = config.rope_theta**powers * (math.pi / 2)
@@ -70,10 +70,9 @@ def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Ten
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def _unit(layout: Layout, config: LTXConfig) -> Tensor:
-    """fp32 [3]: the distance of two tokens on t, h and w, as a share of the longest that the model knows."""
-    del layout
-    seconds = torch.tensor([config.frame_rate, 1.0, 1.0])
+def _units(layout: Layout, config: LTXConfig) -> Tensor:
+    """fp32 [S, 3]: the distance of two tokens on t, h and w, as a share of the longest that the model knows."""
+    seconds = torch.tensor([[one.frame_rate or config.frame_rate, 1.0, 1.0] for one in layout.sequences])
     return torch.tensor(config.vae_stride) / seconds / torch.tensor(_LONGEST)
 
 

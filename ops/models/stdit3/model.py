@@ -121,7 +121,8 @@ class STDiT3(SpatialTemporalTransformer):
 
 def _rates(layout: Layout, frame_rate: float) -> Tensor:
     """fp32 [S]: frames per second, or what stands for a picture."""
-    return torch.tensor([frame_rate if one.grid[0] > 1 else _PICTURE_RATE for one in layout.sequences])
+    rates = [one.frame_rate or frame_rate for one in layout.sequences]
+    return torch.tensor([r if one.grid[0] > 1 else _PICTURE_RATE for r, one in zip(rates, layout.sequences)])
 
 
 def spatial_positions(stack: Stack, config: STDiT3Config) -> Tensor:

@@ -21,7 +21,7 @@ from actors.feed.item_cache import ItemCache
 from actors.feed.item_facts import ItemFacts
 from actors.feed.step_source import StepSource, item_facts
 from actors.plan.types import Item
-from actors.step import StepBatches
+from actors.step import StepBatches, StepItems
 from app.inputs.items import items_from_data
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
@@ -36,6 +36,7 @@ from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
+from ops.models.ltx.config import LTXConfig
 from tests.actors.fakes import Remote
 
 MODEL = ModelConfig()
@@ -304,6 +305,20 @@ def keep(feeder: Feeder, text: TextConfig, texts: bool = True) -> DataItem:
     for name in names.texts if texts else ():
         cache.put("text", name, np.ones((text.most_tokens + text.tail, 16), np.float32))
     return item
+
+
+def test_transformers_that_take_a_frame_rate_are_told_that_of_each_clip(clips: Path, tmp_path: Path) -> None:
+    counts = replace(MODEL, dit=LTXConfig(num_layers=1, num_heads=2, head_dim=16, ffn_dim=128))
+    for model, fps in ((counts, 0.0), (counts, 25.0), (MODEL, 0.0)):
+        feeder = feeder_of(replace(config(clips), fps=fps), tmp_path, model)
+        own = model is counts and fps == 0
+        for item, drawn in zip(feeder.dataset.step(0).items, feeder.items(0), strict=True):
+            rates = tuple(clip.fps for clip in item.job.clips)
+            assert drawn.frame_rates == (rates if own else ()) and any(rates) == any(
+                not c.image for c in item.job.clips
+            )
+            samples = StepItems.of(0, [drawn], feeder.dataset.geometry, "sample").items[item.id].samples
+            assert [sample.frame_rate for sample in samples] == list(rates if own else (0.0,) * len(samples))
 
 
 def test_a_text_of_a_first_frame_is_named_by_it_and_counted_with_its_rows(clips: Path, tmp_path: Path) -> None:
