@@ -28,7 +28,7 @@ def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig)
         raise ConfigError(
             f"data.fps is {fps:g}, and the transformer of model.dit sees time in seconds, at {rate:g} frames per "
             f"second. Set data.fps and model.dit.frame_rate to the same rate, or data.fps to 0: clips keep their own, "
-            f"and the transformer is told that of each."
+            f"and the transformer gets that of each."
         )
 
 

@@ -114,7 +114,7 @@ def test_targets_without_a_rank_are_refused() -> None:
 
 @pytest.mark.parametrize("case", ONE_EACH)
 def test_every_second_layer_alone_is_read_back_by_its_original_name(case: str, tmp_path: Path) -> None:
-    """Of layers that are one in the original code, some have factors then, and others none."""
+    """Some layers with factors are one with layers without in the original code."""
     whole = with_factors(case)
     layers = [name.removesuffix(A) for name in dit_skeleton(whole).state_dict() if name.endswith(A)]
     config = replace(whole, lora_targets=tuple(layers[::2]))
