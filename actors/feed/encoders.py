@@ -56,6 +56,8 @@ class Encoders:
             }
             if frame.alone:  # named before there was a choice
                 vae["first_frame"] |= {"alone": True, "given": frame.given}
+            if frame.last:
+                vae["first_frame"]["last"] = True
         settings = asdict(model.text)
         del settings["place"]  # where weights lie changes no embedding
         if model.text.kind == "t5":  # named before there was another kind

@@ -385,12 +385,13 @@ def predict_dit(
     at which ranks share heads are on the same line with rows that weigh more: with the copies of keys and values the
     peak grows linearly or not at all, so what the largest of them needs is enough for the others.
     """
+    from ops.models.first_frame import FirstFrame
     from ops.models.forecast import dit_need_gib
     from ops.packing import Sequence as PackedSequence
 
     by_size = sorted(clips, key=lambda clip: geometry.tokens(*clip))
     t, h, w = geometry.token_grid(*by_size[-1])
-    images = model.image.tokens if model.image is not None else 0
+    images = FirstFrame.of(model).image_tokens
     longest = max(model.text.most_tokens, 2)
     large, small = (PackedSequence((t, h, size), 1, images) for size in (max(w, 2), max(w, 2) // 2))
     least = PackedSequence(geometry.token_grid(*by_size[0]), 1, images)

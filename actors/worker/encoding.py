@@ -145,7 +145,9 @@ def encode_clips(
     if not frame.tail:
         return rows
     at_once = clips_at_once(*pixels.shape[1:4], batch_pixels=batch_pixels)
-    images = _images(modules, pixels[:, 0], at_once, group, measure, device)
+    pictures = _images(modules, frame.pictures(pixels), at_once, group, measure, device)
+    each = len(pictures) // len(rows)
+    images = [torch.cat(pictures[i * each : (i + 1) * each]) for i in range(len(rows))]
     return [frame.packed(clip, image) for clip, image in zip(rows, images, strict=True)]
 
 

@@ -31,6 +31,10 @@ def sample(
         list[Path] | None,
         typer.Option("--image", help="First frame, for image to video: one for all prompts, or one for each."),
     ] = None,
+    last_images: Annotated[
+        list[Path] | None,
+        typer.Option("--last-image", help="Last frame, where the transformer takes one: one for all, or one for each."),
+    ] = None,
     other: Annotated[
         Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")
     ] = None,
@@ -103,6 +107,7 @@ def sample(
             negative_prompt=negative_prompt,
         ),
         images=images or [],
+        last_images=last_images or [],
         other=other,
         ema=ema,
         device=device,

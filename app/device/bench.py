@@ -310,7 +310,7 @@ class Bench:
         dtype = next(dit.parameters()).dtype
         image = pooled = None
         if self.image is not None:
-            image = torch.randn(shape.batch * self.image.tokens, self.image.dim, generator=generator)
+            image = torch.randn(shape.batch * self.frame.image_tokens, self.image.dim, generator=generator)
             image = image.to(self.device, dtype)
         if self.model.text.pooled:
             pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)

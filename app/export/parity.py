@@ -88,7 +88,9 @@ def parity_sample(config: DiTConfig, clean_frames: int = 0) -> ParitySample:
     generator = torch.Generator().manual_seed(0)
     size = [length * patch for length, patch in zip(_grid(config), config.patch, strict=True)]
     text = FAMILIES[config.architecture].parity_text(config)
-    image = torch.randn(_IMAGE_TOKENS, config.image_width, generator=generator) if config.image_width else None
+    image = None
+    if config.image_width:
+        image = torch.randn(config.image_rows or _IMAGE_TOKENS, config.image_width, generator=generator)
     return ParitySample(
         latent=torch.randn(config.in_channels, *size, generator=generator),
         timestep=torch.tensor([1000 * _SIGMA]),

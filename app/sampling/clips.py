@@ -125,7 +125,7 @@ class ClipOrder:
     other: Path | None
     ema: bool
     prompts: tuple[str, ...]
-    first: tuple[np.ndarray, ...]  # the pictures that clips start from, one for each prompt, or none
+    first: tuple[np.ndarray, ...]  # the `first_frames`
     settings: ClipSettings
     config: RunConfig
     geometry: Geometry
@@ -145,13 +145,17 @@ def first_frames(
     settings: ClipSettings,
     images: Sequence[str | Path] = (),
     option: str = "",
+    last_images: Sequence[str | Path] = (),
 ) -> list[np.ndarray]:
-    """The first frame of each clip, [height, width, 3], for a transformer that starts from one; else nothing.
+    """The pictures that each clip is made from, for a transformer that takes some: uint8 [1, height, width, 3], or [2,
+    ...] with the last frame, for one that takes that, too. Else nothing.
 
-    `images` were given by `option`; without them those of the run's config are used. Raises ConfigError where there are
-    none, where the transformer takes none, and for broken ones.
+    `images` were given by `option`, `last_images` by its double for last frames; without them those of the run's config
+    are used. Raises ConfigError where there are none, where the transformer takes none, and for broken ones.
     """
     sample, dit = config.sample, config.model.dit
+    if last_images and not dit.takes_last_frame:
+        raise ConfigError("--last-image is given, but this transformer takes no last frame; leave it out.")
     may = dit.frame_times and config.train.flow.first_frame > 0
     if not dit.starts_from_image and not (may and (images or sample.images)):
         if images:
@@ -163,14 +167,24 @@ def first_frames(
         if may:
             return []
         raise ConfigError("this transformer starts from a picture: give --image, one for all prompts or one for each.")
-    return read_pictures(given, len(prompts), settings.height, settings.width, where)
+    first = read_pictures(given, len(prompts), settings.height, settings.width, where)
+    if not dit.takes_last_frame:
+        return [picture[None] for picture in first]
+    given, where = (sample.last_images, "sample.last_images") if of_run else (last_images, "--last-image")
+    if not given:
+        raise ConfigError(
+            "this transformer makes clips between two pictures: give --last-image as well, one for all prompts or one "
+            "for each."
+        )
+    last = read_pictures(given, len(prompts), settings.height, settings.width, where)
+    return [np.stack(pair) for pair in zip(first, last, strict=True)]
 
 
 def clips_of(
     saved: SavedModel, prompts: Sequence[str], settings: ClipSettings, first: Sequence[np.ndarray] = ()
 ) -> list[np.ndarray]:
-    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer starts from them. Prompts
-    are encoded once, before the transformer is there."""
+    """One uint8 [T, H, W, 3] clip per prompt, from the `first_frames` where the transformer takes them. Prompts are
+    encoded once, before the transformer is there."""
     told = saved.encode(prompts, settings.negative_prompt, first)
     return make_clips(saved.load(), told, settings, first)
 
@@ -245,14 +259,15 @@ def clip_requests(
 
 
 @torch.no_grad()
-def _told_of(model: Model, request: SampleRequest, picture: np.ndarray) -> SampleRequest:
-    """The request with what the first frame [H, W, 3] of its clip says, by the VAE."""
-    frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(picture)[None], model.geometry.patch
+def _told_of(model: Model, request: SampleRequest, pictures: np.ndarray) -> SampleRequest:
+    """The request with what the frames [1 or 2, H, W, 3] that its clip is made from say, by the VAE."""
+    frame, pixels, patch = FirstFrame.of(model.config.model), torch.from_numpy(pictures), model.geometry.patch
     if not frame.channels:
-        first = patchify(model.vae.encode(pixels[:, None])[0], patch)
+        first = patchify(model.vae.encode(pixels[None, :1])[0], patch)
         return replace(request, first=first, hint=first if frame.hint_share else None, hint_share=frame.hint_share)
-    still = model.vae.encode(frame.still(pixels[:, None].expand(-1, request.frames, -1, -1, -1)))[0]
-    grid = model.geometry.latent_grid(request.frames, *picture.shape[:2])
+    clip = torch.cat([pixels[:1].expand(request.frames - 1, -1, -1, -1), pixels[-1:]])
+    still = model.vae.encode(frame.still(clip[None]))[0]
+    grid = model.geometry.latent_grid(request.frames, *pictures.shape[1:3])
     return replace(
         request,
         condition=patchify(frame.joined(still.new_empty(0, *grid), still), patch),

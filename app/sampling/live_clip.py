@@ -30,7 +30,7 @@ class LiveClip:
     step: int
     number: int
     config: RunConfig
-    first: tuple[np.ndarray, ...]  # the picture that it starts from, if any
+    first: tuple[np.ndarray, ...]  # the pictures that it is made from, if any
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ _AT_ONCE = 64  # texts whose rows wait on the device: half a GiB of the largest 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRows:
     """One prompt: its text [L, text_dim], the vector [pooled_dim] of a second encoder, and the rows [image tokens,
-    image_dim] of the picture that its clip starts from; what the transformer does not take is None."""
+    image_dim] of the pictures that its clip is made from; what the transformer does not take is None."""
 
     text: Tensor
     vector: Tensor | None = None
@@ -50,11 +50,13 @@ def encode_prompts(
     negative: str,
     first: Sequence[np.ndarray] = (),
 ) -> EncodedPrompts:
-    """Encode by the encoders of a resolved model. `first` are the pictures uint8 [H, W, 3] that clips start from, one
-    for each prompt, or none. An encoder that sees pictures is shown a black one beside the negative prompt, as
-    HunyuanVideoImageToVideoPipeline does."""
+    """Encode by the encoders of a resolved model. `first` are the pictures that clips are made from, uint8 [1 or 2, H,
+    W, 3] for each prompt (`app.sampling.clips.first_frames`), or none. An encoder that sees pictures is shown a black
+    one beside the negative prompt, as HunyuanVideoImageToVideoPipeline does."""
     texts = [*prompts, negative]
-    seen = [*first, np.zeros_like(first[0])] if first and model.text.sees_picture else []
+    seen = (
+        [*(pictures[0] for pictures in first), np.zeros_like(first[0][0])] if first and model.text.sees_picture else []
+    )
     told: list[PromptRows] = []
     for start in range(0, len(texts), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
@@ -64,6 +66,7 @@ def encode_prompts(
             for index, rows in enumerate(states)
         ]
     if image is not None and FirstFrame.of(model).channels:
-        for index, picture in enumerate(first):
-            told[index] = replace(told[index], image=image.encode(torch.from_numpy(picture)[None])[0].cpu())
+        for index, pictures in enumerate(first):
+            rows = image.encode(torch.from_numpy(pictures)).flatten(0, 1)
+            told[index] = replace(told[index], image=rows.cpu())
     return EncodedPrompts(prompts=tuple(told[:-1]), negative=told[-1])

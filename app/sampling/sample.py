@@ -28,6 +28,7 @@ def run(
     *,
     changes: ClipChanges | None = None,
     images: Sequence[Path] = (),
+    last_images: Sequence[Path] = (),
     other: Path | None = None,
     ema: bool = True,
     device: str = "auto",
@@ -78,7 +79,7 @@ def run(
     except ValueError as error:
         size = f"{settings.frames} x {settings.height} x {settings.width}"
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
-    first = first_frames(config, prompts, settings, images, "--image")
+    first = first_frames(config, prompts, settings, images, "--image", last_images)
     notes = prompt_notes(prompts, config.model.text, rule)
     notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []
     for note in notes:

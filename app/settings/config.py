@@ -117,7 +117,11 @@ def from_here(config: RunConfig) -> RunConfig:
         data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
         workers=replace(config.workers, cluster=_absolute_file(config.workers.cluster)),
         planner=replace(planner, profile=_absolute(planner.profile)),
-        sample=replace(config.sample, images=tuple(_absolute(image) for image in config.sample.images)),
+        sample=replace(
+            config.sample,
+            images=tuple(_absolute(image) for image in config.sample.images),
+            last_images=tuple(_absolute(image) for image in config.sample.last_images),
+        ),
     )
 
 

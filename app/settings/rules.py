@@ -132,6 +132,13 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
         )
     if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
+    if dit.path is None and sample.last_images and not dit.takes_last_frame:
+        raise ConfigError("sample.last_images is given, but model.dit takes no last frame; leave it out.")
+    if dit.path is None and sample.prompts and dit.takes_last_frame and not sample.last_images:
+        raise ConfigError(
+            "sample.last_images is empty, and the transformer of model.dit makes clips between two pictures; give one "
+            "for each of sample.prompts, or one for all."
+        )
     if sample.guidance_scale_2 is not None and not dit.two_experts:
         raise ConfigError(
             f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "

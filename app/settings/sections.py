@@ -31,6 +31,7 @@ class SampleConfig:
 
     prompts: tuple[str, ...] = ()  # or a text file with one on each line
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
+    last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
     # Of the run's time that samples may take during training, beside the gaps that plans leave idle.
     share: float = 0.05
@@ -53,11 +54,12 @@ class SampleConfig:
                 f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
                 f"must be positive."
             )
-        if len(self.images) not in (0, 1, len(self.prompts)):
-            raise ValueError(
-                f"sample.images names {len(self.images)} pictures for {len(self.prompts)} prompts; give one for each, "
-                f"or one for all."
-            )
+        for name, pictures in (("images", self.images), ("last_images", self.last_images)):
+            if len(pictures) not in (0, 1, len(self.prompts)):
+                raise ValueError(
+                    f"sample.{name} names {len(pictures)} pictures for {len(self.prompts)} prompts; give one for each, "
+                    f"or one for all."
+                )
         check_numbers(
             "sample",
             self,

@@ -1,9 +1,9 @@
-"""How a transformer gets the first frame of a clip: as channels after the noisy ones or in place of the first
-latent frame, and as an image embedding.
+"""How a transformer gets the first frame of a clip, or the first and the last: as channels after the noisy ones or in
+place of the first latent frame, and as an image embedding.
 
     frame = FirstFrame.of(model)                         # of a resolved model
     latent = frame.joined(vae.encode(video)[0], vae.encode(frame.still(video))[0])     # [C + Q, t, h, w]
-    rows = frame.packed(patchify(latent, patch), image.encode(video[:, 0])[0])         # [tokens + tail, width]
+    rows = frame.packed(patchify(latent, patch), image.encode(frame.pictures(video))[0])  # [tokens + tail, width]
 
 Everything that is encoded of a clip travels in one matrix: a row for each token, then the image embedding, cut and
 padded with zeros to rows of the same width. So it is cached, published and handed over like a latent.
@@ -31,10 +31,11 @@ class FirstFrame:
 
     channels: int  # of conditions, after those of the latent
     width: int  # of a row: latent and condition channels of one token
-    image_tokens: int
+    image_tokens: int  # of all pictures of a clip
     image_dim: int
     stride_t: int  # of the VAE
-    tell: Callable[[Tensor, int], Tensor] | None
+    tell: Callable[[Tensor, int, bool], Tensor] | None
+    last: bool  # the last frame is given, too
     alone: bool  # the VAE sees the frame without grey frames after it
     given: bool  # its latent stands in place of the clip's first latent frame
     hint_share: float  # of its latent in the noise that sampling begins with
@@ -47,10 +48,11 @@ class FirstFrame:
         return FirstFrame(
             channels=channels,
             width=(model.vae.channels + channels) * math.prod(dit.patch),
-            image_tokens=image.tokens if image else 0,
+            image_tokens=image.tokens * (2 if dit.takes_last_frame else 1) if image else 0,
             image_dim=image.d_model if image else 0,
             stride_t=model.vae.temporal,
             tell=family.first_frame,
+            last=dit.takes_last_frame,
             alone=dit.encodes_frame_alone,
             given=dit.gives_first_frame,
             hint_share=family.hint_share,
@@ -76,15 +78,19 @@ class FirstFrame:
         """Frames that the VAE sees of a clip's first one."""
         return 1 if self.alone else frames
 
+    def pictures(self, video: Tensor) -> Tensor:
+        """[B, T, H, W, 3] -> the frames that an image encoder sees, clip by clip: [B or 2 B, H, W, 3]."""
+        return video[:, [0, -1] if self.last else [0]].flatten(0, 1)
+
     def still(self, video: Tensor) -> Tensor:
         """uint8 [B, T, H, W, 3] -> what the VAE encodes of the first frame: it alone [B, 1, H, W, 3], or the same with
-        grey in place of all others, in floats from 0 to 255."""
+        grey in place of all others (but the last, where that is given), in floats from 0 to 255."""
         if self.alone:
             return video[:, :1]
         still = video.float()
         if still is video:
             still = video.clone()
-        still[:, 1:] = GREY
+        still[:, 1 : -1 if self.last else None] = GREY
         return still
 
     def joined(self, latent: Tensor, still: Tensor) -> Tensor:
@@ -96,7 +102,7 @@ class FirstFrame:
         assert self.tell is not None
         behind = still.new_zeros(len(still), latent.shape[1], *still.shape[2:])
         behind[:, : still.shape[1]] = still
-        condition = self.tell(behind, self.stride_t)
+        condition = self.tell(behind, self.stride_t, self.last)
         joined = latent.new_empty(len(latent) + len(condition), *latent.shape[1:])
         joined[: len(latent)], joined[len(latent) :] = latent, condition
         return joined

@@ -200,6 +200,11 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
         stride, chunk = (vae.temporal, vae.spatial, vae.spatial), 0
     image = _resolve_image(model.image) if model.image else None
     dit = _resolve_dit(model.dit, vae.channels, stride, text.d_model, image.d_model if image else 0)
+    if dit.image_rows and dit.image_rows != (made := 2 * image.tokens if image else 0):
+        raise ValueError(
+            f"model.dit.pos_embed_seq_len is {dit.image_rows}, and model.image makes {made} rows of a clip's first and "
+            f"last frame. Set it to {made}, or use the image encoder of the same pipeline."
+        )
     _check_parts(dit, vae, text)
     dit = _with_pooled(dit, text)
     text = _with_picture(dit, text)

@@ -86,6 +86,34 @@ def test_the_picture_decides_the_clip(tmp_path: Path) -> None:
     assert [file.name for file in files] == ["x.mp4", "x.png"]
 
 
+def test_a_last_picture_decides_the_clip_too(tmp_path: Path) -> None:
+    run_of = replace(haar_run(pos_embed_seq_len=2 * IMAGE.tokens), sample=replace(SHOWN, last_images=("b.png",)))
+    write_checkpoint(tmp_path / "run", run_of)
+    red, blue = save(tmp_path / "red.png", (200, 30, 30)), save(tmp_path / "blue.png", (30, 30, 200))
+    saved, prompts = saved_model(tmp_path / "run"), ["a disc"]
+    settings = ClipSettings.of(saved.config)
+    clips = [
+        clips_of(saved, prompts, settings, first_frames(saved.config, prompts, settings, [red], "--image", [last]))[0]
+        for last in (red, blue)
+    ]
+    assert not np.array_equal(*clips)
+    with pytest.raises(ConfigError, match="makes clips between two pictures: give --last-image as well"):
+        run(tmp_path / "run", prompts, tmp_path / "x.mp4", images=[red])
+    (file, _) = run(tmp_path / "run", prompts, tmp_path / "x.mp4", images=[red], last_images=[blue])
+    assert file.is_file()
+    text = run_of.to_yaml()
+    assert RunConfig.from_yaml(text) == run_of
+    with pytest.raises(
+        ConfigError, match=r"sample\.last_images is empty, and the transformer of model\.dit makes clips"
+    ):
+        RunConfig.from_yaml(text.replace("  last_images:\n  - b.png\n", ""))
+    with pytest.raises(ConfigError, match=r"sample\.last_images is given, but model\.dit takes no last frame"):
+        RunConfig.from_yaml(text.replace(f"pos_embed_seq_len: {2 * IMAGE.tokens}", "pos_embed_seq_len: 0"))
+    write_checkpoint(tmp_path / "first", haar_run())
+    with pytest.raises(ConfigError, match=r"--last-image is given, but this transformer takes no last frame"):
+        run(tmp_path / "first", prompts, tmp_path / "x.mp4", images=[red], last_images=[blue])
+
+
 def test_a_runs_own_pictures_are_those_of_its_own_prompts(tmp_path: Path) -> None:
     save(tmp_path / "a.png", (200, 30, 30))
     config = haar_run()
@@ -157,8 +185,10 @@ def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "run", ["a"], tmp_path / "x.mp4", images=[tmp_path / "a.png"])
 
 
-def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) -> None:
-    base = publish(tmp_path / "base")
+@pytest.mark.parametrize("last", [False, True])
+def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(last: bool, tmp_path: Path) -> None:
+    """From a first frame, or between a first and a last one."""
+    base = publish(tmp_path / "base", last)
     path = str(base)
     model = ModelConfig(
         dit=WanConfig(path=path),
@@ -166,15 +196,16 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
         text=TextConfig(path=path, pad_to=512, max_length=512),
         image=ImageConfig(path=path),
     )
+    pictures = [save(tmp_path / "a.png", (200, 120, 30)), save(tmp_path / "b.png", (30, 60, 200))]
     config = RunConfig(run=RunSection(name="tiny"), model=model, sample=SHOWN)
     write_checkpoint(tmp_path / "run", config)
     done = export.export(tmp_path / "run", tmp_path / "out")
     assert {"image_encoder", "image_processor"} <= done.components.keys()
 
-    picture = save(tmp_path / "a.png", (200, 120, 30))
+    assert saved_model(base).config.model.dit.takes_last_frame is last
     saved = saved_model(tmp_path / "out")
     settings = ClipSettings.of(saved.config)
-    (first,) = first_frames(saved.config, ["a disc"], settings, [picture], "--image")
+    (first,) = first_frames(saved.config, ["a disc"], settings, pictures[:1], "--image", pictures[1:] if last else [])
     told = saved.encode(["a disc"], "", [first])
     (clip,) = make_clips(saved.load(), told, settings, [first])
 
@@ -183,7 +214,8 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(tmp_path: Path) ->
     text, negative = told.prompts[0].text, told.negative.text
     assert text.shape == (512, 16)
     expected = pipe(
-        image=Image.open(picture),
+        image=Image.open(pictures[0]),
+        last_image=Image.open(pictures[1]) if last else None,
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
         height=32,
@@ -410,11 +442,14 @@ def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
         assert (elsewhere - ours)[:, 1:].abs().max() > 1e-3 * theirs.abs().max()
 
 
-def publish(base: Path) -> Path:
-    """A small image-to-video pipeline as Diffusers itself saves it."""
+def publish(base: Path, last: bool = False) -> Path:
+    """A small image-to-video pipeline as Diffusers itself saves it; `last`: its clips have a last frame, too."""
     torch.manual_seed(0)
-    dit = DIT.fitted(4, (4, 8, 8), 16, IMAGE.d_model)
+    dit = replace(DIT, pos_embed_seq_len=2 * IMAGE.tokens if last else 0).fitted(4, (4, 8, 8), 16, IMAGE.d_model)
     fields = {key: value for key, value in dit_json(dit).items() if not key.startswith("_")}
+    transformer = WanTransformer3DModel(**fields)
+    if last:
+        torch.nn.init.normal_(transformer.condition_embedder.image_embedder.pos_embed)
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
@@ -425,7 +460,7 @@ def publish(base: Path) -> Path:
             UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         ),
         vae=vae,
-        transformer=WanTransformer3DModel(**fields),
+        transformer=transformer,
         scheduler=getattr(diffusers, scheduler.name)(**scheduler.settings),
     ).save_pretrained(base)
     encoder = random_clip(IMAGE, "cpu")

@@ -89,16 +89,19 @@ def clip(pipeline: WanPipeline) -> torch.Tensor:
 
 
 I2V = replace(MODEL.dit, first_frame="channels")
+IMAGE = ImageConfig(d_model=16, num_layers=1)
 SOME = ("blocks.1.attn1", "blocks.0.ffn", "condition_embedder.text_embedder")
 CASES = FamilyCases(
     variants={
         "": small(WanConfig),
         "i2v": small(WanConfig, in_channels=12, first_frame="channels", image_dim=20),
+        "flf2v": small(WanConfig, in_channels=12, first_frame="channels", image_dim=20, pos_embed_seq_len=4),
         "i2v without an image encoder": small(WanConfig, in_channels=12, first_frame="channels"),
     },
     models={
         "": MODEL,
-        "i2v": replace(MODEL, dit=I2V, image=ImageConfig(d_model=16, num_layers=1)),
+        "i2v": replace(MODEL, dit=I2V, image=IMAGE),
+        "flf2v": replace(MODEL, dit=replace(I2V, pos_embed_seq_len=2 * IMAGE.tokens), image=IMAGE),
         "part of it trained": replace(MODEL, dit=replace(MODEL.dit, train_only=SOME)),
         "of 3 heads": whole(  # fewer than some bags have workers
             WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
@@ -110,6 +113,7 @@ CASES = FamilyCases(
         "wan2.1-14b": 14.29,
         "wan2.1-i2v-14b-480p": 16.40,
         "wan2.1-i2v-14b-720p": 16.40,
+        "wan2.1-flf2v-14b-720p": 16.40,
         "wan2.2-ti2v-5b": 5.00,
         "wan2.2-t2v-a14b": 14.29,
         "wan2.2-i2v-a14b": 14.29,

@@ -85,27 +85,31 @@ def test_an_image_to_video_model_takes_the_channels_of_its_conditions(model: Mod
     assert frame.width == 36 * 4 and frame.tail == 1 and frame.image_tokens == 5
 
 
-def test_what_is_told_of_a_first_frame_is_what_the_pipeline_tells(
-    model: ModelConfig, vae: DiffusersVAE, clip_encoder: CLIPImages
+@pytest.mark.parametrize("last", [False, True])
+def test_what_is_told_of_given_frames_is_what_the_pipeline_tells(
+    last: bool, model: ModelConfig, vae: DiffusersVAE, clip_encoder: CLIPImages
 ) -> None:
+    model = replace(model, dit=replace(model.dit, pos_embed_seq_len=10 if last else 0))
     frame, pipe = FirstFrame.of(model), pipeline_of(model, vae, clip_encoder)
     video = torch.from_numpy(np.stack([picture(i) for i in range(FRAMES)]))[None]
     before = video.clone()
     joined = frame.joined(vae.encode(video)[0], vae.encode(frame.still(video))[0])
     assert torch.equal(video, before), "the clip itself is not changed"
-    first = Image.fromarray(picture())
+    shown = [Image.fromarray(picture(n)) for n in ((0, FRAMES - 1) if last else (0,))]
+    first, *others = (pipe.video_processor.preprocess(one, height=HEIGHT, width=WIDTH) for one in shown)
     _, expected = pipe.prepare_latents(
-        pipe.video_processor.preprocess(first, height=HEIGHT, width=WIDTH),
+        first,
         1,
         height=HEIGHT,
         width=WIDTH,
         num_frames=FRAMES,
         dtype=torch.float32,
         latents=torch.zeros(1, 16, 2, 4, 6),
+        last_image=others[0] if last else None,
     )
     torch.testing.assert_close(joined[16:], expected[0], atol=1e-5, rtol=1e-5)
-    image = clip_encoder.encode(video[:, 0])[0]
-    torch.testing.assert_close(image, pipe.encode_image(first, "cpu")[0], atol=1e-5, rtol=1e-5)
+    image = clip_encoder.encode(frame.pictures(video)).flatten(0, 1)
+    torch.testing.assert_close(image, pipe.encode_image(shown, "cpu").flatten(0, 1), atol=1e-5, rtol=1e-5)
 
     rows = patchify(joined, (1, 2, 2))
     packed = frame.packed(rows, image)

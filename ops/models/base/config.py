@@ -129,6 +129,16 @@ class DiTConfig:
         return False
 
     @property
+    def image_rows(self) -> int:
+        """Rows of the image embeddings of a clip, where the weights have a place for each; 0: any number."""
+        return 0
+
+    @property
+    def takes_last_frame(self) -> bool:
+        """Whether a clip is made from its last frame, too."""
+        return False
+
+    @property
     def encodes_frame_alone(self) -> bool:
         """Whether the VAE sees the first frame that a clip is made from without grey frames after it."""
         return False

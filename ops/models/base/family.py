@@ -239,8 +239,9 @@ class Family:
     converter: str = ""
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
-    # stride over time) -> the channels of `config.fitted` after the noisy ones, [Q, t, h, w]
-    first_frame: Callable[[Tensor, int], Tensor] | None = None
+    # stride over time, whether the last frame is there, too) -> the channels of `config.fitted` after the noisy ones,
+    # [Q, t, h, w]
+    first_frame: Callable[[Tensor, int, bool], Tensor] | None = None
     hint_share: float = 0.0  # of the first frame in the noise that sampling begins with
 
     key_map: Mapping[str, str]  # field of `config` -> key of config.json

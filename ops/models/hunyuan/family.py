@@ -104,10 +104,10 @@ def _write_rest(config: HunyuanConfig) -> dict[str, object]:
     }
 
 
-def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
+def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
     """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, after
     it."""
-    del stride_t
+    del stride_t, last
     joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
     joined[:-1] = latent
     joined[-1, 0] = 1

@@ -22,6 +22,9 @@ class WanConfig(DiTConfig):
     # channels: the latent of (first frame, then grey) and a mask of its frames are joined to the noisy latent, as in
     # Wan's image-to-video weights; none: text to video
     first_frame: Literal["none", "channels"] = "none"
+    # Wan2.1-FLF2V: the last frame is given, too; rows of the embeddings of both, each with a trained place (514 as
+    # published: 257 of each). 0: the first frame alone
+    pos_embed_seq_len: int = 0
     # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one of
     # them, or both
     expert: Literal["none", "high", "low", "both"] = "none"
@@ -30,7 +33,18 @@ class WanConfig(DiTConfig):
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
-        check_numbers("model.dit", self, image_dim=between(0, 1 << 16), boundary=above(0, 0.999))
+        check_numbers(
+            "model.dit",
+            self,
+            image_dim=between(0, 1 << 16),
+            boundary=above(0, 0.999),
+            pos_embed_seq_len=between(0, 1 << 16),
+        )
+        if self.pos_embed_seq_len and self.first_frame == "none":
+            raise ValueError(
+                f"model.dit.pos_embed_seq_len {self.pos_embed_seq_len} is of transformers that get the first and the "
+                f"last frame, and first_frame is none. Set that to channels, or this to 0."
+            )
 
     @property
     def flops(self) -> ForwardFlops:
@@ -73,6 +87,14 @@ class WanConfig(DiTConfig):
     @property
     def starts_from_image(self) -> bool:
         return self.first_frame != "none"
+
+    @property
+    def image_rows(self) -> int:
+        return self.pos_embed_seq_len
+
+    @property
+    def takes_last_frame(self) -> bool:
+        return self.pos_embed_seq_len > 0
 
     @property
     def frame_times(self) -> bool:

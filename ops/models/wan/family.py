@@ -56,6 +56,7 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
         "patch": tuple(fields["patch_size"]),
         "first_frame": "channels" if known["in_channels"] != known["out_channels"] else "none",
         "image_dim": fields.get("image_dim") or 0,
+        "pos_embed_seq_len": fields.get("pos_embed_seq_len") or 0,
     }
 
 
@@ -64,6 +65,7 @@ def _write_rest(config: WanConfig) -> dict[str, object]:
         "patch_size": list(config.patch),
         "rope_max_seq_len": 1024,
         "image_dim": config.image_dim or None,
+        "pos_embed_seq_len": config.pos_embed_seq_len or None,
         "added_kv_proj_dim": config.dim if config.image_dim else None,
     }
 
@@ -72,13 +74,16 @@ def _pipeline_class(config: WanConfig) -> str:
     return "WanPipeline" if config.first_frame == "none" else "WanImageToVideoPipeline"
 
 
-def _first_frame(latent: Tensor, stride_t: int) -> Tensor:
-    """[C, t, h, w] of (first frame, then grey) -> [stride_t + C, t, h, w]: a mask, 1 where a frame is given, before it.
+def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
+    """[C, t, h, w] of (first frame, then grey, and the last frame where that is given) -> [stride_t + C, t, h, w]: a
+    mask, 1 where a frame is given, before it.
 
     A latent frame stands for `stride_t` frames of the clip, each with a channel of the mask (WanImageToVideoPipeline).
     """
     joined = latent.new_zeros(stride_t + len(latent), *latent.shape[1:])
     joined[:stride_t, 0] = 1
+    if last:
+        joined[stride_t - 1, -1] = 1
     joined[stride_t:] = latent
     return joined
 
@@ -138,7 +143,8 @@ def _parity_inputs(config: WanConfig, sample: ParitySample) -> dict[str, Tensor]
         times[: sample.clean_frames] = 0 if first is None else first
         inputs["timestep"] = times.reshape(1, -1)
     if sample.conditions.image is not None:
-        inputs["encoder_hidden_states_image"] = sample.conditions.image[None]
+        pictures = 2 if config.takes_last_frame else 1
+        inputs["encoder_hidden_states_image"] = sample.conditions.image.unflatten(0, (pictures, -1))
     return inputs
 
 
@@ -214,7 +220,7 @@ FAMILY = Family(
         "eps": 1e-06,
         "rope_max_seq_len": 1024,
     },
-    fixed_fields={"qk_norm": "rms_norm_across_heads", "pos_embed_seq_len": None},
+    fixed_fields={"qk_norm": "rms_norm_across_heads"},
     read_rest=_read_rest,
     write_rest=_write_rest,
     published_heads={"wan2.1-1.3b": 12, "wan2.1-14b": 40},

@@ -76,14 +76,17 @@ class ConditionEmbedder(nn.Module):
         self.time_proj = nn.Linear(config.dim, 6 * config.dim)
         self.text_embedder = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
         self.image_dim = config.image_dim
-        self.image_embedder = ImageEmbedding(config.image_dim, config.dim) if config.image_dim else None
+        self.image_embedder = (
+            ImageEmbedding(config.image_dim, config.dim, config.pos_embed_seq_len) if config.image_dim else None
+        )
 
     def forward(self, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """timesteps [S], text [T, text_dim] -> time [S, D], modulation [S, 6, D], text [T, D]."""
         return *time_and_modulation(timesteps, self.time_embedder, self.time_proj), self.text_embedder(text)
 
     def image(self, conditions: Conditions, layout: Layout) -> Tensor | None:
-        """[I, D] of the first frames, where the weights listen to them. Raises ValueError for rows that do not fit."""
+        """[I, D] of the first frames (and the last), where the weights listen to them. Raises ValueError for rows that
+        do not fit."""
         if self.image_embedder is None:
             return None
         rows, wanted = conditions.image, (sum(s.image_tokens for s in layout.sequences), self.image_dim)
@@ -98,14 +101,18 @@ class ConditionEmbedder(nn.Module):
 class ImageEmbedding(nn.Module):
     """Diffusers' WanImageEmbedding: from an image encoder's rows to the width of the blocks."""
 
-    def __init__(self, in_dim: int, dim: int) -> None:
+    def __init__(self, in_dim: int, dim: int, places: int = 0) -> None:
+        """`places`: rows of each sequence, of which each has an embedding of its own; 0: they have none."""
         super().__init__()
+        self.pos_embed = nn.Parameter(torch.zeros(1, places, in_dim)) if places else None
         self.norm1, self.norm2 = nn.LayerNorm(in_dim), nn.LayerNorm(dim)
         self.ff = FeedForward(in_dim, in_dim, nn.functional.gelu, out_dim=dim)
 
     def forward(self, rows: Tensor) -> Tensor:
         """[I, in_dim] -> [I, D]"""
         rows = rows.to(self.norm1.weight.dtype)
+        if self.pos_embed is not None:
+            rows = (rows.unflatten(0, (-1, self.pos_embed.shape[1])) + self.pos_embed).flatten(0, 1)
         rows = ln_modulate(rows, weight=self.norm1.weight, bias=self.norm1.bias, eps=self.norm1.eps)
         return ln_modulate(self.ff(rows), weight=self.norm2.weight, bias=self.norm2.bias, eps=self.norm2.eps)
 

@@ -250,12 +250,14 @@ def test_latents_of_image_to_video_have_names_of_their_own() -> None:
     """They hold the condition of the first frame, too: shapes, frames and names of a text-to-video run do not fit."""
     plain = resolve(MODEL)[0]
     told = replace(MODEL, dit=replace(MODEL.dit, first_frame="channels"), image=ImageConfig(d_model=16))
-    models = [MODEL, told, replace(told, image=ImageConfig(d_model=16, seed=1)), replace(told, image=None)]
+    both = replace(told, dit=replace(told.dit, pos_embed_seq_len=10))  # the last frame, too
+    models = [MODEL, told, replace(told, image=ImageConfig(d_model=16, seed=1)), replace(told, image=None), both]
     encoders = [Encoders.of(resolve(model)[0]) for model in models]
-    assert len({one.vae for one in encoders}) == 4
+    assert len({one.vae for one in encoders}) == 5
     assert encoders[0].vae == Encoders.of(plain).vae and "first_frame" not in encoders[0].vae
     widths = [(one.latent_width, one.latent_tail) for one in encoders]
-    assert widths == [(48 * 4, 0), (100 * 4, 1), (100 * 4, 1), (100 * 4, 0)]  # 5 rows of 16 numbers fit in one
+    # 5 and 10 rows of 16 numbers fit in one
+    assert widths == [(48 * 4, 0), (100 * 4, 1), (100 * 4, 1), (100 * 4, 0), (100 * 4, 1)]
 
 
 @pytest.mark.parametrize(("more", "found"), [(0, False), (1, True)])

@@ -35,6 +35,7 @@ TOLD = {
     "text to video": (DIT, None),
     "told by channels": (replace(DIT, first_frame="channels"), None),
     "told by channels and an embedding": (replace(DIT, first_frame="channels"), IMAGE),
+    "told by two frames and their embeddings": (replace(DIT, first_frame="channels", pos_embed_seq_len=10), IMAGE),
 }
 
 
@@ -107,3 +108,19 @@ def test_pictures_of_an_image_encoder_are_encoded_as_many_at_a_time_as_clips(mon
     two = 2 * FRAMES * 32 * 32
     assert len(encode_clips(made, frame, pixels, Group.solo(), AllAtOnce(), CPU, batch_pixels=two)) == 5
     assert counts == [2, 2, 1]
+
+
+def test_the_last_frame_stands_after_the_first_in_each_result() -> None:
+    made, one = (
+        modules(*TOLD[f"told by {how}"], torch.float32)
+        for how in ("two frames and their embeddings", "channels and an embedding")
+    )
+    both, first = FirstFrame.of(made.config), FirstFrame.of(one.config)
+    pixels = torch.randint(0, 256, (2, FRAMES, 32, 32, 3), dtype=torch.uint8)
+    found = encode_clips(made, both, pixels, Group.solo(), AllAtOnce(), CPU)
+    for clip, rows in zip(pixels, found, strict=True):
+        images = both.image_of(rows[len(rows) - both.tail :]).split(5)
+        for frame, image in zip((clip[0], clip[-1]), images, strict=True):
+            torch.testing.assert_close(image, made.image.encode(frame[None])[0])
+    same = encode_clips(one, first, pixels, Group.solo(), AllAtOnce(), CPU)
+    assert first.tail < both.tail and not torch.equal(found[0][: len(same[0]) - first.tail], same[0][: -first.tail])
