@@ -58,6 +58,8 @@ class Encoders:
                 vae["first_frame"] |= {"alone": True, "given": frame.given}
             if frame.last:
                 vae["first_frame"]["last"] = True
+            if frame.scale != 1.0:
+                vae["first_frame"]["scale"] = frame.scale
         settings = asdict(model.text)
         del settings["place"]  # where weights lie changes no embedding
         if model.text.kind == "t5":  # named before there was another kind

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import shutil
@@ -156,7 +157,8 @@ def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
         return
     image, names = config.model.image, ("image_encoder", "image_processor")
     if image is None:
-        parts.index.update({name: [None, None] for name in names})
+        known = inspect.signature(_pipeline(config.model.dit)).parameters
+        parts.index.update({name: [None, None] for name in names if name in known})
         return
     parts.index["image_encoder"] = ["transformers", "CLIPVisionModel"]
     parts.index["image_processor"] = ["transformers", "CLIPImageProcessor"]
@@ -169,6 +171,14 @@ def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     encoder = component(image.path, "image_encoder")
     for name, folder in zip(names, (encoder, processor_of(encoder)), strict=True):
         parts.origins[name] = f"{link_tree(folder, work / name)} from {folder}"
+
+
+def _pipeline(dit: DiTConfig) -> type:
+    """Diffusers' class."""
+    import diffusers
+
+    found: type = getattr(diffusers, FAMILIES[dit.architecture].pipeline_class(dit))
+    return found
 
 
 def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:

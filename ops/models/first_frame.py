@@ -36,6 +36,8 @@ class FirstFrame:
     stride_t: int  # of the VAE
     tell: Callable[[Tensor, int, bool], Tensor] | None
     last: bool  # the last frame is given, too
+    scale: float  # of the latent that becomes channels
+    drops: bool  # the frames of a sampled clip's first latent are not shown
     alone: bool  # the VAE sees the frame without grey frames after it
     given: bool  # its latent stands in place of the clip's first latent frame
     hint_share: float  # of its latent in the noise that sampling begins with
@@ -53,6 +55,8 @@ class FirstFrame:
             stride_t=model.vae.temporal,
             tell=family.first_frame,
             last=dit.takes_last_frame,
+            scale=dit.condition_scale,
+            drops=dit.drops_first_latent,
             alone=dit.encodes_frame_alone,
             given=dit.gives_first_frame,
             hint_share=family.hint_share,
@@ -65,9 +69,8 @@ class FirstFrame:
 
     @property
     def dropped_frames(self) -> int:
-        """Frames of a sampled clip, from its beginning, that are not shown: of the first latent frame of
-        HunyuanVideo's 33 channels, as in its pipeline."""
-        return self.stride_t if self.alone and self.channels else 0
+        """Frames of a sampled clip, from its beginning, that are not shown."""
+        return self.stride_t if self.drops else 0
 
     @property
     def tail(self) -> int:
@@ -101,7 +104,7 @@ class FirstFrame:
             return joined
         assert self.tell is not None
         behind = still.new_zeros(len(still), latent.shape[1], *still.shape[2:])
-        behind[:, : still.shape[1]] = still
+        behind[:, : still.shape[1]] = still * self.scale if self.scale != 1.0 else still
         condition = self.tell(behind, self.stride_t, self.last)
         joined = latent.new_empty(len(latent) + len(condition), *latent.shape[1:])
         joined[: len(latent)], joined[len(latent) :] = latent, condition

@@ -11,15 +11,18 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
+from app.export.parity import their_velocity
 from ops.comm import Group
 from ops.config import FlowConfig
 from ops.geometry import Geometry
+from ops.models.base.family import ParitySample
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.cogvideox.family import FAMILY
+from ops.models.cogvideox.model import kept_positions
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text
-from ops.packing import Layout, Sequence
+from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
 
@@ -106,6 +109,19 @@ CASES = FamilyCases(
         "2b": small(CogVideoXConfig, rotary=False, text_rows=9, time_dim=16, snr_shift=3.0),
         "5b": small(CogVideoXConfig, time_dim=16, sample_size=(12, 20)),
         "1.5": small(CogVideoXConfig, time_dim=16, patch=(2, 2, 2)),
+        "5b i2v": small(
+            CogVideoXConfig,
+            in_channels=8,
+            first_frame="channels",
+            time_dim=16,
+            sample_size=(4, 6),
+            sample_frames=5,
+            learned_positions=True,
+            text_rows=9,
+        ),
+        "1.5 i2v": small(
+            CogVideoXConfig, in_channels=8, first_frame="channels", time_dim=16, patch=(2, 2, 2), ofs_dim=16
+        ),
     },
     models={
         "2b": whole(
@@ -118,9 +134,30 @@ CASES = FamilyCases(
             CogVideoXConfig(num_layers=1, num_heads=12, head_dim=16, ffn_dim=768, time_dim=16, sample_size=(4, 6)),
             **PADDED,
         ),
+        "5b i2v": whole(
+            CogVideoXConfig(
+                num_layers=1,
+                num_heads=12,
+                head_dim=16,
+                ffn_dim=768,
+                time_dim=16,
+                sample_size=(4, 6),
+                sample_frames=5,
+                learned_positions=True,
+                text_rows=20,
+                first_frame="channels",
+            ),
+            **PADDED,
+        ),
     },
     whole_runs=("2b",),
-    presets={"cogvideox-2b": 1.69, "cogvideox-5b": 5.57, "cogvideox1.5-5b": 5.57},
+    presets={
+        "cogvideox-2b": 1.69,
+        "cogvideox-5b": 5.57,
+        "cogvideox1.5-5b": 5.57,
+        "cogvideox-5b-i2v": 5.57,
+        "cogvideox1.5-5b-i2v": 5.57,
+    },
     lora=("attn1.to_q", "attn1.to_out.0"),
     pipeline=SmallPipeline(
         publish=publish,
@@ -132,6 +169,45 @@ CASES = FamilyCases(
         note="call the pipeline with max_sequence_length=12.",
     ),
 )
+
+
+@pytest.mark.parametrize("grid", [(2, 2, 3), (3, 2, 3)])
+def test_learned_places_are_those_of_clips_of_one_size(grid: tuple[int, int, int]) -> None:
+    """Places that no sinusoid has, in a pack and in bags, beside a clip of another length, as Diffusers' class has
+    them."""
+    config = CASES.variants["5b i2v"]
+    reference = their_class(config).eval()
+    torch.nn.init.normal_(reference.patch_embed.pos_embedding)  # type: ignore[arg-type,union-attr]
+    module = build_dit(config, 0)
+    module.load_state_dict(reference.state_dict())
+    numbers = torch.Generator().manual_seed(1)
+    latents = [torch.randn(8, t, 2 * h, 2 * w, generator=numbers) for t, h, w in (grid, (2, 2, 3))]
+    texts, times = torch.randn(2, 9, 24, generator=numbers), torch.tensor([500.0, 20.0])
+    with torch.no_grad():
+        expected = [
+            their_velocity(reference, config, ParitySample(latent=latent, timestep=time[None], text=text))
+            for latent, time, text in zip(latents, times, texts, strict=True)
+        ]
+        rows = [patchify(latent, config.patch) for latent in latents]
+        layouts = [Layout([Sequence(grid, 9), Sequence((2, 2, 3), 9)], 3, rank) for rank in range(3)]
+        solo = Layout([Sequence(grid, 9), Sequence((2, 2, 3), 9)])
+        found = module(solo.local(rows), times, texts.flatten(0, 1), solo, Group.solo())
+    wanted = torch.cat([patchify(velocity, config.patch) for velocity in expected])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    kept = module.patch_embed.pos_embedding  # type: ignore[union-attr]
+    video, text = kept_positions(solo, config, kept)  # type: ignore[arg-type]
+    parts = [kept_positions(layout, config, kept) for layout in layouts]  # type: ignore[arg-type]
+    for index in (0, 1):
+        own = [part[0][layout.seq_index == index] for layout, part in zip(layouts, parts)]
+        assert torch.equal(torch.cat(own), video[solo.seq_index == index])
+    order = torch.cat([layout.text_rows for layout in layouts])
+    assert torch.equal(torch.cat([part[1] for part in parts]), text[order])
+
+
+def test_a_text_that_has_no_learned_places_is_refused() -> None:
+    config = CASES.variants["5b i2v"]
+    with pytest.raises(ValueError, match="a text of 10 rows, and this transformer has places for 9"):
+        kept_positions(Layout([Sequence((2, 2, 3), 10)]), config, torch.zeros(1, 21, 64))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -144,6 +144,16 @@ class DiTConfig:
         return False
 
     @property
+    def condition_scale(self) -> float:
+        """What the latent of a first frame is multiplied with before it becomes channels."""
+        return 1.0
+
+    @property
+    def drops_first_latent(self) -> bool:
+        """Whether the frames of a sampled clip's first latent are not shown."""
+        return False
+
+    @property
     def gives_first_frame(self) -> bool:
         """Whether the first latent frame of every clip is given as it is (`frame_times`)."""
         return False

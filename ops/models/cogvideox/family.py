@@ -1,4 +1,9 @@
-"""CogVideoX 2B, 5B and 1.5, text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""CogVideoX 2B, 5B and 1.5, text to video and image to video: Diffusers' names and numbers, and how they differ from
+other families.
+
+The first frames of image to video get no noise here; its authors gave them some (exp(N(-3, 0.5))), which a latent in
+the cache cannot have.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +57,9 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
         "ffn_dim": 4 * known["num_heads"] * known["head_dim"],
         "rope_theta": 10000.0,
         "sample_size": (fields["sample_height"], fields["sample_width"]),
+        "sample_frames": fields["sample_frames"],
+        "first_frame": "channels" if known["in_channels"] != known["out_channels"] else "none",
+        "ofs_dim": fields.get("ofs_embed_dim") or 0,
     }
 
 
@@ -63,7 +71,15 @@ def _write_rest(config: CogVideoXConfig) -> dict[str, object]:
         "patch_size_t": temporal if temporal > 1 else None,
         "sample_height": height,
         "sample_width": width,
+        "sample_frames": config.sample_frames,
+        "ofs_embed_dim": config.ofs_dim or None,
     }
+
+
+def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
+    """[C, t, h, w] of the first frame, then zeros: as it is."""
+    del stride_t, last
+    return latent
 
 
 def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
@@ -95,9 +111,11 @@ def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
 def _published(index: Json, fields: Json) -> PublishedUse:
     """As CogVideoXPipeline is called by default."""
     del index
+    dit = {"first_frame": "channels"} if fields["in_channels"] != fields["out_channels"] else {}
     later = fields.get("patch_size_t") is not None
     size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
-    return PublishedUse(clips={**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0})
+    clips = {**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0}
+    return PublishedUse(clips=clips, dit=dit)
 
 
 def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, object]:
@@ -106,6 +124,8 @@ def _parity_inputs(config: CogVideoXConfig, sample: ParitySample) -> dict[str, o
         "encoder_hidden_states": sample.text[None],
         "timestep": sample.timestep.long(),
     }
+    if config.ofs_dim:
+        inputs["ofs"] = sample.timestep.new_full((1,), 2.0)
     return inputs | ({"image_rotary_emb": _their_rotation(config, sample)} if config.rotary else {})
 
 
@@ -129,17 +149,23 @@ def _their_rotation(config: CogVideoXConfig, sample: ParitySample) -> tuple[Tens
 
 
 def _export_notes(config: CogVideoXConfig, pad_to: int) -> list[str]:
-    del config
-    if pad_to in (0, 226):
-        return []
-    return [f"this run trained on {pad_to} rows of text; call the pipeline with max_sequence_length={pad_to}."]
+    notes = []
+    if pad_to not in (0, 226):
+        notes.append(f"this run trained on {pad_to} rows of text; call the pipeline with max_sequence_length={pad_to}.")
+    if config.learned_positions:
+        height, width = (8 * size for size in config.sample_size)
+        notes.append(f"CogVideoXImageToVideoPipeline makes clips of {height}x{width} alone with learned positions.")
+    return notes
 
 
 FAMILY = Family(
     config=CogVideoXConfig,
     model=_model,
     diffusers_class="CogVideoXTransformer3DModel",
-    pipeline_class=lambda config: "CogVideoXPipeline",
+    pipeline_class=lambda config: (
+        "CogVideoXPipeline" if config.first_frame == "none" else "CogVideoXImageToVideoPipeline"
+    ),
+    first_frame=_first_frame,
     vae=VAEClass(name="AutoencoderKLCogVideoX", numbers=_vae_numbers, runs=_vae),
     key_map={
         "num_layers": "num_layers",
@@ -153,6 +179,7 @@ FAMILY = Family(
         "rotary": "use_rotary_positional_embeddings",
         "spatial_scale": "spatial_interpolation_scale",
         "text_rows": "max_text_seq_length",
+        "learned_positions": "use_learned_positional_embeddings",
     },
     class_defaults={
         "num_attention_heads": 30,
@@ -167,6 +194,7 @@ FAMILY = Family(
         "attention_bias": True,
         "sample_width": 90,
         "sample_height": 60,
+        "sample_frames": 49,
         "patch_size": 2,
         "temporal_compression_ratio": 4,
         "max_text_seq_length": 226,
@@ -180,8 +208,6 @@ FAMILY = Family(
         "use_learned_positional_embeddings": False,
     },
     fixed_fields={
-        "use_learned_positional_embeddings": False,
-        "ofs_embed_dim": None,
         "temporal_compression_ratio": 4,
         "temporal_interpolation_scale": 1.0,
         "flip_sin_to_cos": True,
@@ -206,6 +232,6 @@ FAMILY = Family(
     recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=lambda output, sample: output.transpose(0, 1),
-    parity_text=lambda config: 7 if config.rotary else config.text_rows,
+    parity_text=lambda config: 7 if config.rotary and not config.learned_positions else config.text_rows,
     export_notes=_export_notes,
 )

@@ -24,6 +24,7 @@ from ops.precision import precise_linear
 from ops.sequence_parallel import sequence_parallel_attention
 
 _QK_EPS = 1e-6
+_OFS = 2.0  # the constant that CogVideoX1.5-5B-I2V embeds beside the time
 
 
 class CogVideoXBlockInputs(NamedTuple):
@@ -43,6 +44,7 @@ class CogVideoXDiT(PackedTransformer):
         super().__init__(config)
         self.patch_embed = PatchAndText(config)
         self.time_embedding = TwoLayerMLP(config.dim, config.time_dim, F.silu)
+        self.ofs_embedding = TwoLayerMLP(config.ofs_dim, config.ofs_dim, F.silu) if config.ofs_dim else None
         self.transformer_blocks = nn.ModuleList(CogVideoXBlock(config) for _ in range(config.num_layers))
         self.norm_final = nn.LayerNorm(config.dim, config.eps)
         self.norm_out = ModulatedNorm(config, 2)
@@ -53,13 +55,20 @@ class CogVideoXDiT(PackedTransformer):
     def velocity(self, given: ForwardInputs) -> Tensor:
         layout, config = given.layout, self.config
         dtype = self.time_embedding.linear_1.weight.dtype
-        condition = F.silu(self.time_embedding.precise(sinusoidal_embedding(given.timesteps, config.dim, dtype)))
+        condition = self.time_embedding.precise(sinusoidal_embedding(given.timesteps, config.dim, dtype))
+        if self.ofs_embedding is not None:
+            constant = torch.full_like(given.timesteps, _OFS)
+            condition = condition + self.ofs_embedding.precise(sinusoidal_embedding(constant, config.ofs_dim, dtype))
+        condition = F.silu(condition)
         video, text = self.patch_embed(given.tokens, given.text.index_select(0, layout.text_rows))
         cos = sin = None
         if config.rotary:
             cos, sin = rotation(layout, config, condition.dtype)
         else:
             video = video + added_positions(layout, config).to(video.dtype)
+        if config.learned_positions:
+            of_video, of_text = kept_positions(layout, config, self.patch_embed.pos_embedding)
+            video, text = video + of_video.to(video.dtype), text + of_text.to(text.dtype)
         x = torch.cat([video, text])
         shared = CogVideoXBlockInputs(condition, cos, sin, layout, given.group)
         for block in self.transformer_blocks:
@@ -113,7 +122,12 @@ def _stretched(layout: Layout, config: CogVideoXConfig) -> Tensor:
 
 def added_positions(layout: Layout, config: CogVideoXConfig) -> Tensor:
     """[n, D] in fp64: sinusoids of t in a quarter of the width, then of w and of h."""
-    t, h, w = layout.positions.double().unbind(1)
+    return _sinusoids(layout.positions, config)
+
+
+def _sinusoids(positions: Tensor, config: CogVideoXConfig) -> Tensor:
+    """`added_positions` of places [n, 3]."""
+    t, h, w = positions.double().unbind(1)
     parts = (
         (t, config.dim // 4),
         (w / config.spatial_scale, config.dim // 8 * 3),
@@ -121,14 +135,42 @@ def added_positions(layout: Layout, config: CogVideoXConfig) -> Tensor:
     )
     found = []
     for place, size in parts:
-        frequencies = 10000.0 ** -(torch.arange(size // 2, dtype=torch.float64, device=layout.device) / (size / 2))
+        frequencies = 10000.0 ** -(torch.arange(size // 2, dtype=torch.float64, device=positions.device) / (size / 2))
         angles = place[:, None] * frequencies
         found += [angles.sin(), angles.cos()]
     return torch.cat(found, dim=1)
 
 
+def kept_positions(layout: Layout, config: CogVideoXConfig, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, D] of video rows and [m, D] of text rows, from places [1, text_rows + tokens, D] that belong to clips of one
+    grid; sinusoids and zeros for others, as Diffusers' class has them."""
+    _, h, w = config.kept_grid
+    t_row, h_row, w_row = layout.positions.unbind(1)
+    rows = config.text_rows + (t_row * h + h_row) * w + w_row
+    own, text_own, text_rows = layout.made(_kept, config)
+    of_video = torch.where(
+        own[layout.seq_index, None],
+        kept[0, rows.clamp(max=kept.shape[1] - 1)],
+        _sinusoids(layout.positions, config).to(kept.dtype),
+    )
+    return of_video, kept[0, text_rows.clamp(max=config.text_rows - 1)] * text_own[:, None]
+
+
+def _kept(layout: Layout, config: CogVideoXConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """bool [S]: which sequences have the kept grid; bool and int64 [m]: the same of this rank's text rows, and their
+    number within their own text. Raises ValueError for a longer text there than it has places for."""
+    own = torch.tensor([one.grid == config.kept_grid for one in layout.sequences])
+    if own.any() and (longest := max(layout.text_lengths)) > config.text_rows:
+        raise ValueError(f"a text of {longest} rows, and this transformer has places for {config.text_rows}.")
+    lengths = torch.tensor(layout.text_lengths)
+    sequence = torch.repeat_interleave(torch.arange(len(layout)), lengths)[layout.text_rows]
+    return own, own[sequence], layout.text_rows - (lengths.cumsum(0) - lengths)[sequence]
+
+
 class PatchAndText(nn.Module):
-    """Diffusers' CogVideoXPatchEmbed without its positions: a convolution in 1.0, a linear layer in 1.5."""
+    """Diffusers' CogVideoXPatchEmbed without its sinusoids: a convolution in 1.0, a linear layer in 1.5."""
+
+    pos_embedding: Tensor  # [1, text_rows + tokens, D], of learned positions alone
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__()
@@ -139,6 +181,11 @@ class PatchAndText(nn.Module):
         else:
             self.proj = nn.Linear(config.in_channels * 8, config.dim)
         self.text_proj = nn.Linear(config.text_dim, config.dim)
+        if config.learned_positions:
+            places = torch.cartesian_prod(*(torch.arange(size) for size in config.kept_grid))
+            text = torch.zeros(config.text_rows, config.dim)
+            kept = torch.cat([text, _sinusoids(places, config).float()])[None]
+            self.register_buffer("pos_embedding", kept)  # trained once, and not since: it is no parameter of the class
 
     def forward(self, tokens: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
         """tokens [n, C * patch], text [m, text_dim] -> [n, D], [m, D]."""

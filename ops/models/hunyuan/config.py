@@ -32,6 +32,11 @@ class HunyuanConfig(JointDiTConfig):
         return True
 
     @property
+    def drops_first_latent(self) -> bool:
+        """As HunyuanVideoImageToVideoPipeline does with the weights of 33 channels."""
+        return self.first_frame == "latent_concat"
+
+    @property
     def frame_times(self) -> bool:
         return self.first_frame == "token_replace"
 
