@@ -74,26 +74,19 @@ class Geometry:
         return full * self.latents_of_chunk + -(-rest // self.vae_stride[0])
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Token (t, h, w) of a clip: the latent grid divided by the patch. Remembered: a step of a thousand workers
+        """Token (t, h, w) of a clip: the latent grid divided by the patch, frames rounded up (`ops.packing.patchify`).
+        Remembered: a step of a thousand workers
         asks some ten thousand times for the grids of a few buckets."""
         return _token_grid(self, frames, height, width)
 
     def _divided(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         grid = self.latent_grid(frames, height, width)
-        if grid[0] % self.patch[0]:
-            unit = self.vae_stride[0] * self.patch[0]
-            first = (self.patch[0] - 1) * self.vae_stride[0] + 1 if self.causal else unit
-            fewer = first + max(frames - first, 0) // unit * unit
-            raise ValueError(
-                f"{frames} frames are {grid[0]} latent frames, which do not divide into patches of {self.patch[0]}. "
-                f"Use {fewer} or {fewer + unit}."
-            )
-        if any(size % patch for size, patch in zip(grid, self.patch, strict=True)):
+        if any(size % patch for size, patch in zip(grid[1:], self.patch[1:], strict=True)):
             raise ValueError(
                 f"latent grid {grid} of {frames}x{height}x{width} is not a multiple of patch "
                 f"{self.patch}. Use multiples of {self.spatial_multiple} pixels."
             )
-        t, h, w = (size // patch for size, patch in zip(grid, self.patch, strict=True))
+        t, h, w = (-(-size // patch) for size, patch in zip(grid, self.patch, strict=True))
         return t, h, w
 
     def tokens(self, frames: int, height: int, width: int) -> int:

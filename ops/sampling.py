@@ -176,8 +176,12 @@ def sample_latents(
             x = steps.step(index, x, velocity)
             if progress is not None:
                 progress(index + 1)
-    return [
+    whole = [
         unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, own), grids)
+    ]
+    # without the frames that filled up the first patch
+    return [
+        latent[:, -geometry.latent_grid(one.frames, one.height, one.width)[0] :] for latent, one in zip(whole, requests)
     ]
 
 
@@ -362,7 +366,8 @@ class _Prompts:
 
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
-    shape = (channels, *geometry.latent_grid(request.frames, request.height, request.width))
+    grid = geometry.token_grid(request.frames, request.height, request.width)
+    shape = (channels, *(size * part for size, part in zip(grid, geometry.patch)))
     tokens = patchify(initial_noise(request.seed, shape), geometry.patch)
     if request.hint is not None:
         times = len(tokens) // len(request.hint)

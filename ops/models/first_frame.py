@@ -37,6 +37,7 @@ class FirstFrame:
     tell: Callable[[Tensor, int, bool], Tensor] | None
     last: bool  # the last frame is given, too
     scale: float  # of the latent that becomes channels
+    depth: int  # latent frames of a token
     drops: bool  # the frames of a sampled clip's first latent are not shown
     alone: bool  # the VAE sees the frame without grey frames after it
     given: bool  # its latent stands in place of the clip's first latent frame
@@ -56,6 +57,7 @@ class FirstFrame:
             tell=family.first_frame,
             last=dit.takes_last_frame,
             scale=dit.condition_scale,
+            depth=dit.patch[0],
             drops=dit.drops_first_latent,
             alone=dit.encodes_frame_alone,
             given=dit.gives_first_frame,
@@ -97,12 +99,16 @@ class FirstFrame:
         return still
 
     def joined(self, latent: Tensor, still: Tensor) -> Tensor:
-        """[C, t, h, w] of the clip (or no channel of it), and the latent of its `still` -> [C + Q, t, h, w]."""
+        """[C, t, h, w] of the clip (or no channel of it), and the latent of its `still` -> [C + Q, t, h, w], where t is
+        that of whole tokens: the clip may be filled up in front, its condition begins with the picture and is not."""
         if self.given:
             joined = latent.clone()
             joined[:, :1] = still
             return joined
+        from ops.packing import filled_up  # and with it torch, which plans and the data layer do without
+
         assert self.tell is not None
+        latent = filled_up(latent, self.depth)
         behind = still.new_zeros(len(still), latent.shape[1], *still.shape[2:])
         behind[:, : still.shape[1]] = still * self.scale if self.scale != 1.0 else still
         condition = self.tell(behind, self.stride_t, self.last)

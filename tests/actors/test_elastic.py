@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,10 @@ from actors.records.events import (
 from actors.run.communicators import Communicators
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
+from app.settings.config import RunConfig
 from ops.config import FlowConfig
 from tests.actors import chaos
+from tests.families.registry import MODELS, WHOLE_RUNS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 FP32 = 1e-5
@@ -445,25 +448,23 @@ def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
 
 
-# By spatial-temporal parallelism, where the degree is not bound to the heads.
-SPATIAL_TEMPORAL = {
-    "stdit3": {"architecture": "stdit3", "caption_rows": 6, "base_size": 48, "frame_rate": 8.0},
-    "latte": {"architecture": "latte", "sample_size": 12},
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("family", SPATIAL_TEMPORAL)
-def test_a_spatial_temporal_model_trains_the_same_while_workers_die_and_come(lab: Lab, family: str) -> None:
-    dit = {"num_layers": 1, "num_heads": 3, "head_dim": 16, "ffn_dim": 192, **SPATIAL_TEMPORAL[family]}
-    text = {"pad_to": 0, "empty": "none"} if family == "stdit3" else {}
-    sections = {"model": {"dit": dit, "text": text}, "data": {"fps": 8.0}}
-    flow = {"flow_shift": 1.0 if family == "stdit3" else FlowConfig().flow_shift}  # Latte is trained by diffusion
+@pytest.mark.parametrize("family", WHOLE_RUNS)
+def test_a_model_of_every_family_trains_the_same_while_workers_die_and_come(lab: Lab, family: str) -> None:
+    """In bags, by its own kind of sequence parallelism."""
+    model = MODELS[family]
+    sizes = ["1x64x96", "1x96x64", "1x32x48"] if model.dit.images_only else ["1x64x96", "9x64x96", "17x64x96"]
+    flow = {} if model.dit.diffusion else {"flow_shift": 1.0}
+
+    def settings(name: str, **sections: Mapping[str, object]) -> RunConfig:
+        told = {"buckets": {"table": sizes}, "batch": {"memory_tokens": 400}}
+        made = lab.config(name, model={"dit": {}}, data=told, **sections)
+        return replace(made, model=model, train=replace(made.train, flow=FlowConfig(**flow)))
+
     run = lab.start(
-        lab.config(
+        settings(
             f"{family}-storm",
-            **sections,
-            train={"steps": OPEN_END, "flow": flow},
+            train={"steps": OPEN_END},
             planner={"degrees": [2, 3]},
             workers={"min": 2, "max": 3, **PATIENT},
         )
@@ -484,9 +485,8 @@ def test_a_spatial_temporal_model_trains_the_same_while_workers_die_and_come(lab
     run.stop()
     assert len(digests) == 3 and len(set(digests)) == 1
     assert [e for e in run.events if isinstance(e, WorkerDied)]
-    degrees = {span.degree for span in run.spans if span.module == "dit"}
-    assert degrees >= {2, 3}, "bags have run it by spatial-temporal parallelism"
-    train = {"steps": max(FEWEST, len(run.steps())), "flow": flow}
-    alone = lab.start(lab.config(f"{family}-alone", **sections, train=train, workers={"min": 1, "max": 1}))
+    assert {span.degree for span in run.spans if span.module == "dit"} >= {2, 3}
+    steps = max(FEWEST, len(run.steps()))
+    alone = lab.start(settings(f"{family}-alone", train={"steps": steps}, workers={"min": 1, "max": 1}))
     assert alone.join(600).code == 0
     assert_same_training(run, alone.losses())

@@ -12,16 +12,11 @@ import pytest
 
 from app.settings.config import RunConfig
 from data.tools.synthetic import SynthConfig, synthesize
-from tests.families.registry import CASES, MODELS
+from tests.families.registry import MODELS, WHOLE_RUNS
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).resolve().parents[2]
 SAME = 1e-5  # another plan, another order of sums
-RUNS = [
-    f"{name} {variant}".strip()
-    for name, cases in CASES.items()
-    for variant in (cases.models if cases.whole_runs is None else cases.whole_runs)
-]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +54,7 @@ workers: {{min: 2, max: 2, cpus_per_worker: 0.5, device: cpu}}
     return [json.loads(line)["loss"] for line in lines]
 
 
-@pytest.mark.parametrize("case", RUNS)
+@pytest.mark.parametrize("case", WHOLE_RUNS)
 def test_a_run_from_the_cache_is_the_same(case: str, clips: Path) -> None:
     first = losses(clips, case, "first")
     assert len(first) == 4 and len(set(first)) == 4

@@ -28,3 +28,9 @@ ONE_EACH: tuple[str, ...] = tuple(f"{name} {next(iter(cases.variants))}".strip()
 MODELS: dict[str, ModelConfig] = {
     f"{name} {variant}".strip(): model for name, cases in CASES.items() for variant, model in cases.models.items()
 }
+WHOLE_RUNS: tuple[str, ...] = tuple(
+    f"{name} {variant}".strip()
+    for name, cases in CASES.items()
+    for variant in (cases.models if cases.whole_runs is None else cases.whole_runs)
+)
+"""Of `MODELS`, those that are run through Ray: at least one of each family."""

@@ -107,7 +107,7 @@ CASES = FamilyCases(
             WanConfig(num_layers=2, num_heads=3, head_dim=16, ffn_dim=96, freq_dim=16)
         ),
     },
-    whole_runs=("i2v",),
+    whole_runs=("i2v", "flf2v"),
     presets={
         "wan2.1-1.3b": 1.42,
         "wan2.1-14b": 14.29,

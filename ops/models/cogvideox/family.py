@@ -113,7 +113,7 @@ def _published(index: Json, fields: Json) -> PublishedUse:
     del index
     dit = {"first_frame": "channels"} if fields["in_channels"] != fields["out_channels"] else {}
     later = fields.get("patch_size_t") is not None
-    size = {"frames": 85, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
+    size = {"frames": 81, "height": 768, "width": 1360} if later else {"frames": 49, "height": 480, "width": 720}
     clips = {**size, "fps": 16.0 if later else 8.0, "steps": 50, "guidance_scale": 6.0}
     return PublishedUse(clips=clips, dit=dit)
 
