@@ -68,16 +68,19 @@ class Metrics:
         """`track` names trackers (`app.records.trackers`), which get the run's `config`."""
         self.path = Path(run_dir) / "metrics.jsonl"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(self.path)
+        self.path.touch()
         self._last = _last_step(self.path)
         self._replaced_up_to = -1
-        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._file: IO[str] | None = None  # opened for the first step: a start that is refused leaves the file as it is
         self._trackers = Trackers(track, Path(run_dir), config)
 
     def step(self, record: StepMetrics) -> StepMetrics:
         """Write one step. Returns the record as written: marked as recomputed if it replaces an earlier one."""
+        if self._file is None:
+            cut_torn_line(self.path)
+            self._file = self.path.open("a", encoding="utf-8")
         if record.step <= self._last:
-            self._drop_from(record.step)
+            self._drop_from(self._file, record.step)
         if record.step <= self._replaced_up_to:
             record = replace(record, recomputed=True)
         self._last = record.step
@@ -86,14 +89,15 @@ class Metrics:
         self._trackers.log(record.step, record.time, scalars(record))
         return record
 
-    def _drop_from(self, step: int) -> None:
+    def _drop_from(self, file: IO[str], step: int) -> None:
         """Cut the file before `step`, and have the trackers forget this step and all later ones."""
         self._replaced_up_to = max(self._replaced_up_to, self._last)
-        self._file.truncate(_offset_of(self.path, step))
+        file.truncate(_offset_of(self.path, step))
         self._trackers.forget(step)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         self._trackers.close()
 
     def __enter__(self) -> Metrics:

@@ -126,6 +126,20 @@ def test_a_follower_of_a_long_history_reads_its_end(long_run: Path) -> None:
     assert tail.read() == [] and 0 < Counted.read_bytes < 512 * 1024
 
 
+def test_a_start_that_takes_no_step_leaves_half_a_line_as_it_is(tmp_path: Path) -> None:
+    """What a killed writer left is cut off before the next line, and not by a resume that is refused."""
+    write(tmp_path, 0)
+    file = tmp_path / "metrics.jsonl"
+    torn = file.read_bytes() + b'{"step": 1, "lo'
+    file.write_bytes(torn)
+    with Metrics(tmp_path, track=()) as metrics:
+        assert file.read_bytes() == torn
+    assert file.read_bytes() == torn
+    with Metrics(tmp_path, track=()) as metrics:
+        metrics.step(line(1))
+    assert steps(tmp_path) == [0, 1]
+
+
 def test_going_back_over_many_chunks_finds_the_step(tmp_path: Path) -> None:
     """Lines of all lengths, some longer than what is read at a time."""
     with Metrics(tmp_path, track=()) as metrics:
