@@ -349,7 +349,7 @@ def exchange_of(
 
 
 def filled_up(latent: Tensor, frames: int) -> Tensor:
-    """[C, T, H, W] -> the same with so many of its first frame in front that T is a multiple of `frames`."""
+    """[C, T, H, W] -> the same with copies of its first frame in front, up to the next multiple of `frames`."""
     missing = -latent.shape[1] % frames
     return torch.cat([latent[:, :1].expand(-1, missing, -1, -1), latent], dim=1) if missing else latent
 

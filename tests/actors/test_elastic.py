@@ -187,6 +187,7 @@ def test_deaths_freezes_and_lost_helpers_in_one_run(lab: Lab, undisturbed: list[
 PATIENT = {"suspect_s": 60.0}
 
 
+@pytest.mark.long
 def test_a_preempted_worker_leaves_at_a_step_boundary(lab: Lab, alone: Alone) -> None:
     workers = {"min": 1, "max": 2, **PATIENT}
     run = lab.start(lab.config("notice", model=MODEL, train={"steps": OPEN_END}, workers=workers))

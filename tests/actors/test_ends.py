@@ -48,6 +48,7 @@ def checkpoints(run: LabRun) -> list[str]:
     return sorted(path.parent.name for path in (run.run_dir / "checkpoints").glob("step-*/COMPLETE"))
 
 
+@pytest.mark.long
 def test_a_full_disk_under_the_listener_ends_with_the_step_before_on_disk(lab: Lab) -> None:
     """Step 5 is held by keepers, but its line of metrics is not written: step 4 is the last one that counts."""
     run = lab.start(lab.config("full", train={"steps": OPEN_END}, workers={"max": 1}))

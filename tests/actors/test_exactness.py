@@ -201,10 +201,19 @@ def test_a_wrong_share_of_a_sample_would_be_noticed() -> None:
     assert (gradient(hosts) - gradient(reference)).norm() / gradient(reference).norm() > 1e-3
 
 
+USUAL: list[tuple[int, Nodes, StatePlace]] = [(1, None, "host"), (3, None, "device"), (4, (0, 0, 0, 1), "host")]
+PLACES: list[StatePlace] = ["device", "host"]
+OTHERS = [
+    (world, nodes, state)
+    for world, nodes in [(1, None), (2, None), (3, None), (4, None), (1, (0,)), (3, (0, 0, 0)), (4, (0, 0, 0, 1))]
+    for state in PLACES
+    if (world, nodes, state) not in USUAL
+]
+
+
 @pytest.mark.parametrize(
-    ("world", "nodes"), [(1, None), (2, None), (3, None), (4, None), (1, (0,)), (3, (0, 0, 0)), (4, (0, 0, 0, 1))]
+    ("world", "nodes", "state"), [*USUAL, *(pytest.param(*other, marks=pytest.mark.long) for other in OTHERS)]
 )
-@pytest.mark.parametrize("state", ["device", "host"])
 def test_parameters_after_twenty_steps_do_not_depend_on_the_number_of_workers(
     world: int, nodes: Nodes, state: StatePlace
 ) -> None:

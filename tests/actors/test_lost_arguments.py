@@ -237,6 +237,7 @@ def broken(run: LabRun) -> list[str]:
     return [e.why for e in run.events if isinstance(e, GenerationEnded) and not e.clean]
 
 
+@pytest.mark.faults
 def test_no_step_is_committed_without_a_sample_whichever_argument_or_call_is_lost(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ def test_fused_speeds_have_a_ratio_for_each_length_and_side() -> None:
     assert all(value > 0 for value in found.values())
 
 
+@pytest.mark.long
 def test_a_step_follows_its_load_and_not_its_tokens() -> None:
     found = adaptiveload.correlation(True).ours
     assert found["with B S^p"] > found["with tokens"] + 0.3 and found["with B S^p"] > 0.7

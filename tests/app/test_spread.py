@@ -344,6 +344,7 @@ def test_of_many_prompts_none_is_lost_or_made_twice_when_a_worker_dies_over_one(
 
 @pytest.mark.cluster
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.long
 def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) -> None:  # type: ignore[no-untyped-def]
     out = tmp_path / "x.mp4"
     with pytest.raises(OSError, match="no memory left for prompt 1"):
@@ -413,6 +414,7 @@ def test_together_needs_workers() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.timeout(560)  # two starts of Ray's processes, on a machine that does much else
+@pytest.mark.long
 def test_the_command_makes_them_on_a_ray_of_its_own(checkpoint: Path, alone, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     import subprocess
     import sys

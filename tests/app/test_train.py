@@ -276,6 +276,7 @@ def terminated(process: subprocess.Popen[str], run: Path) -> int:
     return reached
 
 
+@pytest.mark.long
 def test_beside_a_live_run_nobody_starts_and_terminated_it_writes_a_checkpoint(folder: Path) -> None:
     process = running(folder, "two", 2, "--set", "train.steps=100000")  # it must not end by itself
     run = folder / "runs" / "two"
@@ -448,6 +449,7 @@ def test_an_existing_run_is_not_overwritten_by_accident(folder: Path, whole: lis
     assert "already exists" in done.stderr and "--resume" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_too_few_workers_end_with_a_sentence_and_the_resumable_code(folder: Path, cluster: Any) -> None:
     done = train(
         folder,

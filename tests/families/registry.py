@@ -33,4 +33,4 @@ WHOLE_RUNS: tuple[str, ...] = tuple(
     for name, cases in CASES.items()
     for variant in (cases.models if cases.whole_runs is None else cases.whole_runs)
 )
-"""Of `MODELS`, those that are run through Ray: at least one of each family."""
+"""The `MODELS` that are run through Ray: at least one of each family."""

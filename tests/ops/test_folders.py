@@ -159,7 +159,7 @@ def test_what_lies_in_the_pipeline_of_the_transformer_is_its_own(published: Path
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"pos_embed_seq_len": 514}, "has pos_embed_seq_len 514; only None is supported"),
+        ({"qk_norm": "layer_norm"}, "has qk_norm 'layer_norm'; only 'rms_norm_across_heads' is supported"),
         ({"_class_name": "AllegroTransformer3DModel"}, "is a AllegroTransformer3DModel; known are"),
     ],
 )

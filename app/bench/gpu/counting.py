@@ -9,6 +9,7 @@ CUDA copies pageable memory in the stream's order, and PyTorch waits for it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -296,12 +297,10 @@ def model_of(config: DiTConfig) -> ModelConfig:
     if config.pooled_width:
         (kind, *_) = FAMILIES[config.architecture].texts
         text = replace(text, kind=kind, pooled_dim=config.pooled_width)
-    return ModelConfig(
-        dit=config,
-        vae=VAEConfig(channels=config.out_channels),
-        text=text,
-        image=ImageConfig(d_model=config.image_width) if config.image_width else None,
-    )
+    image = ImageConfig(d_model=config.image_width) if config.image_width else None
+    if image and config.image_rows:  # of two pictures, each of its patches and one more
+        image = replace(image, size=math.isqrt(config.image_rows // 2 - 1) * image.patch)
+    return ModelConfig(dit=config, vae=VAEConfig(channels=config.out_channels), text=text, image=image)
 
 
 def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
