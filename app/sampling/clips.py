@@ -161,7 +161,7 @@ def first_frames(
         if images:
             raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")
         return []
-    of_run = not images and list(prompts) == list(sample.prompts)
+    of_run = not images and not last_images and list(prompts) == list(sample.prompts)
     given, where = (sample.images, "sample.images") if of_run else (images, option)
     if not given:
         if may:

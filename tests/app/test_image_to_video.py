@@ -102,6 +102,8 @@ def test_a_last_picture_decides_the_clip_too(tmp_path: Path) -> None:
     assert not np.array_equal(*clips)
     with pytest.raises(ConfigError, match="makes clips between two pictures: give --last-image as well"):
         run(tmp_path / "run", prompts, tmp_path / "x.mp4", images=[red])
+    with pytest.raises(ConfigError, match="starts from a picture: give --image"):  # not the run's own beside it
+        run(tmp_path / "run", prompts, tmp_path / "x.mp4", last_images=[blue])
     (file, _) = run(tmp_path / "run", prompts, tmp_path / "x.mp4", images=[red], last_images=[blue])
     assert file.is_file()
     text = run_of.to_yaml()
