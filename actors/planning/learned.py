@@ -52,7 +52,7 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
 def _trained(dit: DiTConfig) -> str:
     if dit.lora_rank:
         of = f" of {' '.join(dit.lora_targets)}" if dit.lora_targets else ""
-        return f"LoRA factors of rank {dit.lora_rank}{of}"
+        return f"{'DoRA' if dit.lora_dora else 'LoRA'} factors of rank {dit.lora_rank}{of}"
     return " ".join(dit.train_only) if dit.train_only else "all weights"
 
 

@@ -133,7 +133,7 @@ class FirstWeights:
             if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
                 return initial_shard(named, lo, hi)
             if not values:
-                values.append(first_values(config, self._seed))
+                values.append(first_values(config, self._seed, named[0][1].dtype))
             return initial_shard(named, lo, hi, values[0])
 
         return shard

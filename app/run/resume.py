@@ -69,6 +69,7 @@ RUNTIME = (
     "lora_rank",
     "lora_alpha",
     "lora_targets",
+    "lora_dora",
     "train_only",
 )  # of model.dit beside a config.json
 

@@ -36,7 +36,7 @@ ELSEWHERE = {
     "lora_alpha": "model.dit.lora_alpha",
     "lora_target_modules": "model.dit.lora_targets",
     "target_modules": "model.dit.lora_targets",
-    "use_dora": "model.dit.lora_rank (LoRA alone; DoRA is not trained)",
+    "use_dora": "model.dit.lora_dora",
     "trainable_modules": "model.dit.train_only",
     "trainable_params": "model.dit.train_only",
     "bucket_config": "data.buckets",

@@ -5,7 +5,7 @@ Importing this file costs nothing; torch, Diffusers and Transformers are importe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,8 @@ def build_dit(
     Random weights are drawn in fp32 on the CPU. Those of a folder are read straight into `dtype` on `device`, so that
     loading needs no more memory than the result and no initial values are drawn to be thrown away.
 
-    With a `lora_rank` only the low-rank factors are trainable (`requires_grad`), with `train_only` what it names. Of a
-    config of two experts it is a pair of them (`ops.models.experts`).
+    With a `lora_rank` only the low-rank factors and DoRA's magnitudes are trainable (`requires_grad`), with
+    `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`).
 
     Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
     for a name in `train_only` that no weight has.
@@ -49,34 +49,55 @@ def build_dit(
             fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part)
     else:
         module = _random_dit(config, seed)
-    _begin_with_files(module, config)
+    _begin_with_files(module, config, dtype)
     return module.to(device, dtype)
 
 
-def first_values(config: DiTConfig, seed: int) -> Callable[[str], Tensor]:
+def first_values(config: DiTConfig, seed: int, dtype: torch.dtype | None = None) -> Callable[[str], Tensor]:
     """Values of the trainable parameters before any update, by name: on the CPU, not rounded to a lower precision.
 
-    Those of a folder are read when they are asked for, one at a time.
+    Those of a folder are read when they are asked for, one at a time. `dtype`: that of the module, by default fp32;
+    DoRA's magnitudes are lengths of rows that are rounded to it.
     """
+    import torch
+
+    from ops.models.lora import DoRALinear, M, first_factors
+
+    dtype = dtype or torch.float32
+    stored = _stored_weights(config.path, config.experts) if config.path else None
+    if stored and not config.lora_rank:
+        return stored
+    module = first_factors(dit_skeleton(config), seed) if stored else _random_dit(config, seed)
+    _begin_with_files(module, config, dtype)
+
+    def value(name: str) -> Tensor:
+        found = module.get_parameter(name)
+        if not found.is_meta or stored is None:
+            return found
+        layer = name.removesuffix(M)  # whose magnitudes no file gives
+        part = module.get_submodule(layer)
+        assert isinstance(part, DoRALinear)
+        return part.row_lengths(stored(f"{layer}.weight").to(dtype))
+
+    return value
+
+
+def _stored_weights(path: str, experts: Sequence[DiTConfig]) -> Callable[[str], Tensor]:
+    """The weights of a folder by our names, each read when it is asked for."""
     from ops.models.experts import EXPERTS
     from ops.models.folders import component
-    from ops.models.lora import first_factors
     from ops.models.weights import StoredWeights
 
-    if config.path and not config.lora_rank:
-        stored = [StoredWeights(component(config.path, one.part)) for one in config.experts]
-        if len(stored) == 1:
-            return lambda name: stored[0][name]
-        by_name = dict(zip(EXPERTS, stored, strict=True))
+    stored = [StoredWeights(component(path, one.part)) for one in experts]
+    if len(stored) == 1:
+        return stored[0].__getitem__
+    by_name = dict(zip(EXPERTS, stored, strict=True))
 
-        def read(name: str) -> Tensor:
-            expert, _, inside = name.partition(".")
-            return by_name[expert][inside]
+    def read(name: str) -> Tensor:
+        expert, _, inside = name.partition(".")
+        return by_name[expert][inside]
 
-        return read
-    module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
-    _begin_with_files(module, config)
-    return module.get_parameter
+    return read
 
 
 def check_factors(config: DiTConfig) -> None:
@@ -92,14 +113,14 @@ def check_factors(config: DiTConfig) -> None:
         read_factors(expert, one)
 
 
-def _begin_with_files(module: nn.Module, config: DiTConfig) -> None:
-    """Factors of `config.lora_from`."""
+def _begin_with_files(module: nn.Module, config: DiTConfig, dtype: torch.dtype) -> None:
+    """Factors of `config.lora_from`, and magnitudes of weights in `dtype`."""
     from ops.models.experts import transformers
     from ops.models.lora import begin_with_file
 
     _check_files_of_experts(config)
     for one, expert in zip(config.experts, transformers(module), strict=True):
-        begin_with_file(expert, one)
+        begin_with_file(expert, one, dtype)
 
 
 def _check_files_of_experts(config: DiTConfig) -> None:

@@ -1,4 +1,5 @@
-"""LoRA: low-rank factors beside frozen projections (Hu et al. 2021), W x + (alpha / rank) B A x.
+"""LoRA: low-rank factors beside frozen projections (Hu et al. 2021), W x + (alpha / rank) B A x; and DoRA, which also
+trains the length of every row of that sum (Liu et al. 2024).
 
 Parameter names are peft's without its prefix (`blocks.0.attn1.to_q.lora_A.weight`), so files need no renaming.
 """
@@ -21,8 +22,9 @@ from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.train_only import nearest
+from ops.precision import precise_product
 
-A, B = ".lora_A.weight", ".lora_B.weight"
+A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
 class LoRALinear(nn.Linear):
@@ -46,6 +48,47 @@ class LoRALinear(nn.Linear):
         return F.linear(x, self.weight, self.bias) + self.scale * self.lora_B(self.lora_A(x))
 
 
+class DoRALinear(LoRALinear):
+    """m / |W + s B A| (W + s B A) x with a trained m per row (Liu et al. 2024, eq. 5), which starts as those lengths.
+
+    In the backward the lengths that are divided by are constants (section 4.3 there), as in PEFT.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__(base, rank, scale)
+        self.lora_magnitude_vector = nn.Parameter(self.row_lengths())
+
+    @torch.no_grad()
+    def row_lengths(self, weight: Tensor | None = None) -> Tensor:
+        """|W + s B A| of every row in at least fp32: [out]. Of the layer's own W, or of a given one.
+
+        From |W|^2 + 2 s (W A') B + s^2 |B A|^2, so that neither the sum nor W is copied in fp32.
+        """
+        weight = self.weight if weight is None else weight
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if weight.is_meta:
+            return weight.new_empty(len(weight), dtype=dtype)
+        a, b = (layer.weight.to(weight.device, dtype) for layer in (self.lora_A, self.lora_B))
+        own = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
+        crossed = (precise_product(a, weight).T * b).sum(1)
+        added = (precise_product(b, precise_product(a, a)) * b).sum(1)
+        return (own + 2 * self.scale * crossed + self.scale**2 * added).clamp(min=0).sqrt()
+
+    def begin_with_lengths(self, dtype: torch.dtype) -> None:
+        """m as |W + s B A| of weights that are rounded to `dtype`: the layer is then what LoRA's is."""
+        self.lora_magnitude_vector = nn.Parameter(self.row_lengths(self.weight.to(dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]"""
+        y = F.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+        m = self.lora_magnitude_vector
+        lengths = self.row_lengths().to(m.dtype)  # rounded as m is: in bf16, too, training starts from the base model
+        dtype = torch.promote_types(m.dtype, torch.float32)
+        ratio = m.to(dtype) / lengths.to(dtype).clamp(min=torch.finfo(dtype).tiny)
+        y = torch.addcmul(y, y, (ratio - 1).to(y.dtype))  # few bits hold how far from 1 better than near what of 1
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
 def lora_scale(config: DiTConfig) -> float:
     """alpha / rank; an alpha of 0 means equal to the rank."""
     return (config.lora_alpha or config.lora_rank) / config.lora_rank
@@ -66,7 +109,8 @@ def add_lora(module: nn.Module, config: DiTConfig) -> None:
             )
     for name in known:
         if not config.lora_targets or any(_is_target(name, pattern) for pattern in config.lora_targets):
-            module.set_submodule(name, LoRALinear(layers[name], config.lora_rank, lora_scale(config)))
+            kind = DoRALinear if config.lora_dora else LoRALinear
+            module.set_submodule(name, kind(layers[name], config.lora_rank, lora_scale(config)))
 
 
 def _projections(layers: Iterable[str], config: DiTConfig) -> list[str]:
@@ -85,7 +129,8 @@ def _any_end(layer: str) -> str:
 
 
 def first_factors(module: nn.Module, seed: int) -> nn.Module:
-    """Give the factors of a module on the meta device values, in fp32 on the CPU, drawn from `seed`."""
+    """Give the factors of a module on the meta device values, in fp32 on the CPU, drawn from `seed`. Magnitudes stay
+    there: they follow from weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for layer in (part for part in module.modules() if isinstance(part, LoRALinear)):
@@ -96,30 +141,38 @@ def first_factors(module: nn.Module, seed: int) -> nn.Module:
 
 
 def merged(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The state dict of the plain model with the same outputs: W + scale B A, and no factors."""
-    result = {name: tensor for name, tensor in state.items() if not name.endswith((A, B))}
+    """The state dict of the plain model with the same outputs: W + scale B A, with DoRA its rows as long as m says; and
+    no factors."""
+    result = {name: tensor for name, tensor in state.items() if not name.endswith((A, B, M))}
     for name in state:
         if name.endswith(A):
-            weight = name.removesuffix(A) + ".weight"
-            factors = state[name.removesuffix(A) + B].double() @ state[name].double()
-            result[weight] = (state[weight].double() + scale * factors).to(state[weight].dtype)
+            layer = name.removesuffix(A)
+            weight = layer + ".weight"
+            whole = state[weight].double() + scale * (state[layer + B].double() @ state[name].double())
+            if layer + M in state:
+                lengths = whole.norm(dim=1).clamp(min=torch.finfo(whole.dtype).tiny)
+                whole = (state[layer + M].double() / lengths)[:, None] * whole
+            result[weight] = whole.to(state[weight].dtype)
     return result
 
 
 def for_diffusers(state: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """The factors as `pytorch_lora_weights.safetensors` holds them. The scale goes into B: readers of files without
-    an alpha take it as equal to the rank."""
+    """The factors, and DoRA's magnitudes, as `pytorch_lora_weights.safetensors` holds them. The scale goes into B:
+    readers of files without an alpha take it as equal to the rank."""
     return {
         f"transformer.{name}": (scale * tensor if name.endswith(B) else tensor).to(torch.float32).contiguous()
         for name, tensor in state.items()
-        if name.endswith((A, B))
+        if name.endswith((A, B, M))
     }
 
 
 def for_comfyui(state: Mapping[str, Tensor], config: DiTConfig) -> dict[str, Tensor]:
     """The factors by the names of the original code, as ComfyUI reads them; scaled as in `for_diffusers`. Of layers
     that are one there, A's stand below each other and B's in the blocks of a diagonal, which has zeros for those of
-    them without factors. Empty for a family whose original names are not known."""
+    them without factors. Empty for a family whose original names are not known, and for DoRA: ComfyUI divides by |W|
+    where PEFT divides by |W + s B A|, so no file of factors means the same in both."""
+    if config.lora_dora:
+        return {}
     factors = {name.removeprefix("transformer."): t for name, t in for_diffusers(state, lora_scale(config)).items()}
     written = {}
     for original, layers in _originals(_known_layers(state, config), config).items():
@@ -175,12 +228,22 @@ def _other_halves(rows: Tensor) -> Tensor:
     return torch.cat([second, first])
 
 
-def begin_with_file(module: nn.Module, config: DiTConfig) -> None:
-    """Give factors the values of `config.lora_from`; those that the file lacks stay as they are."""
+def begin_with_file(module: nn.Module, config: DiTConfig, dtype: torch.dtype) -> None:
+    """Give factors the values of `config.lora_from`; those that the file lacks stay as they are. Magnitudes that it
+    lacks become the lengths of the rows as they are then, with weights in `dtype`; of weights on the meta device, they
+    stay there."""
+    given = read_factors(module, config)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
-        for name, tensor in read_factors(module, config).items():
-            parameters[name].copy_(tensor)
+        for name, tensor in given.items():
+            if name.endswith(M):
+                layer = module.get_submodule(name.removesuffix(M))
+                layer.lora_magnitude_vector = nn.Parameter(tensor.to(torch.float32))
+            else:
+                parameters[name].copy_(tensor)
+    for name, part in module.named_modules():
+        if isinstance(part, DoRALinear) and name + M not in given:
+            part.begin_with_lengths(dtype)
 
 
 def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
@@ -201,19 +264,24 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
         raise ValueError(f"{file} is not a whole safetensors file: {error}. Copy it again.") from error
     parameters = dict(module.named_parameters())
     found = _by_our_names(stored, parameters, config, declared)
-    factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B))}
+    factors = {name: tensor for name, tensor in found.items() if name.endswith((A, B, M))}
     if not factors:
         raise ValueError(
             f"model.dit.lora_from {file} holds no factors named ...{A}, as PEFT and Diffusers write them (first name: "
             f"{min(found, default='none')}). Convert it to Diffusers' names."
         )
-    if others := sorted(name for name in found if not name.endswith((A, B))):
+    if others := sorted(name for name in found if name not in factors):
         raise ValueError(
-            f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone (DoRA, or whole "
-            f"weights), and would mean another model without it. Give factors alone."
+            f"model.dit.lora_from {file} holds {others[0]} beside factors: it is not LoRA alone, and would mean "
+            f"another model without it. Give factors alone; of DoRA in Diffusers' or PEFT's names."
+        )
+    if not config.lora_dora and (magnitude := next((name for name in factors if name.endswith(M)), None)):
+        raise ValueError(
+            f"model.dit.lora_from {file} holds {magnitude}: it is DoRA, and model.dit.lora_dora is false. Set it to "
+            f"true."
         )
     for name, tensor in list(factors.items()):
-        layer = name.removesuffix(A).removesuffix(B)
+        layer = name.removesuffix(A).removesuffix(B).removesuffix(M)
         if name not in parameters and layer in _projections([layer], config) and layer + ".weight" in parameters:
             if factors.get(layer + B, tensor).any():
                 raise ValueError(
@@ -266,7 +334,7 @@ def _declared_scale(file: Path) -> float:
     return float(said["lora_alpha"]) / (math.sqrt(rank) if said.get("use_rslora") else rank)
 
 
-_ENDINGS = {A: A, B: B, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
+_ENDINGS = {A: A, B: B, M: M, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
 
 
 def _by_our_names(

@@ -179,8 +179,8 @@ def write_folder(
 
 
 def is_lora(name: str) -> bool:
-    """Whether a parameter is a LoRA factor (`...lora_A.weight`, `...lora_B.weight`)."""
-    return re.search(r"(^|\.)lora_[AB]\.", name) is not None
+    """Whether a parameter is a LoRA factor (`...lora_A.weight`, `...lora_B.weight`), or DoRA's magnitudes."""
+    return re.search(r"(^|\.)lora_([AB]\.|magnitude_vector)", name) is not None
 
 
 def _shards(state: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:

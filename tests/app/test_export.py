@@ -441,13 +441,16 @@ def takes_factors(name: str) -> bool:
 
 FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
 FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "ltx")]
+KINDS = [(*of, False) for of in FILES] + [(*of, True) for of in FILES if of[1].startswith("pytorch")]
 
 
-@pytest.mark.parametrize(("family", "file"), FILES)
-def test_lora_factors_load_into_the_pipeline_they_were_trained_from(family: str, file: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "file", "dora"), KINDS)
+def test_lora_factors_load_into_the_pipeline_they_were_trained_from(
+    family: str, file: str, dora: bool, tmp_path: Path
+) -> None:
     published = PIPELINES[family]
     base = published.publish(tmp_path / "base")
-    run = write_checkpoint(tmp_path / "run", run_on(published, base, lora_rank=2, lora_alpha=3.0))
+    run = write_checkpoint(tmp_path / "run", run_on(published, base, lora_rank=2, lora_alpha=3.0, lora_dora=dora))
     export.export(run, tmp_path / "out")
     begun = DiffusionPipeline.from_pretrained(base).transformer
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out")  # for the scheduler of our steps

@@ -20,7 +20,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.load import build_dit, check_factors, dit_skeleton, first_values
-from ops.models.lora import A, B, LoRALinear, for_comfyui, for_diffusers, lora_scale, merged
+from ops.models.lora import A, B, DoRALinear, LoRALinear, M, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_folder
@@ -60,11 +60,12 @@ def disturb(module: torch.nn.Module) -> None:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("case", ONE_EACH)
-def test_starts_from_the_base_model_and_merges_exactly(case: str) -> None:
-    config = with_factors(case)
+def test_starts_from_the_base_model_and_merges_exactly(case: str, dora: bool) -> None:
+    config = replace(with_factors(case), lora_dora=dora)
     module = build_dit(config, seed=0)
-    plain = build_dit(replace(config, lora_rank=0), seed=0)
+    plain = build_dit(config.without_lora(), seed=0)
     torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=0)
     disturb(module)
     assert (forward(module) - forward(plain)).abs().max() > 1e-3
@@ -72,10 +73,11 @@ def test_starts_from_the_base_model_and_merges_exactly(case: str) -> None:
     torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=FP32_ATOL)
 
 
+@pytest.mark.parametrize("dora", [False, True], ids=["LoRA", "DoRA"])
 @pytest.mark.parametrize("family", CASES)
-def test_only_the_factors_get_gradients(family: str) -> None:
+def test_only_the_factors_get_gradients(family: str, dora: bool) -> None:
     case = next(case for case in ONE_EACH if VARIANTS[case].architecture == family)
-    module = build_dit(with_factors(case), seed=0)
+    module = build_dit(replace(with_factors(case), lora_dora=dora), seed=0)
     disturb(module)
     forward(module).square().sum().backward()
     trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
@@ -361,6 +363,104 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
     assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
 
 
+def with_dora_of_peft(case: str, folder: Path) -> tuple[torch.nn.Module, DiTConfig]:
+    """Diffusers' transformer with PEFT's DoRA of random values; its plain weights are in `folder`."""
+    config = VARIANTS[case]
+    reference = their_class(config)
+    write_folder(folder / "transformer", reference.state_dict(), dit_json(config))
+    ours = replace(config, path=str(folder), lora_rank=3, lora_dora=True)
+    layers = [name for name, part in dit_skeleton(ours).named_modules() if isinstance(part, DoRALinear)]
+    reference.add_adapter(peft.LoraConfig(r=3, lora_alpha=6.0, target_modules=layers, use_dora=True))
+    torch.manual_seed(1)
+    for name, parameter in reference.named_parameters():
+        if "lora_magnitude" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        elif "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return reference, ours
+
+
+@pytest.mark.parametrize("case", WITH_ADAPTERS)
+def test_dora_that_peft_made_is_the_same_transformer_here_and_trains_the_same(case: str, tmp_path: Path) -> None:
+    reference, config = with_dora_of_peft(case, tmp_path)
+    reference.save_lora_adapter(tmp_path / "factors")
+    ours = build_dit(replace(config, lora_alpha=6.0, lora_from=str(tmp_path / "factors")), 0)
+    sample = parity_sample(VARIANTS[case])
+    found, expected = our_velocity(ours, sample), their_velocity(reference, VARIANTS[case], sample)
+    atol = 1e-5 * float(expected.detach().abs().max())
+    torch.testing.assert_close(found, expected, atol=atol, rtol=1e-4)
+    numbers = torch.Generator().manual_seed(2)
+    weights = torch.randn(expected.shape, generator=numbers)
+    for velocity in (found, expected):
+        (velocity * weights).sum().backward()
+    theirs = {name.replace(".default", "").removesuffix(".weight"): p.grad for name, p in reference.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        grad = theirs[name.removesuffix(".weight")]
+        torch.testing.assert_close(parameter.grad, grad, atol=1e-5 * float(grad.abs().max()), rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("case", WITH_ADAPTERS)
+def test_dora_that_was_trained_here_is_loaded_by_diffusers(case: str, tmp_path: Path) -> None:
+    config = replace(with_factors(case), lora_dora=True)
+    ours = build_dit(config, seed=0)
+    disturb(ours)
+    plain = {name: tensor for name, tensor in ours.state_dict().items() if not is_lora(name)}
+    reference = their_class(config.without_lora())
+    reference.load_state_dict(plain)
+    factors = for_diffusers(ours.state_dict(), lora_scale(config))
+    assert sum(name.endswith(M) for name in factors) == sum(name.endswith(A) for name in factors) > 0
+    reference.load_lora_adapter(factors, prefix="transformer")
+    sample = parity_sample(config)
+    with torch.no_grad():
+        found, expected = our_velocity(ours, sample), their_velocity(reference, config, sample)
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-4)
+    save_file(factors, tmp_path / "pytorch_lora_weights.safetensors")
+    write_folder(tmp_path / "transformer", plain, dit_json(config.without_lora()))
+    again = replace(config, path=str(tmp_path), lora_alpha=1.0, lora_from=str(tmp_path))
+    with torch.no_grad():
+        torch.testing.assert_close(our_velocity(build_dit(again, 5), sample), found, atol=FP32_ATOL, rtol=1e-4)
+    assert for_comfyui(ours.state_dict(), config) == {}, "ComfyUI divides by other lengths"
+
+
+@pytest.mark.parametrize("file_of", ["nothing", "LoRA"])
+def test_magnitudes_begin_as_the_lengths_of_the_folders_rows(file_of: str, tmp_path: Path) -> None:
+    """A worker that begins anew reads them one at a time. With factors of LoRA the model is that of LoRA."""
+    config = replace(WAN, lora_dora=True)
+    write_folder(tmp_path / "transformer", build_dit(WAN.without_lora(), 3).state_dict(), dit_json(WAN.without_lora()))
+    config = replace(config, path=str(tmp_path))
+    if file_of == "LoRA":
+        save_file(for_diffusers(moved(WAN, 1).state_dict(), lora_scale(WAN)), tmp_path / "factors.safetensors")
+        config = replace(config, lora_from=str(tmp_path / "factors.safetensors"))
+    module, first = build_dit(config, seed=0), first_values(config, 0)
+    rounded, first_rounded = build_dit(config, 0, torch.bfloat16), first_values(config, 0, torch.bfloat16)
+    for name, parameter in rounded.named_parameters():
+        if name.endswith(M):
+            assert torch.equal(first_rounded(name).bfloat16(), parameter)
+    for name, parameter in module.named_parameters():
+        if is_lora(name):
+            assert torch.equal(first(name), parameter)
+    plain = build_dit(replace(config, lora_dora=False), seed=0)
+    torch.testing.assert_close(forward(module), forward(plain), atol=FP32_ATOL, rtol=0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dora_in_bf16_starts_from_the_base_model(autocast: bool) -> None:
+    config = replace(WAN, lora_dora=True)
+    dtype = torch.float32 if autocast else torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
+        module, plain = (build_dit(one, 0, dtype) for one in (config, config.without_lora()))
+        layer, base = (one.get_submodule("blocks.0.attn1.to_q") for one in (module, plain))
+        x = torch.randn(7, config.dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+        bias = base.bias.to(torch.bfloat16)
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, base.weight) + bias)
+        first = first_values(config, 0, dtype)
+        for name, parameter in module.named_parameters():
+            if is_lora(name):
+                assert torch.equal(first(name).to(dtype), parameter)
+
+
 @pytest.mark.parametrize("case", WITH_ADAPTERS)
 def test_factors_that_peft_made_are_the_same_transformer_here(case: str, tmp_path: Path) -> None:
     config = VARIANTS[case]
@@ -405,10 +505,15 @@ def test_factors_of_another_model_rank_or_naming_are_refused(
     save_file({"blocks.0.hada_w1": torch.zeros(3, 4)}, file)
     with pytest.raises(ValueError, match=r"holds no factors named .*first name: blocks.0.hada_w1"):
         met(replace(config, **here))
-    dora = {"transformer.blocks.0.attn1.to_q.lora_magnitude_vector": torch.ones(4)}
-    save_file(for_diffusers(moved(config, 1).state_dict(), 1.0) | dora, file)
-    with pytest.raises(ValueError, match=r"holds blocks.0.attn1.to_q.lora_magnitude_vector beside factors: .*DoRA"):
+    bias = {"transformer.blocks.0.attn1.to_q.bias": torch.ones(4)}
+    save_file(for_diffusers(moved(config, 1).state_dict(), 1.0) | bias, file)
+    with pytest.raises(ValueError, match=r"holds blocks.0.attn1.to_q.bias beside factors: it is not LoRA alone"):
         met(replace(config, **here))
+    dora = replace(config, lora_dora=True)
+    save_file(for_diffusers(moved(dora, 1).state_dict(), 1.0), file)
+    with pytest.raises(ValueError, match=r"lora_magnitude_vector: it is DoRA, and model\.dit\.lora_dora is false"):
+        met(replace(config, **here))
+    met(replace(dora, **here))
     pattern = json.dumps({"transformer.r": 3, "transformer.lora_alpha": 3, "transformer.alpha_pattern": {"to_q": 9}})
     save_file(for_diffusers(moved(config, 1).state_dict(), 1.0), file, metadata={LORA_ADAPTER_METADATA_KEY: pattern})
     with pytest.raises(ValueError, match=r"layers of their own alpha \(alpha_pattern\)"):
@@ -423,3 +528,5 @@ def test_factors_of_another_model_rank_or_naming_are_refused(
     met(replace(config, **here))
     with pytest.raises(ValueError, match="names factors, and lora_rank is 0"):
         replace(config, lora_rank=0, lora_from="a")
+    with pytest.raises(ValueError, match="lora_dora is true, and lora_rank is 0"):
+        replace(config, lora_rank=0, lora_dora=True)

@@ -43,6 +43,7 @@ class DiTConfig:
     lora_alpha: float = 0.0  # 0 means equal to the rank
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
     lora_targets: tuple[str, ...] = ()
+    lora_dora: bool = False  # DoRA: beside the factors, the length of every row of their sum with the weight is trained
     # trains these weights alone: patterns of their names, or of what they are below (blocks.3[0-9], *.attn1, *.bias)
     train_only: tuple[str, ...] = ()
     lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
@@ -75,6 +76,8 @@ class DiTConfig:
                 f"model.dit.lora_targets {list(self.lora_targets)} names what gets LoRA factors, and lora_rank is 0. "
                 f"Set the rank, or leave lora_targets out."
             )
+        if self.lora_dora and not self.lora_rank:
+            raise ValueError("model.dit.lora_dora is true, and lora_rank is 0. Set the rank, or leave lora_dora out.")
         if self.train_only and self.lora_rank:
             raise ValueError(
                 f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
@@ -93,7 +96,7 @@ class DiTConfig:
 
     def without_lora(self) -> Self:
         """The settings of the plain transformer, which has no factors."""
-        return replace(self, lora_rank=0, lora_targets=(), lora_from=None)
+        return replace(self, lora_rank=0, lora_targets=(), lora_dora=False, lora_from=None)
 
     @property
     def rope_split(self) -> tuple[int, int, int]:
