@@ -16,7 +16,7 @@ from actors.plan.places import (
 from actors.plan.registry import StrategyName
 from actors.plan.types import Cluster
 from data.config import DataConfig
-from ops.config import FlowConfig, OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig, PictureNoise
 from ops.degrees import SequenceSetting
 from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
@@ -214,6 +214,7 @@ class TrainConfig:
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    picture_noise: PictureNoise | None = None  # other noise in every step, so latents are not cached
     memory: TrainMemoryConfig = field(default_factory=TrainMemoryConfig)
 
     def __post_init__(self) -> None:

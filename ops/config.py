@@ -108,6 +108,19 @@ class FlowConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PictureNoise:
+    """Normal noise on the pictures that the VAE encodes of clips which are made from them, in pixels from -1 to 1. Its
+    level is exp of a normal number. CogVideoX' I2V was trained with a mean of -3 and a deviation of 0.5 (its trainers,
+    SAT and finetrainers)."""
+
+    mean: float = -3.0
+    std: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_numbers("train.picture_noise", self, mean=between(-20, 3), std=between(0, 5))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
     """AdamW with warm-up and decay, global clipping and an EMA of the weights."""
 

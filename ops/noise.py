@@ -35,6 +35,14 @@ class NoiseKey:
         return cls(int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"))
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledNoise:
+    """Standard normal numbers of a key, times sigma."""
+
+    sigma: float
+    key: NoiseKey
+
+
 def normal(key: NoiseKey, first: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """Numbers `first` to `first + count` of the key's stream of standard normals: fp32 [count]."""
     if first < 0 or count < 0:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ops.config import Diffusion, FlowConfig
+from ops.config import Diffusion, FlowConfig, PictureNoise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,6 +162,13 @@ def draw_first_sigma(config: FlowConfig, seed: int, step: int, key: str, sigma: 
         return 0.0
     share = generator(seed, step, key, "first frame's noise").random()
     return min(float(share) * sigma, config.first_frame_noise)
+
+
+def draw_picture_sigma(noise: PictureNoise, seed: int, step: int, key: str) -> float:
+    """The level of the noise on the pictures that the VAE is shown of the sample `key` at `step`, in pixels from -1 to
+    1."""
+    number = generator(seed, step, key, "picture's noise").standard_normal()
+    return math.exp(noise.mean + noise.std * float(number))
 
 
 def density(config: FlowConfig, numbers: np.random.Generator) -> float:

@@ -22,6 +22,8 @@ from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, clips_at_once
 from ops.models.base.vae import latents_of
 from ops.models.first_frame import FirstFrame
 from ops.models.vae import clip_groups
+from ops.noise import NoiseKey, ScaledNoise
+from ops.objective import draw_picture_sigma
 from ops.packing import patchify
 from ops.units import share_units
 
@@ -65,8 +67,21 @@ class Encoding:
         executor.ready(task)
         with CascadeMeasure(executor, task) as measure:
             pixels, group = video if isinstance(video, Tensor) else torch.from_numpy(video), measure.meet()
-            rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device)
+            noise = self._picture_noise(task)
+            rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device, noise)
             return self._deliver(task, rows, ok)
+
+    def _picture_noise(self, task: CascadeTask) -> list[ScaledNoise]:
+        """What the VAE sees on the picture of each sample; nothing where pictures get no noise."""
+        law, seed = self.executor.train.picture_noise, self.executor.train.seed
+        if law is None:
+            return []
+        return [
+            ScaledNoise(
+                draw_picture_sigma(law, seed, one.step, one.key), NoiseKey.of(seed, one.step, f"picture of {one.key}")
+            )
+            for one in task.samples
+        ]
 
     def _deliver(self, task: CascadeTask, rows: Sequence[Tensor], ok: Sequence[bool]) -> list[EncodeResult]:
         """Keeps and publishes what the task asks for. Returns what is published, unless its copy has just begun."""
@@ -130,18 +145,20 @@ def encode_clips(
     group: Group,
     measure: EncodeMeasure,
     device: torch.device,
+    noise: Sequence[ScaledNoise] = (),
     *,
     batch_pixels: int = VAE_BATCH_PIXELS,
 ) -> list[Tensor]:
     """[tokens + tail, P] of each clip of uint8 [B, T, H, W, 3]. Of `batch_pixels` a worker alone encodes some together.
 
-    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows.
+    Where the transformer gets first frames, these are encoded here, too, and stand in the same rows; with `noise` on
+    what the VAE sees of them.
     """
     measure.phase("encode")
     if group.size == 1:
-        rows = _alone(modules, frame, pixels, measure, device, batch_pixels)
+        rows = _alone(modules, frame, pixels, noise, measure, device, batch_pixels)
     else:
-        rows = _together(modules, frame, pixels, group, measure, device)
+        rows = _together(modules, frame, pixels, noise, group, measure, device)
     if not frame.tail:
         return rows
     at_once = clips_at_once(*pixels.shape[1:4], batch_pixels=batch_pixels)
@@ -155,6 +172,7 @@ def _alone(
     modules: Modules,
     frame: FirstFrame,
     pixels: Tensor,
+    noise: Sequence[ScaledNoise],
     measure: EncodeMeasure,
     device: torch.device,
     batch_pixels: int,
@@ -162,7 +180,8 @@ def _alone(
     """[tokens, P] of each clip, some clips at a time."""
 
     def encode(part: range) -> list[Tensor]:
-        latents = latents_of(modules.vae, frame, pixels[part.start : part.stop].to(device))
+        clips = slice(part.start, part.stop)
+        latents = latents_of(modules.vae, frame, pixels[clips].to(device), noise[clips])
         return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
 
     parts = clip_groups(len(pixels), *pixels.shape[1:4], batch_pixels=batch_pixels)
@@ -171,7 +190,13 @@ def _alone(
 
 @torch.no_grad()
 def _together(
-    modules: Modules, frame: FirstFrame, pixels: Tensor, group: Group, measure: EncodeMeasure, device: torch.device
+    modules: Modules,
+    frame: FirstFrame,
+    pixels: Tensor,
+    noise: Sequence[ScaledNoise],
+    group: Group,
+    measure: EncodeMeasure,
+    device: torch.device,
 ) -> list[Tensor]:
     """The same by a bag, which deals out the tiles of all clips. A rank uploads a clip once, if it has a tile of it."""
     vae, (frames, height, width) = modules.vae, pixels.shape[1:4]
@@ -186,7 +211,7 @@ def _together(
         if not mine:
             continue
         whole = pixels[clip : clip + 1].to(device)
-        seen = [whole, frame.still(whole)] if frame.is_told else [whole]
+        seen = [whole, frame.still(whole, noise[clip : clip + 1])] if frame.is_told else [whole]
         for n in mine:
             which, tile = units[n]
             found[first + n] = vae.encode_tile(seen[which], tile)

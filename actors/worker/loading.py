@@ -21,6 +21,7 @@ from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
 from ops.models.experts import parts_of, transformers
+from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.models.weights import frozen_digests, num_weights
@@ -168,6 +169,11 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         raise ValueError(
             f"train.flow.first_frame {settings.train.flow.first_frame:g} gives some first frames, and the transformer "
             f"of model.dit is given that of every clip. Set it to 0."
+        )
+    if settings.train.picture_noise and not FirstFrame.of(model).is_told:
+        raise ValueError(
+            "train.picture_noise is set, and the transformer of model.dit is not given pictures that the VAE encodes "
+            "apart. Leave it out."
         )
     modules = Modules(
         config=model,

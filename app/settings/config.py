@@ -31,6 +31,7 @@ from app.settings.rules import (
     check_frame_rate,
     check_images,
     check_memory,
+    check_pictures,
     check_sample,
     check_schedule,
 )
@@ -91,6 +92,7 @@ def check(config: RunConfig) -> None:
     check_schedule(config.train)
     check_buckets(config.data, config.model)
     check_flow(config.model, config.train.flow)
+    check_pictures(config.train, config.model, config.data)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
     check_attention(config.model, config.train, config.workers, config.planner)
     check_experts(config.model, config.train)

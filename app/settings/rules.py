@@ -112,6 +112,21 @@ def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
             )
 
 
+def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig) -> None:
+    """Noise on pictures is other noise in every step."""
+    if train.picture_noise is None:
+        return
+    if model.dit.path is None and not (model.dit.starts_from_image or model.dit.gives_first_frame):
+        raise ConfigError(
+            "train.picture_noise is set, and the transformer of model.dit makes clips from text alone; leave it out."
+        )
+    if data.cache.path and data.cache.latents:
+        raise ConfigError(
+            f"train.picture_noise gives a picture other noise in every step, and data.cache.path {data.cache.path} "
+            f"would keep the latents of one. Set data.cache.latents: false."
+        )
+
+
 def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:
     """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
     dit = model.dit

@@ -12,7 +12,7 @@ padded with zeros to rows of the same width. So it is cached, published and hand
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ from ops.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from ops.noise import ScaledNoise
 
 GREY = 127.5  # what VAEs see as zero
 
@@ -87,16 +89,28 @@ class FirstFrame:
         """[B, T, H, W, 3] -> the frames that an image encoder sees, clip by clip: [B or 2 B, H, W, 3]."""
         return video[:, [0, -1] if self.last else [0]].flatten(0, 1)
 
-    def still(self, video: Tensor) -> Tensor:
+    def still(self, video: Tensor, noise: Sequence[ScaledNoise] = ()) -> Tensor:
         """uint8 [B, T, H, W, 3] -> what the VAE encodes of the first frame: it alone [B, 1, H, W, 3], or the same with
-        grey in place of all others (but the last, where that is given), in floats from 0 to 255."""
-        if self.alone:
+        grey in place of all others (but the last, where that is given), in floats from 0 to 255. With `noise` of each
+        clip, whose sigma is in pixels from -1 to 1, on the frames that are given."""
+        if self.alone and not noise:
             return video[:, :1]
-        still = video.float()
-        if still is video:
-            still = video.clone()
-        still[:, 1 : -1 if self.last else None] = GREY
+        seen = video[:, :1] if self.alone else video
+        still = seen.clone() if seen.is_floating_point() else seen.float()
+        if not self.alone:
+            still[:, 1 : -1 if self.last else None] = GREY
+        for clip, own in zip(still, noise, strict=bool(noise)):
+            self._add(own, clip)
         return still
+
+    def _add(self, noise: ScaledNoise, clip: Tensor) -> None:
+        """Adds it to the frames of a clip [T, H, W, 3] that are given."""
+        from ops.noise import normal  # and with it torch, which plans and the data layer do without
+
+        given = clip[[0, -1]] if self.last and len(clip) > 1 else clip[:1]
+        numbers = normal(noise.key, 0, given.numel(), clip.device).view_as(given)
+        given = given + noise.sigma * GREY * numbers.to(clip.dtype)
+        clip[0], clip[-1 if self.last else 0] = given[0], given[-1]
 
     def joined(self, latent: Tensor, still: Tensor) -> Tensor:
         """[C, t, h, w] of the clip (or no channel of it), and the latent of its `still` -> [C + Q, t, h, w], where t is

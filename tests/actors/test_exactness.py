@@ -16,7 +16,7 @@ from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
-from ops.config import FlowConfig, OptimizerConfig
+from ops.config import FlowConfig, OptimizerConfig, PictureNoise
 from ops.node_routes import peers
 from ops.parameter_places import ParametersOf
 from ops.parameters import ParameterMemory
@@ -141,6 +141,27 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
         losses.append(loss(hosts))
     noisy, clean, little = losses
     assert abs(noisy - clean) > 1e-3 * noisy and abs(clean - little) > 1e-4 * clean
+
+
+@pytest.mark.parametrize("family", ["cogvideox 5b i2v", "wan flf2v", "hunyuan i2v token_replace"])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_with_noise_on_pictures(
+    family: str, seed: int, world: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    items = items_of(rng, 2)
+    model, losses = MODELS[family], []
+    for law in (None, PictureNoise(mean=-1.0)):
+        hosts = make_hosts(1, torch.float64, train_config(picture_noise=law), config=model)
+        run_step(hosts, items, one_worker(items), finish=False)
+        losses.append(loss(hosts))
+    assert abs(losses[0] - losses[1]) > 1e-5 * losses[0]
+    many = make_hosts(world, torch.float64, train_config(picture_noise=law), config=model)
+    run_step(many, items, random_cascades(rng, items, world), finish=False)
+    expected = gradient(hosts)
+    assert (gradient(many) - expected).norm() / expected.norm() < FP64
+    assert loss(many) == pytest.approx(losses[1], rel=FP64)
 
 
 @pytest.mark.parametrize("family", [name for name, model in MODELS.items() if model.dit.clip_rate])

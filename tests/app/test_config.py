@@ -252,6 +252,19 @@ def test_a_transformer_of_pictures_is_given_pictures() -> None:
         RunConfig.load(path, ["sample.frames=5"])
 
 
+def test_noise_on_pictures_is_refused_without_pictures_and_with_cached_latents(tmp_path: Path) -> None:
+    noise = "train: {picture_noise: {}}\n"
+    with pytest.raises(
+        ConfigError, match=r"train\.picture_noise is set, and the transformer of model\.dit makes clips from"
+    ):
+        load(tmp_path, noise)
+    told = noise + "model: {dit: {first_frame: channels}}\n"
+    assert load(tmp_path, told).train.picture_noise is not None
+    with pytest.raises(ConfigError, match=r"data\.cache\.path .*cache would keep .* Set data\.cache\.latents: false"):
+        load(tmp_path, told + "data: {cache: {path: cache}}\n")
+    load(tmp_path, told + "data: {cache: {path: cache, latents: false}}\n")
+
+
 def test_settings_of_a_flow_are_refused_where_diffusion_is_trained() -> None:
     path = ROOT / "configs" / "runs" / "cogvideox-tiny.yaml"
     with pytest.raises(ConfigError, match=r"train\.flow\.flow_shift is 5\.0, .* by diffusion, .* Leave it out"):

@@ -28,6 +28,7 @@ from ops.models.load import build_dit
 from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
+from ops.noise import NoiseKey, ScaledNoise
 from ops.packing import Layout, Sequence, patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import their_class
@@ -115,6 +116,23 @@ def test_what_is_told_of_given_frames_is_what_the_pipeline_tells(
     packed = frame.packed(rows, image)
     assert packed.shape == (len(rows) + frame.tail, frame.width)
     assert torch.equal(packed[: len(rows)], rows) and torch.equal(frame.image_of(packed[len(rows) :]), image)
+
+
+@pytest.mark.parametrize("case", ["alone", "first", "first and last"])
+def test_noise_is_on_the_pictures_that_are_given_alone(case: str, model: ModelConfig) -> None:
+    frame = replace(FirstFrame.of(model), alone=case == "alone", last=case == "first and last")
+    clips = torch.full((2, FRAMES, 64, 64, 3), 100, dtype=torch.uint8)
+    keys = [ScaledNoise(0.5, NoiseKey.of(0, 0, "a")), ScaledNoise(0.0, NoiseKey.of(0, 0, "b"))]
+    plain, still = frame.still(clips).float(), frame.still(clips, keys)
+    assert (clips == 100).all() and still.dtype == torch.float32
+    added = still - plain
+    given = [0, FRAMES - 1] if frame.last else [0]
+    assert not added[1].any() and not added[0, [t for t in range(len(added[0])) if t not in given]].any()
+    for picture in added[0, given]:
+        assert picture.std() == pytest.approx(0.5 * 127.5, rel=0.03) and abs(picture.mean()) < 2
+    assert len(given) == 1 or not torch.equal(added[0, 0], added[0, -1])
+    assert torch.equal(frame.still(clips[:1], keys[:1]), still[:1]), "whatever clips are beside it"
+    assert torch.equal(frame.still(clips), plain) or frame.alone
 
 
 def test_a_sampled_clip_is_the_one_of_the_pipeline(

@@ -10,12 +10,13 @@ import torch
 from diffusers import CogVideoXDDIMScheduler, DDIMScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
-from ops.config import Diffusion, FlowConfig, TokenShift
+from ops.config import Diffusion, FlowConfig, PictureNoise, TokenShift
 from ops.objective import (
     DiffusionObjective,
     FlowObjective,
     ddim_steps,
     density,
+    draw_picture_sigma,
     draw_sigma,
     generator,
     objective_of,
@@ -55,6 +56,13 @@ def test_the_noise_of_first_frames_is_below_that_of_their_clips_and_cut() -> Non
     assert all(flow.draw_first(0, step, "clip", 0.1) < 0.1 for step in range(50))
     assert drawn[7] == flow.draw_first(0, 7, "clip", 0.8) != flow.draw_first(0, 7, "other", 0.8)
     assert FlowObjective(FlowConfig(first_frame=0.1)).draw_first(0, 1, "clip", 0.8) == 0.0
+
+
+def test_levels_of_noise_on_pictures_are_exp_of_normal_numbers() -> None:
+    drawn = np.array([draw_picture_sigma(PictureNoise(), 0, step, "clip") for step in range(4000)])
+    assert np.log(drawn).mean() == pytest.approx(-3, abs=0.03) and np.log(drawn).std() == pytest.approx(0.5, abs=0.02)
+    assert drawn[7] == draw_picture_sigma(PictureNoise(), 0, 7, "clip") != draw_picture_sigma(PictureNoise(), 0, 7, "a")
+    assert draw_picture_sigma(PictureNoise(mean=-1, std=0), 0, 0, "clip") == pytest.approx(np.exp(-1))
 
 
 def test_noise_for_first_frames_that_are_never_given_is_refused() -> None:

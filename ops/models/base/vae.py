@@ -9,7 +9,7 @@ B batch, T H W frames, height, width in pixels, C latent channels, t h w the lat
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby, product
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ops.models.base.tiles import Tile, Tiles, whole
 from ops.models.base.tiling import Tiling, cuts
+from ops.noise import ScaledNoise
 
 
 class VAE(Protocol):
@@ -68,18 +69,19 @@ class ToldFrame(Protocol):
     @property
     def is_told(self) -> bool: ...
 
-    def still(self, video: Tensor) -> Tensor: ...
+    def still(self, video: Tensor, noise: Sequence[ScaledNoise] = ()) -> Tensor: ...
 
     def joined(self, latent: Tensor, still: Tensor) -> Tensor: ...
 
 
 @torch.no_grad()
-def latents_of(vae: VAE, frame: ToldFrame, clips: Tensor) -> list[Tensor]:
-    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: Q channels that tell of first frames, where there are."""
+def latents_of(vae: VAE, frame: ToldFrame, clips: Tensor, noise: Sequence[ScaledNoise] = ()) -> list[Tensor]:
+    """[C + Q, t, h, w] of each of [B, T, H, W, 3]: Q channels that tell of first frames, where there are; with `noise`
+    on these, one for each clip."""
     latents = list(vae.encode(clips))
     if not frame.is_told:
         return latents
-    still = vae.encode(frame.still(clips))
+    still = vae.encode(frame.still(clips, noise))
     return [frame.joined(latent, told) for latent, told in zip(latents, still, strict=True)]
 
 

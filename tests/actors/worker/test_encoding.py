@@ -24,6 +24,7 @@ from ops.models.image import random_clip
 from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.vae import WanVAE
+from ops.noise import NoiseKey, ScaledNoise
 from tests.ops.conftest import _run_ranks as on_ranks
 
 torch.set_num_threads(1)
@@ -64,8 +65,9 @@ def modules(dit: WanConfig, image: ImageConfig | None, dtype: torch.dtype) -> An
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sigma", [0.0, 0.2])
 @pytest.mark.parametrize("how", TOLD)
-def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype) -> None:
+def test_a_bag_encodes_the_rows_of_one_worker(how: str, sigma: float, dtype: torch.dtype) -> None:
     """Tiles in bf16 are blended in fp32 and travel in bf16, which changes no bit."""
     made = modules(*TOLD[how], dtype)
     frame = FirstFrame.of(made.config)
@@ -74,7 +76,8 @@ def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype) -> N
     )
     before, alone = pixels.clone(), AllAtOnce()
     two = 2 * FRAMES * HEIGHT * WIDTH
-    rows = encode_clips(made, frame, pixels, Group.solo(), alone, CPU, batch_pixels=two)
+    noise = [ScaledNoise(sigma, NoiseKey.of(0, 0, str(clip))) for clip in range(CLIPS)] if sigma else []
+    rows = encode_clips(made, frame, pixels, Group.solo(), alone, CPU, noise, batch_pixels=two)
     assert alone.parts == [2, 1] and len(rows) == CLIPS
     assert all(row.shape == (2 * 4 * 3 + frame.tail, frame.width) and row.dtype == torch.float32 for row in rows)
     seen: dict[tuple[int, int], list[int]] = {}  # rank and length of a video -> the clips that its tiles are of
@@ -90,7 +93,7 @@ def test_a_bag_encodes_the_rows_of_one_worker(how: str, dtype: torch.dtype) -> N
 
     def work(group: Group) -> list[Tensor]:
         own = SimpleNamespace(**{**vars(made), "vae": Noting(group.rank)})
-        return encode_clips(own, frame, pixels, group, AllAtOnce(), CPU)
+        return encode_clips(own, frame, pixels, group, AllAtOnce(), CPU, noise)
 
     for found in on_ranks(3, work):
         for ours, theirs in zip(found, rows, strict=True):
