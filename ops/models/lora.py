@@ -56,7 +56,7 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         super().__init__(base, rank, scale)
-        self.lora_magnitude_vector = nn.Parameter(self.row_lengths())
+        self.lora_magnitude_vector = nn.Parameter(self.row_lengths().to(self.lora_A.weight.dtype))
 
     @torch.no_grad()
     def row_lengths(self, weight: Tensor | None = None) -> Tensor:

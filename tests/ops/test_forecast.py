@@ -122,12 +122,19 @@ def test_the_states_are_counted_too() -> None:
     _, held = pass_bytes(WAN, CLIPS, 1, Precision(parameters=torch.bfloat16))
     weights = sum(p.numel() for p in build_dit(WAN, 0).parameters())
     assert held == 6 * (weights + padding(weights)), "bf16 parameters and an fp32 gradient"
-    lora = replace(WAN, lora_rank=2)
-    module = build_dit(lora, 0)
-    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    _, held = pass_bytes(lora, CLIPS, 1, Precision(parameters=torch.bfloat16))
-    frozen = sum(p.numel() for p in module.parameters()) - trained
-    assert held == 2 * frozen + 6 * (trained + padding(trained))
+
+
+def test_of_factors_the_states_are_counted_and_what_dora_keeps_besides() -> None:
+    peaks = []
+    for dora in (False, True):
+        lora = replace(WAN, lora_rank=2, lora_dora=dora)
+        module = build_dit(lora, 0)
+        trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        peak, held = pass_bytes(lora, CLIPS, 1, Precision(parameters=torch.bfloat16))
+        frozen = sum(p.numel() for p in module.parameters()) - trained
+        assert held == 2 * frozen + 6 * (trained + padding(trained))
+        peaks.append(peak)
+    assert peaks[1] > 1.02 * peaks[0], "the backward of magnitudes needs every projection's result"
 
 
 @pytest.mark.parametrize("workers", [1, 3])
