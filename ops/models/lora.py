@@ -85,7 +85,7 @@ class DoRALinear(LoRALinear):
         lengths = self.row_lengths().to(m.dtype)  # rounded as m is: in bf16, too, training starts from the base model
         dtype = torch.promote_types(m.dtype, torch.float32)
         ratio = m.to(dtype) / lengths.to(dtype).clamp(min=torch.finfo(dtype).tiny)
-        y = torch.addcmul(y, y, (ratio - 1).to(y.dtype))  # few bits hold how far from 1 better than near what of 1
+        y = torch.addcmul(y, y, (ratio - 1).to(y.dtype))  # of few bits, a small number keeps more than one near 1
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -283,7 +283,7 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     for name, tensor in list(factors.items()):
         layer = name.removesuffix(A).removesuffix(B).removesuffix(M)
         if name not in parameters and layer in _projections([layer], config) and layer + ".weight" in parameters:
-            if factors.get(layer + B, tensor).any():
+            if name.endswith(M) or factors.get(layer + B, tensor).any():
                 raise ValueError(
                     f"model.dit.lora_from {file} has factors of {layer}, which model.dit.lora_targets "
                     f"{list(config.lora_targets)} leaves out; without them it is another model. Name that layer, too."

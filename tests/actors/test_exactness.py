@@ -151,17 +151,16 @@ def test_any_legal_plan_gives_the_gradient_of_one_worker_with_noise_on_pictures(
 ) -> None:
     rng = np.random.default_rng(seed)
     items = items_of(rng, 2)
-    model, losses = MODELS[family], []
-    for law in (None, PictureNoise(mean=-1.0)):
-        hosts = make_hosts(1, torch.float64, train_config(picture_noise=law), config=model)
+    model, noisy = MODELS[family], train_config(picture_noise=PictureNoise(mean=-1.0))
+    clean, alone = (make_hosts(1, torch.float64, train, config=model) for train in (train_config(), noisy))
+    for hosts in (clean, alone):
         run_step(hosts, items, one_worker(items), finish=False)
-        losses.append(loss(hosts))
-    assert abs(losses[0] - losses[1]) > 1e-5 * losses[0]
-    many = make_hosts(world, torch.float64, train_config(picture_noise=law), config=model)
+    assert abs(loss(clean) - loss(alone)) > 1e-5 * loss(clean)
+    many = make_hosts(world, torch.float64, noisy, config=model)
     run_step(many, items, random_cascades(rng, items, world), finish=False)
-    expected = gradient(hosts)
+    expected = gradient(alone)
     assert (gradient(many) - expected).norm() / expected.norm() < FP64
-    assert loss(many) == pytest.approx(losses[1], rel=FP64)
+    assert loss(many) == pytest.approx(loss(alone), rel=FP64)
 
 
 @pytest.mark.parametrize("family", [name for name, model in MODELS.items() if model.dit.clip_rate])

@@ -79,6 +79,9 @@ def test_a_bag_encodes_the_rows_of_one_worker(how: str, sigma: float, dtype: tor
     noise = [ScaledNoise(sigma, NoiseKey.of(0, 0, str(clip))) for clip in range(CLIPS)] if sigma else []
     rows = encode_clips(made, frame, pixels, Group.solo(), alone, CPU, noise, batch_pixels=two)
     assert alone.parts == [2, 1] and len(rows) == CLIPS
+    quiet = encode_clips(made, frame, pixels, Group.solo(), AllAtOnce(), CPU, batch_pixels=two)
+    changed = [not torch.equal(one, other) for one, other in zip(rows, quiet, strict=True)]
+    assert changed == [frame.is_told and sigma > 0] * CLIPS
     assert all(row.shape == (2 * 4 * 3 + frame.tail, frame.width) and row.dtype == torch.float32 for row in rows)
     seen: dict[tuple[int, int], list[int]] = {}  # rank and length of a video -> the clips that its tiles are of
 
