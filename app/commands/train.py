@@ -24,7 +24,7 @@ def train(
     if dry_run:
         from app.plan.dry_run import dry_run as preview
 
-        preview(config, settings)
+        preview(config, settings, resume=resume, overwrite=overwrite)
         return
     from app.run.launch import train as run
 

@@ -1,8 +1,8 @@
 """`heddle train --dry-run`: everything that can be known before a worker starts, and the exit code a run would get.
 
 Resolves the config and the model folders, opens the data (index, ledger, batch sizes), forms the items of the first
-steps and plans them on `workers.cluster`, else on `workers.max` workers. A missing synthetic set is made, as a run
-would. Starts neither Ray nor a worker.
+steps and plans them on `workers.cluster`, else on `workers.max` workers. With --resume it compares the settings with
+those of the run. A missing synthetic set is made, as a run would. Starts neither Ray nor a worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from actors.plan.schedule.check import check
 from actors.plan.types import Plan
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
-from app.inputs.batches import with_limits
+from app.inputs.batches import with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
 from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
@@ -27,7 +27,8 @@ from app.plan.memory import memory_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, from_here
 from app.settings.notes import notes, sample_notes
-from app.settings.run_folder import check_place, run_dir
+from app.settings.resume import Change, check_resume
+from app.settings.run_folder import CONFIG, check_place, check_run_dir, run_dir
 from data.dataset.coverage import account
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
@@ -37,17 +38,19 @@ from ops.shards import bytes_per_weight
 STEPS = 8  # planned as one rolling sequence
 
 
-def dry_run(path: Path, overrides: Sequence[str]) -> None:
+def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overwrite: bool = False) -> None:
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
-    PlanError."""
+    PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
-    check_place(run_dir(config))
+    config, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
     for note in [*notes(config), *sample_notes(config)]:
         print(f"note: {note}")
     if config.workers.device == "cuda" and not _cuda_here():
         print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")
     model, geometry = resolve(config.model)
-    print(f"run       {run_dir(config)}{' (exists)' if run_dir(config).exists() else ''}")
+    print(f"run       {run_dir(config)}{_beginning(config, resume=resume, overwrite=overwrite)}")
+    for change in changes:
+        print(f"          changed since its last start: {change}")
     _print_model(config, model)
     try:
         check_weights(model)
@@ -70,6 +73,29 @@ def dry_run(path: Path, overrides: Sequence[str]) -> None:
     _print_plan(config, plan, inputs)
     if view is not None:
         print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
+
+
+def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, list[Change]]:
+    """The config that a start would train with, and what a resume changes. Raises ConfigError where the folder or the
+    run in it refuses the start."""
+    if not (resume or overwrite):
+        check_place(run_dir(config))
+        return config, []
+    folder = check_run_dir(config, resume=resume, overwrite=overwrite)
+    if not resume:
+        return config, []
+    config = with_limits_of(config, folder)
+    return config, check_resume(config, folder)
+
+
+def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:
+    """What the start does with the folder of the run."""
+    folder = run_dir(config)
+    if not (folder / CONFIG).is_file():
+        return " (there is none to resume: starts at step 0)" if resume else " (exists)" if folder.exists() else ""
+    if overwrite:
+        return " (exists: emptied first)"
+    return " (exists: continued)" if resume else " (exists: give --resume or --overwrite to start it)"
 
 
 def _print_model(config: RunConfig, model: ModelConfig) -> None:

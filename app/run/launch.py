@@ -47,11 +47,11 @@ from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
-from app.run.resume import Change, check_resume
 from app.run.signals import stops_on_signal
 from app.settings.config import RunConfig, from_here
 from app.settings.errors import one_line
 from app.settings.notes import notes, sample_notes
+from app.settings.resume import Change, check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import save_file
 
 from app.cli import main
+from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours
+from app.settings.run_folder import prepare_run_dir
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
@@ -133,10 +135,10 @@ Dry = Callable[..., tuple[int, str, str]]
 def dry_run(small_data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Dry:
     """`heddle train --dry-run` on the small data, with overrides."""
 
-    def run(*overrides: str) -> tuple[int, str, str]:
+    def run(*overrides: str, start: Sequence[str] = ()) -> tuple[int, str, str]:
         sets = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={small_data}/runs", *overrides]
         options = [part for assignment in sets for part in ("--set", assignment)]
-        return heddle(monkeypatch, capsys, "train", "--config", str(DEMO), "--dry-run", *options)
+        return heddle(monkeypatch, capsys, "train", "--config", str(DEMO), "--dry-run", *start, *options)
 
     return run
 
@@ -199,6 +201,26 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     code, _, err = dry_run("data.sources.0.path=/nowhere/{00000..00003}.tar")
     assert code in (2, 4)
     assert err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, small_data: Path, tmp_path: Path) -> None:
+    here = f"run.dir={tmp_path}"
+    code, printed, err = dry_run(here, start=["--resume"])
+    assert code == 0 and "there is none to resume: starts at step 0" in printed, err
+    saved = RunConfig.load(DEMO, [f"data.sources.0.path={small_data}/shards/00000.tar", here])
+    folder = prepare_run_dir(saved)
+    (folder / "metrics.jsonl").write_text('{"step": 9}\n')
+    code, printed, err = dry_run(here)
+    assert code == 0 and "give --resume or --overwrite" in printed, err
+    code, printed, err = dry_run(here, "workers.max=2", start=["--resume"])
+    assert code == 0 and "(exists: continued)" in printed, err
+    assert "changed since its last start: workers.max 3 -> 2\n" in printed
+    code, _, err = dry_run(here, "model.dit.num_layers=9", start=["--resume"])
+    assert code == 2 and "would train something else" in err and "num_layers 2 -> 9" in err
+    code, printed, err = dry_run(here, "model.dit.num_layers=9", start=["--overwrite"])
+    assert code == 0 and "(exists: emptied first)" in printed and (folder / "metrics.jsonl").exists(), err
+    code, _, err = dry_run(here, start=["--resume", "--overwrite"])
+    assert code == 2 and "exclude each other" in err
 
 
 def test_report_writes_page_and_timeline(

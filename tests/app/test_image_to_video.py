@@ -25,7 +25,6 @@ from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.plan.costs.profile import Profile
 from app.export import export
-from app.run.resume import Change, is_refused
 from app.sampling.clips import (
     ClipChanges,
     ClipSettings,
@@ -39,6 +38,7 @@ from app.sampling.model import saved_model
 from app.sampling.pictures import read_pictures
 from app.sampling.sample import run
 from app.settings.config import RunConfig
+from app.settings.resume import Change, is_refused
 from app.settings.sections import RunSection, SampleConfig
 from data.config import DataConfig
 from ops.config import FlowConfig

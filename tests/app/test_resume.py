@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from app.run.resume import KINDS, Change, check_resume, kind_of, leaves
 from app.settings.config import RunConfig
+from app.settings.resume import KINDS, Change, check_resume, kind_of, leaves
 from app.settings.run_folder import prepare_run_dir
 from ops.typed import ConfigError, as_plain, dotted_names
 

@@ -79,7 +79,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
 
 
 def test_trackers_are_named_in_the_run_file_and_may_change_on_resume() -> None:
-    from app.run.resume import kind_of
+    from app.settings.resume import kind_of
 
     assert RunConfig.from_yaml(RUN).track == ("tensorboard", "ray")
     assert RunConfig.from_yaml(RUN + "track: [tensorboard, wandb]\n").track == ("tensorboard", "wandb")
