@@ -13,6 +13,8 @@ STAMP := $(VENV)/.installed
 DATA := datasets/demo
 RUN := runs/demo
 CODE := app actors data ops tests
+# Test processes: a third of their time they wait for Ray, so three keep two cores busy.
+JOBS ?= 3
 
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
@@ -42,7 +44,7 @@ demo: $(STAMP) | $(DATA)/shards
 	@echo "clips     $(RUN)/samples/"
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 faults: $(STAMP)
 	$(BIN)/python -m pytest -q -m faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ from ops.groups import Groups
 from ops.own_gradients import OwnGradients, cut_buckets
 from ops.shards import Slot, shard_bounds
 from ops.sync import FlatSync
-from ops.waiting import Cancelled, CancelToken
+from ops.waiting import Cancelled, CancelToken, PendingCollective
 from tests.ops.test_sync import (
     FULL,
     LIMIT_S,
@@ -84,52 +85,56 @@ def test_an_early_start_changes_no_bit(dtype: torch.dtype) -> None:
 
 
 class Gate(torch.autograd.Function):
-    """Lets backward pass when the event is set."""
+    """Lets backward pass when this has returned."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, event: threading.Event) -> Tensor:
-        context.event = event
+    def forward(context: Any, x: Tensor, pass_through: Callable[[], None]) -> Tensor:
+        context.pass_through = pass_through
         return x.clone()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert context.event.wait(LIMIT_S), "the buckets after this layer were not summed while it waited"
+        context.pass_through()
         return gradient, None
 
 
 class Gated(nn.Module):
     """Two layers with a gate between them: backward of the first waits."""
 
-    def __init__(self, event: threading.Event) -> None:
+    def __init__(self, pass_through: Callable[[], None]) -> None:
         super().__init__()
-        self.first, self.second, self.event = nn.Linear(8, 8), nn.Linear(8, 8), event
+        self.first, self.second, self.pass_through = nn.Linear(8, 8), nn.Linear(8, 8), pass_through
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.second(Gate.apply(self.first(x), self.event))
+        return self.second(Gate.apply(self.first(x), self.pass_through))
 
 
 def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_backward() -> None:
-    summed, opened = threading.Event(), threading.Event()
-    opened.set()
+    summed = threading.Event()
 
     def work(rank: int, group: Group) -> Tensor:
         torch.manual_seed(0)
-        model = Gated(summed if rank == 0 else opened)
+        second: list[PendingCollective] = []  # the sum of that layer, taken before a finished one is let go
+
+        def pass_through() -> None:
+            if rank == 0:
+                assert summed.wait(LIMIT_S), "the bucket after this layer was not summed while it waited"
+            else:
+                second.extend(pending for pending, _ in sync.gradients._pending)
+
+        model = Gated(pass_through)
         sync = FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS)
         sync.form(group, None)
         sync.begin_step()
         sync.watch_backward()
+        model(torch.ones(1, 8)).sum().backward()
         if rank == 1:
-            model(torch.ones(1, 8)).sum().backward()
-            # of the second layer; the slow one waits at the gate of the first
-            early = [pending for pending, _ in sync.gradients._pending][:1]
+            assert second
             deadline = time.monotonic() + LIMIT_S / 2
-            while not all(p.done for p in early) and time.monotonic() < deadline:
+            while not all(one.done for one in second) and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert early[0].done
+            assert all(one.done for one in second)
             summed.set()
-        else:
-            model(torch.ones(1, 8)).sum().backward()
         sync.finish_step(0, 1.0, 1, 2, lambda phase: None)
         return sync.gradient()
 
