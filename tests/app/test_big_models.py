@@ -82,6 +82,12 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
     )
 
 
+def host_gib(shown: str) -> tuple[float, float]:
+    """GiB that states take of a node's host memory, and encoders."""
+    ((taken, encoders),) = re.findall(r"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+)", shown)
+    return float(taken) - float(encoders), float(encoders)
+
+
 def free_gib(shown: str) -> float:
     ((free, room),) = re.findall(r"free (-?[\d.]+) of ([\d.]+) for cascades", shown)
     assert float(free) < float(room)
@@ -104,6 +110,14 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     assert re.search(
         r"host memory of a node [\d.]+ of 2048 \(two versions of the optimizer state .*, encoders [\d.]+", shown
     )
+    states, encoders = host_gib(shown)
+    eight = tmp_path / "eight.yaml"
+    eight.write_text("nodes: 8\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 2048\n")
+    plan(tmp_path, name, cluster=eight)
+    of_eight, _ = host_gib(capsys.readouterr().out)
+    said = " ".join((CONFIGS / "runs" / f"{name}.yaml").read_text().replace("\n# ", " ").split())
+    assert f"{states:.0f} GiB of it on one node or on two and {of_eight:.0f} on each of eight" in said
+    assert re.search(rf"the node's one [a-z ]+ \({encoders:.0f} GiB\)", said)
     small = tmp_path / "cluster.yaml"
     small.write_text("nodes: 1\ngpus: 8\nmemory_gib: 79.2\nhost_gib: 128\n")  # less than the optimizer's state
     with pytest.raises(PlanError, match=r"a node has 128\.0 GiB of host memory .* takes [\d.]+ GiB of it"):
