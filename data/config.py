@@ -255,6 +255,10 @@ class EngineConfig:
             clip_timeout_s=above(0, SECONDS),
             decode_cpus=between(0, 1 << 16),
         )
+        if not re.fullmatch(r"[^\W\d]\w*(\.\w+)*:[^\W\d]\w*", self.decoder):
+            raise ValueError(
+                f"data.engine.decoder {self.decoder!r} is not module:function, such as data.decode:decode_clip."
+            )
         if self.decode_cpus <= 0:
             raise ValueError(f"data.engine.decode_cpus {self.decode_cpus} must be positive; fractions share a core.")
 

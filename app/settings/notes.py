@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from contextlib import suppress
 from dataclasses import fields
 
@@ -27,6 +28,11 @@ def notes(config: RunConfig) -> list[str]:
             f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
+    module = config.data.engine.decoder.partition(":")[0]
+    if not _is_importable(module):
+        found.append(
+            f"data.engine.decoder is of the module {module}, which this machine does not have. Nodes that decode must."
+        )
     if model.dit.path:
         found += recipe_notes(model.dit, model.text, config.train.flow)
         found += FAMILIES[model.dit.architecture].notes(model.dit.path)
@@ -44,6 +50,13 @@ def sample_notes(config: RunConfig) -> list[str]:
     except (OSError, ValueError):  # the start refuses this folder with the reason
         return []
     return prompt_notes(sample.prompts, text, sample.long_prompts)
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:  # of what it lies in
+        return False
 
 
 def _least_tokens(model: ModelConfig) -> int:

@@ -244,6 +244,17 @@ def test_batches_for_less_text_than_every_caption_has_are_noted() -> None:
     assert "data.batch.text_tokens 56 sizes batches for less text" in note
 
 
+def test_a_decoder_is_named_as_a_function_of_a_module_and_noted_where_that_is_missing() -> None:
+    path = ROOT / "configs" / "runs" / "demo.yaml"
+    for wrong in ("x", "json:", ":loads", "my decoder:decode", "1:decode", "a..b:c"):
+        with pytest.raises(ConfigError, match=r"data\.engine\.decoder .* is not module:function, such as data\.decode"):
+            RunConfig.load(path, [f"data.engine.decoder={wrong!r}"])
+    assert notes(RunConfig.load(path, ["data.engine.decoder=json.decoder:JSONDecoder"])) == []
+    for module in ("nobody_has", "nobody_has.decoders", "json.nothing"):
+        (note,) = notes(RunConfig.load(path, [f"data.engine.decoder={module}:decode"]))
+        assert f"of the module {module}, which this machine does not have" in note
+
+
 def test_a_transformer_of_pictures_is_given_pictures() -> None:
     path = ROOT / "configs" / "runs" / "flux-tiny.yaml"
     with pytest.raises(ConfigError, match=r"data.buckets has clips of 9 frames, .* is for pictures"):
