@@ -31,6 +31,7 @@ from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="the C search was not built")
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,16 +139,16 @@ def test_the_vectorised_and_the_compiled_search_agree_on_a_small_step(
     h100: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = step_of(1, 7)
-    compiled = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    compiled = make_plan([step], h100, Cluster(nodes=(8,)), counted(budget_s=0.2)).steps[0].makespan_s
     monkeypatch.setattr(native, "library", lambda: None)
-    vectorised = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    vectorised = make_plan([step], h100, Cluster(nodes=(8,)), counted(budget_s=0.2)).steps[0].makespan_s
     assert compiled == pytest.approx(vectorised, rel=1e-6)
 
 
 def test_without_a_compiler_the_step_is_still_planned(h100: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     steps = [step_of(8, 5, 3, 1), step_of(7, 4, 2, 0)]
-    plan = make_plan(steps, h100, Cluster(nodes=(8, 8)), PlanOptions(budget_s=0.05))
+    plan = make_plan(steps, h100, Cluster(nodes=(8, 8)), counted(budget_s=0.05))
     check(plan, steps, h100, Cluster(nodes=(8, 8)))
 
 
