@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -172,29 +171,15 @@ def test_the_wall_clock_ends_a_search(h100: Profile) -> None:
     assert found is None or found.rounds < 0.05 * native.evaluations_for(space, 100.0)
 
 
-@pytest.fixture
-def looked_up() -> Iterator[None]:
-    """`native.library` looks again, in this test and after it."""
-    native.library.cache_clear()
-    yield
-    native.library.cache_clear()
+@needs_compiler
+def test_a_search_built_from_another_version_is_not_used() -> None:
+    assert native.library(version=native.VERSION + 1) is None
 
 
 @needs_compiler
-@pytest.mark.usefixtures("looked_up")
-def test_a_search_built_from_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
-    assert native.library() is None
-
-
-@needs_compiler
-@pytest.mark.usefixtures("looked_up")
-def test_a_copy_of_the_tree_without_built_files_uses_the_installed_search(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_tree_without_built_files_uses_the_installed_search(tmp_path: Path) -> None:
     """As a job submitted to a cluster runs."""
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "actors" / "plan" / "strategies" / "search" / "native.py"))
-    assert native.library() is not None
+    assert native.library(tree=tmp_path) is not None
 
 
 @pytest.mark.timeout(600)
