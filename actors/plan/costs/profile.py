@@ -12,133 +12,33 @@ from typing import cast
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
-from actors.plan.costs.flops import exchange_seconds, flop_coefficients, text_cost
+from actors.plan.costs.flops import PRIORS, exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.forms import FORMS, FORMS_OF, JOINT, Load, TextCost
-from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
+from actors.plan.costs.handoff import Handoff, HandoffEstimate, HandoffPoint, estimate_of
+from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
+from actors.plan.costs.point import LivePoint, PointKey
 from actors.plan.costs.remainder import RemainderPoint, remainder_of
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint, SpreadCascade, cross_of_spread
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
-from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
-from ops.degrees import exchanged
+from actors.plan.types import MODULES, Item, Module, PlanError, refuse_degrees
+from ops.degrees import MOST_DEGREE, exchanged
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
-from ops.models.hunyuan.config import HunyuanConfig
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
-PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
-
-NEWEST = 9  # measurements of a point that count
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
 _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
-MOST_DEGREE = 64  # that is planned where nobody names degrees
-# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
-PRIORS = flop_coefficients(
-    HunyuanConfig(
-        num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
-    ),
-    400.0,
-    vae_flops_per_pixel=2e6,
-    text_flops_per_token=1e10,
-    launch_s=2e-5,
-    exchange_gbps=100.0,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaxFrames:
-    """A measured limit: more than `frames` at this shape and degree run out of memory."""
-
-    module: str
-    degree: int
-    height: int
-    width: int
-    batch: int
-    frames: int
-
-    def __post_init__(self) -> None:
-        refuse_below(1, self, "degree", "height", "width", "batch")
-        refuse_below(0, self, "frames")  # 0: not even pictures
-
-    def forbids(self, module: str, batch: int, frames: int, height: int, width: int, degree: int) -> bool:
-        """Whether a cascade is as large as one that ran out of memory."""
-        return (
-            self.module == module
-            and self.degree >= degree
-            and height * width >= self.height * self.width
-            and batch >= self.batch
-            and frames > self.frames
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Handoff:
-    """Cost of moving latents to a bag that shares no worker with the producer."""
-
-    latency_s: float = 0.0
-    gib_per_s: float = 0.0  # 0: the volume costs nothing
-
-    def __post_init__(self) -> None:
-        refuse_below(0, self, "latency_s", "gib_per_s")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledSetting:
-    """What a profile was measured with, as far as it changes costs; empty where that is not known."""
-
-    model: str = ""  # family, blocks and width
-    device: str = ""  # cpu, or a GPU's name
-    attention: str = ""  # backend, as the config names it
-    backend: str = ""  # what that name means on the device
-    precision: str = ""  # of the parameters, and autocast
-    checkpointing: str = ""  # on or off
-    trained: str = ""  # all weights, LoRA factors, or some
-    vae: str = ""  # class or kind, its precision, and its tiles
-    text: str = ""  # kind and size of the encoder, its precision, and where it is
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LivePoint:
-    """What a run has measured of one point: the median of the newest, so that one worker of many that is slower than
-    is known yet, or a moment on a busy host, does not move it."""
-
-    newest: tuple[float, ...]  # seconds, at most NEWEST of them
-    texts: tuple[int, ...]  # text tokens of a sample of each, 0 where that is not known
-    count: int  # cascades in all
-    refused: int = 0  # absurd ones since the last that was believed
-
-    @classmethod
-    def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
-        """A point of `count` equal measurements."""
-        kept = min(count, NEWEST)
-        return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.newest)
-
-    @property
-    def text_tokens(self) -> int:
-        """Text tokens of a sample, where known: the median."""
-        return round(statistics.median([text for text in self.texts if text] or [0]))
-
-    def after(self, seconds: float, text_tokens: int) -> LivePoint:
-        """The point with one measurement more."""
-        newest, texts = (*self.newest, seconds)[-NEWEST:], (*self.texts, text_tokens)[-NEWEST:]
-        return LivePoint(newest=newest, texts=texts, count=self.count + 1)
-
-    def over(self, factor: float) -> LivePoint:
-        """The same where everything is quicker by this factor."""
-        return replace(self, newest=tuple(seconds / factor for seconds in self.newest))
 
 
 @dataclass(kw_only=True, slots=True)
@@ -218,23 +118,16 @@ class Profile:
 
         The defaults fit a CPU core with small models. DiT degrees are the usual ones (`DiTConfig.degrees`).
         """
-        vae, text = vae or VAEConfig(), text or TextConfig()
-        if vae_flops_per_pixel is None:
-            vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
-        if text_flops_per_token is None:
-            text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
-        # a prompt around the caption, and of a first frame more rows than are text, are computed, too
-        text_flops_per_token *= text.encoded_tokens / text.most_tokens
-        if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
-            vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
-        fits = flop_coefficients(
+        fits = flop_costs(
             dit,
-            tflops,
+            vae or VAEConfig(),
+            text or TextConfig(),
+            image,
+            tflops=tflops,
             vae_flops_per_pixel=vae_flops_per_pixel,
             text_flops_per_token=text_flops_per_token,
-            image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
         )
@@ -466,11 +359,9 @@ class Profile:
 
     def handoff_seconds(self, item: Item, count: int) -> float:
         """Delay of a consumer that holds none of the producer's workers. Latents: 16 channels of 4 bytes per token."""
-        if self.handoff.gib_per_s <= 0:
-            return self.handoff.latency_s
         stride_t, stride_h, stride_w = self.geometry.vae_stride
         gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
-        return self.handoff.latency_s + gib / self.handoff.gib_per_s
+        return self.handoff.seconds(gib)
 
     def update_seconds(self, workers: int, nodes: int = 1) -> float:
         """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""
@@ -668,7 +559,7 @@ class Profile:
         )
         cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
         if cost is not None:
-            self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
+            self.handoff = cost
 
     def observe_update(self, workers: int, nodes: int, seconds: float) -> None:
         """Learn what the end of a step took on `workers` workers. Raises ValueError for what cannot have been
@@ -870,13 +761,6 @@ class Profile:
             if note not in self.notes:
                 log.info(note)
         self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
-
-
-def refuse_degrees(degrees: Iterable[int]) -> None:
-    """Raises PlanError for the first that no bag can have."""
-    for degree in degrees:
-        if degree < 1:
-            raise PlanError(f"degree {degree} must be at least 1.")
 
 
 assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.plan.costs.needs import TRIES, Samples
-from actors.plan.costs.profile import Profile, refuse_degrees
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError
+from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
 from ops.degrees import default_degrees
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only

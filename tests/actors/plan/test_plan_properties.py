@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
 from actors.plan.schedule.figures import rolling_bound
