@@ -10,6 +10,7 @@ import re
 from typing import Literal
 
 BagRanks = tuple[int, ...]  # of one bag, in its order
+MOST_DEGREE = 64  # that is planned where nobody names degrees
 SequenceSetting = Literal["auto", "ulysses"]  # any degree, as priced / those that divide the heads
 
 
@@ -32,7 +33,7 @@ def exchanged(heads: int, degree: int) -> float:
     return 1 + surplus(heads, degree) / 2
 
 
-def default_degrees(heads: int, setting: SequenceSetting = "auto", most: int = 64) -> tuple[int, ...]:
+def default_degrees(heads: int, setting: SequenceSetting = "auto", most: int = MOST_DEGREE) -> tuple[int, ...]:
     """What is planned where nobody names degrees, ascending, at most H: divisors of the heads and, with `auto`, powers
     of two, which fill nodes."""
     return tuple(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, Protocol
@@ -32,6 +32,13 @@ def refuse_unless_positive(record: object, *names: str) -> None:
     for name in names:
         if (value := getattr(record, name)) is not None and value <= 0:
             raise ValueError(f"{name} is {value!r}; it must be a positive number.")
+
+
+def refuse_degrees(degrees: Iterable[int]) -> None:
+    """Raises PlanError for the first that no bag can have."""
+    for degree in degrees:
+        if degree < 1:
+            raise PlanError(f"degree {degree} must be at least 1.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ import ray
 
 from actors.config import PlannerConfig
 from actors.messages import MemoryExceeded, Span
-from actors.plan.costs.profile import Profile, ProfiledSetting
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.types import Cluster, EarlyEncode, Item
 from actors.planning.actor import Planner, learn_limit
 from actors.planning.learned import save_learned

@@ -9,8 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from actors.config import TrainConfig
-from actors.plan.costs.profile import Profile, ProfiledSetting
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.types import PlanError
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig

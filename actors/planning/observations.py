@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from actors.messages import Piece, Span
-from actors.plan.costs.profile import NEWEST, PointKey, Profile
+from actors.plan.costs.point import NEWEST, PointKey
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Module

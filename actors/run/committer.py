@@ -78,7 +78,7 @@ class Committer:
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
         copying = {s.copied: done.reports[s.rank].worker for s in done.snapshots if s.copied is not None}
-        waiting = [] if copying else self.state.hold(done)
+        waiting = [] if copying else self.state.keepers.hold(done.snapshots)
         self._open.append(UncommittedStep(collected=done, copying=copying, waiting=waiting, since=time.monotonic()))
 
     def settle(self, world: Sequence[Seat], quiet: bool, timeout_s: float = 0.0) -> None:
@@ -153,7 +153,7 @@ class Committer:
                 _check_copied(reference, step.copying.pop(reference))
             if step.copying:
                 return None
-            step.waiting, step.since = self.state.hold(step.collected), time.monotonic()
+            step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots), time.monotonic()
         if not step.waiting:
             return None
         done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)

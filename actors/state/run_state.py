@@ -273,10 +273,6 @@ class RunState:
             log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
             self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
 
-    def hold(self, done: CollectedStep) -> list[Ref[bool]]:
-        """Have keepers hold the state after a finished step. Their answers come when they do."""
-        return self.keepers.hold(done.snapshots)
-
     def look(self) -> StuckCommit | None:
         """Whether a keeper is gone that nothing waits for."""
         gone = self.keepers.gone()

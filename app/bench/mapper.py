@@ -15,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import assemble

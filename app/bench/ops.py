@@ -70,11 +70,28 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Write the report here as well.")] = None,
 ) -> None:
     """Ceilings, then every op and transformer blocks, as one Markdown report."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    cuda = device.type == "cuda"
-    grid = CUDA_GRID if cuda else CPU_GRID
+    cuda = torch.cuda.is_available()
     if not cuda:
         torch.set_num_threads(1)
+    page = report(
+        torch.device("cuda" if cuda else "cpu"),
+        CUDA_GRID if cuda else CPU_GRID,
+        compile=compile,
+        liger=liger,
+        blocks=blocks,
+        budget_s=budget_s,
+    )
+    print(page)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(page + "\n")
+
+
+def report(
+    device: torch.device, grid: CaseGrid, *, compile: bool, liger: bool | None, blocks: bool, budget_s: float
+) -> str:
+    """The report in Markdown; see `run` for the options."""
+    cuda = device.type == "cuda"
     installed = importlib.util.find_spec("liger_kernel") is not None
     with_liger = cuda and (installed if liger is None else liger)
     started = time.monotonic()
@@ -96,11 +113,7 @@ def run(
     if blocks:
         lines += block_table(_blocks(device))
     lines += ["", f"{time.monotonic() - started:.0f} s in all"]
-    report = "\n".join(lines)
-    print(report)
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(report + "\n")
+    return "\n".join(lines)
 
 
 def _heading(device: torch.device, liger_installed: bool) -> list[str]:

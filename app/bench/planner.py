@@ -19,7 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from actors.config import PlannerConfig
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.balance import Balance, balance, occupancy_rule, parse_topology, workload
 from actors.plan.schedule.check import check

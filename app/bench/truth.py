@@ -30,8 +30,8 @@ import numpy as np
 import typer
 
 from actors.config import PlannerConfig
-from actors.plan.costs.handoff import HandoffPoint
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff, HandoffPoint
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.spanning import OVERLAP
 from actors.plan.costs.update import UpdateCosts, UpdatePoint

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Protocol
 from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_calls, exchange_seconds
 from actors.plan.costs.handoff import HandoffPoint
+from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Footprint, Samples
-from actors.plan.costs.profile import MaxFrames, Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.update import UpdatePoint

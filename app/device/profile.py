@@ -22,8 +22,8 @@ from pathlib import Path
 
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import RESIDUAL_POINTS, fit_form, knapformer_constants
-from actors.plan.costs.handoff import estimate_of
-from actors.plan.costs.profile import MOST_DEGREE, Handoff, Profile
+from actors.plan.costs.handoff import Handoff, estimate_of
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.spanning import OVERLAP
 from actors.plan.types import MODULES, Module, PlanError
@@ -43,7 +43,7 @@ from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
-from ops.degrees import SequenceSetting
+from ops.degrees import MOST_DEGREE, SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import tiling_of
@@ -397,9 +397,8 @@ def _print_figures(profile: Profile) -> None:
             f"nodes in plans: {1e6 * row_s:.3g} us more for a row that a member sends, {1e3 * peer_s:.3g} ms for a peer"
         )
     for nodes in sorted({point.nodes for point in profile.handoffs}):
-        found = estimate_of([point for point in profile.handoffs if point.nodes == nodes]).cost(0.0)
-        if found is not None:
-            cost = Handoff(latency_s=found[0], gib_per_s=found[1])
+        cost = estimate_of([point for point in profile.handoffs if point.nodes == nodes]).cost(0.0)
+        if cost is not None:
             print(f"handoff  {'on two nodes' if nodes > 1 else 'on one node'}: {_handoff(cost)}")
     if profile.handoffs:
         print(f"handoff  in plans: {_handoff(profile.handoff)}")

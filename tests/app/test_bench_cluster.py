@@ -16,7 +16,6 @@ from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
-from app.bench.cluster import simulate
 from app.bench.cluster.command import disturbances, run, sizes_of
 from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures
 from app.bench.cluster.here import Post
@@ -213,18 +212,16 @@ def test_ddp_pays_for_noise_stragglers_and_the_update() -> None:
     assert step_s(update_s=0.0, noise=0.2) != pytest.approx(cascades, rel=1e-3)
 
 
-def test_ddp_takes_what_the_virtual_workers_take_for_one_bucket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ddp_takes_what_the_virtual_workers_take_for_one_bucket(tmp_path: Path) -> None:
     shape = {"batch": 6, "frames": 9, "height": 1280, "width": 720}
-    (tmp_path / "one.json").write_text(json.dumps({"steps": [[shape]]}))
-    monkeypatch.setattr(simulate, "WORKLOAD", tmp_path / "one.json")
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps({"steps": [[shape]]}))
     physics = replace(QUIET, speed=8.0, link_s=1.0, update_s=1.0, load_s=0.0)
-    setup = Setup(nodes=1, gpus=2, steps=6, strategy="static", static_degree=2, physics=physics)
+    setup = Setup(nodes=1, gpus=2, steps=6, strategy="static", static_degree=2, physics=physics, workload=one)
     ddp = ddp_of(setup)[0]
     assert ddp.degrees == (2,)
     options = PlanOptions(strategy="static", static_degree=2)
-    plan = make_plan([simulate.workload(setup)[0]], scaled_profile(1.0), Cluster(nodes=(2,)), options)
+    plan = make_plan([workload(setup)[0]], scaled_profile(1.0), Cluster(nodes=(2,)), options)
     assert ddp.mean_step_s == pytest.approx(plan.steps[0].makespan_s + physics.update_s, rel=0.01)
     executed_s = run_here(setup, timeout_s=120).executed_s
     assert executed_s > 0.97 * ddp.mean_step_s, "a busy machine makes the waits of its workers longer, never shorter"

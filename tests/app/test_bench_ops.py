@@ -39,18 +39,23 @@ def test_every_folder_of_an_op_is_found_and_the_most_telling_contest_comes_first
     assert [contest.name for contest in contests(liger=False) if contest.name in names] == names
 
 
-def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(monkeypatch, tmp_path) -> None:
-    small = bench.CaseGrid(widths=(128,), tokens=(84,), compile_tokens=(), repeats=2)
-    monkeypatch.setattr(bench, "CPU_GRID", small)
+def test_report_has_ceilings_a_row_per_variant_and_says_that_there_is_no_gpu(monkeypatch) -> None:
     monkeypatch.setattr(bench, "ceilings", lambda device, repeats: {"copy": 1e9, "triad": 2e9})
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["bench", "ops", "--no-blocks", "--out", str(tmp_path / "table.md")])
-    assert result.exit_code == 0, result.output
-    report = (tmp_path / "table.md").read_text()
+    small = bench.CaseGrid(widths=(128,), tokens=(84,), compile_tokens=(), repeats=2)
+    report = bench.report(torch.device("cpu"), small, compile=True, liger=None, blocks=False, budget_s=480.0)
     assert "copy: 1 GB/s" in report and bench.NO_GPU in report and "## Targets" not in report
     rows = [line.split("|") for line in report.split("## gate")[0].splitlines() if line.startswith("| packed")]
     assert [row[4].strip() for row in rows] == ["fused", "eager"]
     assert all(float(row[11]) > 0 for row in rows)  # peak MB, also on CPU
+
+
+def test_the_command_prints_its_report_and_writes_it(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(bench, "ceilings", lambda device, repeats: {"copy": 1e9, "triad": 2e9})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    out = tmp_path / "new" / "table.md"
+    result = CliRunner().invoke(app, ["bench", "ops", "--no-blocks", "--budget-s", "0", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert out.read_text() == result.output and "cases were skipped after 0 s" in result.output
 
 
 def row(variant: str, seconds: float, direction: str = "forward", tokens: int = 8192, layout: str = "B=1") -> OpsRow:

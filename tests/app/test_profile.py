@@ -14,7 +14,8 @@ import pytest
 
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
-from actors.plan.costs.profile import MaxFrames, Profile
+from actors.plan.costs.max_frames import MaxFrames
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.worker.meter import TensorMeter
 from app.device.bag import PipedBag, carried_out, degrees_here

@@ -8,6 +8,8 @@ from actors.plan.costs.fit import Fit
 from actors.plan.costs.forms import TextCost
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops
+from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.hunyuan.config import HunyuanConfig
 
 
 def flop_coefficients(
@@ -41,6 +43,38 @@ def flop_coefficients(
         "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),
         "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate)),
     }
+
+
+def flop_costs(
+    dit: DiTConfig,
+    vae: VAEConfig,
+    text: TextConfig,
+    image: ImageConfig | None,
+    *,
+    tflops: float,
+    vae_flops_per_pixel: float | None,
+    text_flops_per_token: float | None,
+    launch_s: float,
+    exchange_gbps: float,
+) -> dict[str, Fit]:
+    """The FLOP model of a transformer with its encoders; of those whose FLOPs are not given, by their settings."""
+    if vae_flops_per_pixel is None:
+        vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
+    if text_flops_per_token is None:
+        text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
+    # a prompt around the caption, and of a first frame more rows than are text, are computed, too
+    text_flops_per_token *= text.encoded_tokens / text.most_tokens
+    if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
+        vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
+    return flop_coefficients(
+        dit,
+        tflops,
+        vae_flops_per_pixel=vae_flops_per_pixel,
+        text_flops_per_token=text_flops_per_token,
+        image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
+        launch_s=launch_s,
+        exchange_gbps=exchange_gbps,
+    )
 
 
 def text_cost(dit: DiTConfig) -> TextCost:
@@ -98,3 +132,16 @@ class DiTWork:
         """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
         again = self.forward.linear(tokens, text) + self.forward.attention(tokens, text, frames)
         return self.model_tflop(samples, tokens, text, frames) + samples * self.recomputes * again / 1e12
+
+
+# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
+PRIORS = flop_coefficients(
+    HunyuanConfig(
+        num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
+    ),
+    400.0,
+    vae_flops_per_pixel=2e6,
+    text_flops_per_token=1e10,
+    launch_s=2e-5,
+    exchange_gbps=100.0,
+)

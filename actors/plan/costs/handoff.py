@@ -17,6 +17,20 @@ _MATTERS = 0.01  # share of a typical DiT cascade
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Handoff:
+    """Cost of moving latents to a bag that shares no worker with the producer."""
+
+    latency_s: float = 0.0
+    gib_per_s: float = 0.0  # 0: the volume costs nothing
+
+    def __post_init__(self) -> None:
+        refuse_below(0, self, "latency_s", "gib_per_s")
+
+    def seconds(self, gib: float) -> float:
+        return self.latency_s + (gib / self.gib_per_s if self.gib_per_s > 0 else 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class HandoffPoint:
     """One timed handoff through the object store, from the end of the encode to rows on the consumer's device."""
 
@@ -41,23 +55,21 @@ class HandoffEstimate:
             raise ValueError(f"a handoff of {num_bytes} bytes in {seconds} s; both must be finite and at least 0.")
         self.seen.append((num_bytes, seconds))
 
-    def cost(self, typical_cascade_s: float) -> tuple[float, float] | None:
-        """(latency in s, GiB/s or 0 when the volume costs nothing); None before enough is known.
-
-        (0, 0) while a typical handoff is below 1 % of a typical DiT cascade: then placement by handoff would make every
-        search dearer and no plan better.
-        """
+    def cost(self, typical_cascade_s: float) -> Handoff | None:
+        """None before enough is known. Nothing while a typical handoff is below 1 % of a typical DiT cascade: then
+        placement by handoff would make every search dearer and no plan better."""
         if len(self.seen) < _LEAST:
             return None
         if statistics.median(s for _, s in self.seen) < _MATTERS * typical_cascade_s:
-            return 0.0, 0.0
+            return Handoff()
         ordered = sorted(self.seen)
         half = len(ordered) // 2
         small, large = _middle(ordered[:half]), _middle(ordered[-half:])
         if large[0] < _SPREAD * small[0] or large[1] <= small[1]:
-            return statistics.median(s for _, s in self.seen), 0.0
+            return Handoff(latency_s=statistics.median(s for _, s in self.seen))
         seconds_per_byte = (large[1] - small[1]) / (large[0] - small[0])
-        return max(0.0, small[1] - seconds_per_byte * small[0]), 1.0 / (seconds_per_byte * 2**30)
+        latency_s = max(0.0, small[1] - seconds_per_byte * small[0])
+        return Handoff(latency_s=latency_s, gib_per_s=1.0 / (seconds_per_byte * 2**30))
 
 
 def estimate_of(found: Sequence[HandoffPoint]) -> HandoffEstimate:

@@ -1,199 +1,39 @@
-"""Profile: what a cascade costs on a device. Measured points as they stand, the rest from a fitted or FLOP model."""
+"""Profile: what cascades cost on a device, and how measurements change that.
+
+What is known and the models fitted to it are in `known`, prices by them in `prices`.
+"""
 
 from __future__ import annotations
 
-import logging
 import math
-import statistics
-from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
-from actors.plan.costs.drift import Drift
-from actors.plan.costs.exchange import CallLatency, ExchangePoint
-from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
-from actors.plan.costs.flops import exchange_seconds, flop_coefficients, text_cost
-from actors.plan.costs.forms import FORMS, FORMS_OF, JOINT, Load, TextCost
-from actors.plan.costs.handoff import HandoffEstimate, HandoffPoint, estimate_of
-from actors.plan.costs.needs import Footprint, Needs, Samples, footprint
-from actors.plan.costs.remainder import RemainderPoint, remainder_of
+from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
+from actors.plan.costs.handoff import HandoffPoint, estimate_of
+from actors.plan.costs.needs import Footprint, Needs
+from actors.plan.costs.point import LivePoint, PointKey
+from actors.plan.costs.prices import CascadePrices
+from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint, SpreadCascade, cross_of_spread
-from actors.plan.costs.topology import CrossIsland, CrossNode
-from actors.plan.costs.update import UpdateCosts, UpdatePoint
-from actors.plan.types import MODULES, Item, Module, PlanError, refuse_below
-from ops.degrees import exchanged
+from actors.plan.costs.update import UpdatePoint
+from actors.plan.types import MODULES, Module, refuse_degrees
+from ops.degrees import MOST_DEGREE
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.tiling import Tiling
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
-from ops.models.hunyuan.config import HunyuanConfig
-from ops.spatial_temporal.choice import SliceRates
 
-log = logging.getLogger(__name__)
-
-PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
-
-NEWEST = 9  # measurements of a point that count
-_DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
 _SURE = 0.1  # share of its doubt that a point keeps however often it was measured
-_LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
 _ABSURD = 20.0  # times longer or shorter than what a known point takes: a stopped process or a wrong clock
 _KNOWN = 3  # observations that make a point known, and absurd ones in a row that are believed after all
-MOST_DEGREE = 64  # that is planned where nobody names degrees
-# HunyuanVideo on an H100: only its proportions matter, a profile's points set the level.
-PRIORS = flop_coefficients(
-    HunyuanConfig(
-        num_layers=20, num_single_layers=40, num_heads=24, head_dim=128, ffn_dim=12288, gradient_checkpointing=True
-    ),
-    400.0,
-    vae_flops_per_pixel=2e6,
-    text_flops_per_token=1e10,
-    launch_s=2e-5,
-    exchange_gbps=100.0,
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MaxFrames:
-    """A measured limit: more than `frames` at this shape and degree run out of memory."""
-
-    module: str
-    degree: int
-    height: int
-    width: int
-    batch: int
-    frames: int
-
-    def __post_init__(self) -> None:
-        refuse_below(1, self, "degree", "height", "width", "batch")
-        refuse_below(0, self, "frames")  # 0: not even pictures
-
-    def forbids(self, module: str, batch: int, frames: int, height: int, width: int, degree: int) -> bool:
-        """Whether a cascade is as large as one that ran out of memory."""
-        return (
-            self.module == module
-            and self.degree >= degree
-            and height * width >= self.height * self.width
-            and batch >= self.batch
-            and frames > self.frames
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Handoff:
-    """Cost of moving latents to a bag that shares no worker with the producer."""
-
-    latency_s: float = 0.0
-    gib_per_s: float = 0.0  # 0: the volume costs nothing
-
-    def __post_init__(self) -> None:
-        refuse_below(0, self, "latency_s", "gib_per_s")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProfiledSetting:
-    """What a profile was measured with, as far as it changes costs; empty where that is not known."""
-
-    model: str = ""  # family, blocks and width
-    device: str = ""  # cpu, or a GPU's name
-    attention: str = ""  # backend, as the config names it
-    backend: str = ""  # what that name means on the device
-    precision: str = ""  # of the parameters, and autocast
-    checkpointing: str = ""  # on or off
-    trained: str = ""  # all weights, LoRA factors, or some
-    vae: str = ""  # class or kind, its precision, and its tiles
-    text: str = ""  # kind and size of the encoder, its precision, and where it is
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LivePoint:
-    """What a run has measured of one point: the median of the newest, so that one worker of many that is slower than
-    is known yet, or a moment on a busy host, does not move it."""
-
-    newest: tuple[float, ...]  # seconds, at most NEWEST of them
-    texts: tuple[int, ...]  # text tokens of a sample of each, 0 where that is not known
-    count: int  # cascades in all
-    refused: int = 0  # absurd ones since the last that was believed
-
-    @classmethod
-    def of(cls, seconds: float, count: int = 1, text_tokens: int = 0) -> LivePoint:
-        """A point of `count` equal measurements."""
-        kept = min(count, NEWEST)
-        return cls(newest=(seconds,) * kept, texts=(text_tokens,) * kept, count=count)
-
-    @property
-    def seconds(self) -> float:
-        return statistics.median(self.newest)
-
-    @property
-    def text_tokens(self) -> int:
-        """Text tokens of a sample, where known: the median."""
-        return round(statistics.median([text for text in self.texts if text] or [0]))
-
-    def after(self, seconds: float, text_tokens: int) -> LivePoint:
-        """The point with one measurement more."""
-        newest, texts = (*self.newest, seconds)[-NEWEST:], (*self.texts, text_tokens)[-NEWEST:]
-        return LivePoint(newest=newest, texts=texts, count=self.count + 1)
-
-    def over(self, factor: float) -> LivePoint:
-        """The same where everything is quicker by this factor."""
-        return replace(self, newest=tuple(seconds / factor for seconds in self.newest))
 
 
 @dataclass(kw_only=True, slots=True)
-class Profile:
-    """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it.
-
-    What a run measures of a point (`live`) counts instead of what a file says of it (`measured`); points of the file
-    that did not run, and what the cost model says, are corrected by what was found at the points that did (`Drift`).
-    """
-
-    model: str = "unknown"
-    device: str = "unknown"
-    source: str = ""
-    setting: ProfiledSetting | None = None  # None: it does not say
-    degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    measured: dict[PointKey, float] = field(default_factory=dict)
-    spread: dict[PointKey, float] = field(default_factory=dict)  # of measured runs: longest less shortest over median
-    text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
-    max_frames: tuple[MaxFrames, ...] = ()
-    extrapolate: bool = True
-    residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
-    cross_node: CrossNode = field(default_factory=CrossNode)
-    cross_island: CrossIsland = field(default_factory=CrossIsland)
-    row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
-    handoff: Handoff = field(default_factory=Handoff)
-    update: UpdateCosts = field(default_factory=UpdateCosts)
-    remainders: tuple[RemainderPoint, ...] = ()  # of a run's steps, beside cascades and end
-    exchanges: tuple[ExchangePoint, ...] = ()  # as measured
-    handoffs: tuple[HandoffPoint, ...] = ()  # as measured
-    over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
-    exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
-    exchange_calls: float = 0.0  # how many of them a cascade makes; 0: not known
-    geometry: Geometry = field(default_factory=Geometry)
-    # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
-    num_heads: int | None = None
-    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
-    sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
-    text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
-    models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
-    needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
-    notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
-    live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
-    spanning: dict[tuple[PointKey, BagSpread], LivePoint] = field(default_factory=dict)  # over nodes
-    seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
-    runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
-    _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
-    _fits: dict[str, Fit] = field(default_factory=dict)
-    _file_fits: dict[str, Fit] = field(default_factory=dict)
-    _rates: SliceRates | None = None
-    _calls: CallLatency | None = None
-    _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
-    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
-    _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
-        default_factory=dict
-    )
+class Profile(CascadePrices):
+    """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it."""
 
     @classmethod
     def from_flops(
@@ -218,23 +58,16 @@ class Profile:
 
         The defaults fit a CPU core with small models. DiT degrees are the usual ones (`DiTConfig.degrees`).
         """
-        vae, text = vae or VAEConfig(), text or TextConfig()
-        if vae_flops_per_pixel is None:
-            vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
-        if text_flops_per_token is None:
-            text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
-        # a prompt around the caption, and of a first frame more rows than are text, are computed, too
-        text_flops_per_token *= text.encoded_tokens / text.most_tokens
-        if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
-            vae_flops_per_pixel *= 2  # the first frame, followed by grey, is encoded as a clip of its own
         heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
-        fits = flop_coefficients(
+        fits = flop_costs(
             dit,
-            tflops,
+            vae or VAEConfig(),
+            text or TextConfig(),
+            image,
+            tflops=tflops,
             vae_flops_per_pixel=vae_flops_per_pixel,
             text_flops_per_token=text_flops_per_token,
-            image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
         )
@@ -252,245 +85,6 @@ class Profile:
             tiling=tiling or Tiling(),
         )
 
-    # -- asking -----------------------------------------------------------------------------------------------------
-
-    def has(self, module: Module) -> bool:
-        """Whether the module is scheduled at all: it has points or a model."""
-        return module in self.models or any(key[0] == module for key in self.measured)
-
-    def tokens(self, frames: int, height: int, width: int) -> int:
-        """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
-        st, sh, sw = self.geometry.vae_stride
-        pt, ph, pw = self.geometry.patch
-        latent = (frames - 1) // st + 1 if self.geometry.causal else max(frames // st, 1)
-        return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
-
-    def load_of(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
-    ) -> Load:
-        load = self._plain_load(batch, frames, height, width, degree, text_tokens)
-        if module == "vae":
-            return replace(load, dealt=self.tiling.dealt(batch, (frames, height, width), degree))
-        if module != "dit" or degree == 1:
-            return load
-        if self.sliced is not None:
-            return self.sliced.sliced(load, self.slice_rates())
-        if self._calls is None and self.exchanges:
-            self._calls = CallLatency.of(self.exchanges)
-        sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
-        call_s = self._calls.seconds(degree) if self._calls is not None else 0.0
-        return replace(load, exchanged=sent, call_s=call_s, by_ulysses=True)
-
-    def slice_rates(self) -> SliceRates:
-        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
-        on one node: what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
-        assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
-        if self._rates is None:
-            known = self._known("dit", spanning=False)  # what bags over nodes take is learned beside these rates
-            alone = [one for one in known if one[0][5] == 1] or known
-            loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
-            seconds = [seconds for _, seconds, _ in alone]
-            self._rates = self.sliced.rates(loads, seconds, self.device, self.exchanges, self.exchange_s)
-        return self._rates
-
-    def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
-        tokens = self.tokens(frames, height, width)
-        return Load(
-            batch=batch,
-            frames=frames,
-            height=height,
-            width=width,
-            text_tokens=text_tokens,
-            tokens=tokens,
-            degree=degree,
-            token_frames=self.tokens(frames, 1, 1),
-            text=self.text_cost,
-        )
-
-    def price(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float | None:
-        """Seconds on one node at normal speed, or None where the profile cannot say."""
-        key = (module, batch, frames, height, width, degree)
-        seen = self.live.get(key) or self._on_one_node(key)
-        if seen is not None:
-            return seen.seconds * self._by_text(key, seen.text_tokens, text_tokens)
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
-        held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
-        seconds = self.measured.get(held)
-        if seconds is None and self.over_nodes:
-            seconds = self._measured_over_nodes(key)
-        if seconds is not None:
-            by_text = self._by_text(key, self.text_tokens.get(held, 0), text_tokens)
-            return seconds * by_text * self._file_drift(module).factor(load)
-        if not self.extrapolate:
-            return None
-        model = self.model_of(module)
-        if model is None:
-            return None
-        return max(model.predict(load) * self._model_drift(module, model).factor(load), 1e-9)
-
-    def _by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
-        """What a point that was measured with `measured_with` text tokens of a sample is to be multiplied by for as
-        many as are wanted, by the module's model, or by that of the file's points alone; 1 where either is not
-        known."""
-        if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
-            return 1.0
-        module = cast(Module, key[0])
-        model = self._model_of_file(module) if of_file else self.model_of(module)
-        before = model.predict(self._load(key, measured_with)) if model is not None else 0.0
-        return model.predict(self._load(key, wanted)) / before if model is not None and before > 0 else 1.0
-
-    def seconds(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
-        """As `price`, but raises PlanError for a point that it cannot price."""
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
-        if seconds is None:
-            raise PlanError(
-                f"the profile has no latency of {module} for batch {batch}, {frames}f {height}x{width} at "
-                f'degree {degree}. Measure it, or set "extrapolate": true.'
-            )
-        return seconds
-
-    def penalty(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
-        """Seconds that a bag over nodes takes more, at normal speed and without a common rail (`CrossNode.fall` says
-        what is left with some): by what its members send or, where that is not known, as a share of its price."""
-        if degree == 1:
-            return 0.0
-        if module == "dit" and self.cross_node.by_rows:
-            load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
-            return self.cross_node.sending(load.sent, degree - 1)
-        share = self.cross_node.penalty
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
-        return share * seconds if seconds is not None else 0.0
-
-    def detour(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        degree: int,
-        text_tokens: int = 0,
-        island_gbps: float = 0.0,
-    ) -> float:
-        """Seconds that a bag inside a node takes more in more NVLink islands than it has to use: as the profile says,
-        or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
-        if degree == 1:
-            return 0.0
-        if module == "dit" and (row_s := self.cross_island.row_s or self._island_row_s(island_gbps)):
-            return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
-        share = self.cross_island.penalty
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
-        return share * seconds if seconds is not None else 0.0
-
-    def modes(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending. A bag
-        of spatial-temporal layers has no more members than there are frames, or positions in one."""
-        cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
-        found = self._cache.get(cache_key)
-        if found is None:
-            most = math.inf
-            if module == "dit" and self.sliced is not None:
-                token_frames = self.tokens(frames, 1, 1)
-                most = max(token_frames, self.tokens(frames, height, width) // token_frames)
-            found = tuple(
-                (k, s)
-                for k in self.candidate_degrees(module)
-                if k <= most
-                and (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
-                and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
-            )
-            self._cache[cache_key] = found
-        return found
-
-    def legal_degrees(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> tuple[int, ...]:
-        return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens, room_gib))
-
-    def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
-        """The size of a cascade of these samples, as `needs` knows it."""
-        return footprint(module, samples, degree, self.tokens, self.needs)
-
-    def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
-        """Whether one sample may run at this degree although one ran out of memory there."""
-        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
-        priced = (
-            degree in self.candidate_degrees(module)
-            and self.price(module, 1, item.frames, item.height, item.width, degree, item.text_tokens) is not None
-        )
-        found = self.footprint(module, [clip], degree)
-        return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
-
-    def fits(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        degree: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> bool:
-        """Whether the cascade stays within the room of a worker, as far as that is known, and below every limit."""
-        clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
-        if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
-            return False
-        return not any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames)
-
-    def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
-        """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""
-        return self.handoff_seconds(item, count) if bag.isdisjoint(producers) else 0.0
-
-    def handoff_seconds(self, item: Item, count: int) -> float:
-        """Delay of a consumer that holds none of the producer's workers. Latents: 16 channels of 4 bytes per token."""
-        if self.handoff.gib_per_s <= 0:
-            return self.handoff.latency_s
-        stride_t, stride_h, stride_w = self.geometry.vae_stride
-        gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
-        return self.handoff.latency_s + gib / self.handoff.gib_per_s
-
-    def update_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""
-        return self.update.seconds(workers, nodes) or 0.0
-
-    def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
-        """Seconds of a step beside its cascades and its end; 0 where no run has measured it."""
-        return remainder_of(self.remainders, workers, nodes)
-
-    def model_of(self, module: Module) -> Fit | None:
-        """The model that prices missing points; fitted to the measured points on first use."""
-        if module in self._fits:
-            return self._fits[module]
-        chosen = self._fit(module)
-        if chosen is not None:
-            self._fits[module] = chosen
-        return chosen
-
-    # -- learning ---------------------------------------------------------------------------------------------------
-
     def measure(
         self, key: PointKey, seconds: float, text_tokens: int | None = None, spread: float | None = None
     ) -> None:
@@ -502,7 +96,7 @@ class Profile:
         if spread is not None:
             self.spread[key] = spread
         self._file_fits.pop(key[0], None)
-        self._forget(cast(Module, key[0]))
+        self.points_changed(cast(Module, key[0]))
         if key[0] == "dit":  # what these are beside
             self.count_over_nodes()
             self.count_handoffs()
@@ -526,12 +120,12 @@ class Profile:
     def use_residual(self, residual: str) -> None:
         """Have the VAE's fit completed by this from now on, one of RESIDUALS."""
         self.residual = residual
-        self._forget("vae")
+        self.points_changed("vae")
 
     def count_exchange(self, exchange_s: float, calls: float = 0.0) -> None:
         """The all-to-alls of the DiT have been measured, of which a cascade makes `calls`."""
         self.exchange_s, self.exchange_calls = exchange_s, calls
-        self._forget("dit")
+        self.points_changed("dit")
 
     def observe(
         self,
@@ -567,7 +161,7 @@ class Profile:
             before = None
         first = LivePoint.of(seconds, 1, text_tokens)
         self._set(key, spanned, first if before is None else before.after(seconds, text_tokens))
-        self._forget(module)
+        self.points_changed(module)
         if spanned is not None:
             self._learn_cross_node()
 
@@ -610,7 +204,7 @@ class Profile:
             self.live.pop(key, None)
         else:
             self.spanning.pop((key, spanned), None)
-        self._forget(cast(Module, key[0]))
+        self.points_changed(cast(Module, key[0]))
 
     def take_up(self, learned: Profile) -> None:
         """Go on with what another profile has learned of the same costs."""
@@ -629,21 +223,12 @@ class Profile:
                 self._updates[point.workers, point.nodes] = LivePoint.of(point.seconds, point.count)
                 self.update = self.update.with_point(point)
         for module in MODULES:
-            self._forget(module)
+            self.points_changed(module)
 
     def expect_needs(self, forecast: Needs) -> None:
         """Predict by this what cascades need of memory, until they have been measured."""
         self.needs.expect(forecast)
         self._cache.clear()
-
-    def ran(self) -> dict[PointKey, LivePoint]:
-        """Every point that ran, as on one node."""
-        return self.live | {key: point for module in MODULES for key, point in self._spanning_only(module).items()}
-
-    def held(self, key: PointKey) -> float:
-        """Seconds of a measured point, as far as what ran since lets it stand."""
-        load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
-        return self.measured[key] * self._file_drift(cast(Module, key[0])).factor(load)
 
     def observe_need(self, found: Footprint, peak_gib: float) -> None:
         """Learn what a cascade needed beside the states."""
@@ -660,25 +245,13 @@ class Profile:
         self.seen_handoffs.add(num_bytes, seconds)
         self._price_handoffs()
 
-    def _price_handoffs(self) -> None:
-        """Where they matter beside the cascades that are known."""
-        cascades = sorted(
-            [point.seconds for key, point in self.live.items() if key[0] == "dit"]
-            or [s for key, s in self.measured.items() if key[0] == "dit"]
-        )
-        cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
-        if cost is not None:
-            self.handoff = Handoff(latency_s=cost[0], gib_per_s=cost[1])
-
     def observe_update(self, workers: int, nodes: int, seconds: float) -> None:
         """Learn what the end of a step took on `workers` workers. Raises ValueError for what cannot have been
         measured."""
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"the end of a step took {seconds} s; a duration must be positive and finite.")
         place = (workers, nodes)
-        before = self._updates.get(place)
-        point = LivePoint.of(seconds) if before is None else before.after(seconds, 0)
-        self._updates[place] = point
+        point = _learned(self._updates, place, seconds)
         found = UpdatePoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
         self.update = self.update.with_point(found)
 
@@ -688,38 +261,10 @@ class Profile:
         if not (math.isfinite(seconds) and seconds >= 0):
             raise ValueError(f"a step took {seconds} s beside its cascades; a duration must be finite and at least 0.")
         place = (workers, nodes)
-        before = self._remainders.get(place)
-        point = LivePoint.of(seconds) if before is None else before.after(seconds, 0)
-        self._remainders[place] = point
+        point = _learned(self._remainders, place, seconds)
         found = RemainderPoint(workers=workers, nodes=nodes, seconds=point.seconds, count=point.count)
         others = [one for one in self.remainders if (one.workers, one.nodes) != place]
         self.remainders = tuple(sorted([*others, found], key=lambda one: (one.nodes, one.workers)))
-
-    # -- inside -----------------------------------------------------------------------------------------------------
-
-    def candidate_degrees(self, module: Module) -> tuple[int, ...]:
-        """The profile's degrees of the module; without that list, those that were measured."""
-        return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
-
-    def points(self, module: Module) -> tuple[list[Load], list[float]]:
-        """Measured and observed points of a module, as cost models take them: those of a file as far as they still
-        hold."""
-        rows = self._known(module)
-        return [self._load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
-
-    def _known(self, module: Module, spanning: bool = True) -> list[tuple[PointKey, float, int]]:
-        """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes."""
-        ran = self.ran() if spanning else self.live
-        rows = [(key, point.seconds, point.text_tokens) for key, point in ran.items() if key[0] == module]
-        known = {key for key, _, _ in rows}
-        for key in self.measured:
-            if key[0] == module and key not in known:
-                rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
-        return [row for row in rows if module == "text" or row[0][2] > 0]
-
-    def _load(self, key: PointKey, text_tokens: int) -> Load:
-        module, batch, frames, height, width, degree = key
-        return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
 
     def _before(self, key: PointKey, spanned: BagSpread | None) -> LivePoint | None:
         """What is known of a point before a measurement; a file counts as one."""
@@ -736,89 +281,15 @@ class Profile:
         else:
             self.spanning[key, spanned] = point
 
-    def _forget(self, module: Module) -> None:
-        """Drop what was derived from the module's points."""
-        self._fits.pop(module, None)
-        self._rates, self._calls = None, None
-        self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
-        self._cache.clear()
-
-    def _on_one_node(self, key: PointKey) -> LivePoint | None:
-        """What a point that ran over nodes only would take on one."""
-        found = [(spanned, point) for (other, spanned), point in self.spanning.items() if other == key]
-        if not found:
-            return None
-        spanned, point = max(found, key=lambda one: one[1].count)
-        return point.over(point.seconds / self._alone(key, point.seconds, spanned.overlap, point.text_tokens))
-
-    def _measured_over_nodes(self, key: PointKey) -> float | None:
-        """What a point of the file that was measured over nodes only would take on one."""
-        found = [self._alone(key, one.seconds, OVERLAP, one.text_tokens) for one in self.over_nodes if one.key == key]
-        return statistics.median(found) if found else None
-
-    def _alone(self, key: PointKey, seconds: float, overlap: float, text_tokens: int) -> float:
-        """What a cascade that takes so long over nodes would take on one."""
-        if key[0] != "dit" or not self.cross_node.by_rows:
-            return seconds / self.cross_node.factor(overlap)
-        more = self.cross_node.fall(overlap) * self.penalty("dit", *key[1:], text_tokens)
-        return max(seconds - more, _LEAST * seconds)
-
-    def _island_row_s(self, island_gbps: float) -> float:
-        """Seconds that a row takes more at this bandwidth than the cost model says it does inside an island."""
-        model = self.model_of("dit")
-        if not (island_gbps and self.row_bytes and model):
-            return 0.0
-        inside = self.exchange_s or dict(zip(FORMS[model.form].names, model.coefficients)).get("comm", 0.0)
-        return max(0.0, self.row_bytes / (1e9 * island_gbps) - inside)
-
-    def _spread(
-        self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
-    ) -> SpreadCascade | None:
-        """A cascade over nodes beside what it takes `alone` on one, else what the cost model says of that."""
-        load, modelled = self._load(key, point.text_tokens), alone is None
-        if alone is None:
-            model = self.model_of(cast(Module, key[0]))
-            alone = model.predict(load) if model is not None else 0.0
-        return (
-            None
-            if alone <= 0
-            else SpreadCascade(
-                seconds=point.seconds,
-                alone=alone,
-                overlap=overlap,
-                rows=load.sent if key[0] == "dit" else 0.0,
-                peers=key[5] - 1,
-                count=point.count,
-                modelled=modelled,
-            )
+    def _price_handoffs(self) -> None:
+        """Where they matter beside the cascades that are known."""
+        cascades = sorted(
+            [point.seconds for key, point in self.live.items() if key[0] == "dit"]
+            or [s for key, s in self.measured.items() if key[0] == "dit"]
         )
-
-    def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
-        keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
-        return {key: point for key in keys if (point := self._on_one_node(key)) is not None}
-
-    def _file_drift(self, module: Module) -> Drift:
-        """The drift of the file's points, by those of them that ran."""
-        if (module, "file") not in self._drifts:
-            both = [key for key in self.live if key[0] == module and key in self.measured]
-            loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
-            ratios = [
-                self.live[key].seconds
-                / self.measured[key]
-                / self._by_text(key, self.text_tokens.get(key, 0), self.live[key].text_tokens, of_file=True)
-                for key in both
-            ]
-            self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
-        return self._drifts[module, "file"]
-
-    def _model_drift(self, module: Module, model: Fit) -> Drift:
-        """The drift of the cost model, by all points that ran."""
-        if (module, "model") not in self._drifts:
-            seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
-            loads = [self._load(key, point.text_tokens) for key, point in seen.items()]
-            ratios = [point.seconds / max(model.predict(load), 1e-9) for load, point in zip(loads, seen.values())]
-            self._drifts[module, "model"] = Drift(loads, ratios, doubt=_DOUBT)
-        return self._drifts[module, "model"]
+        cost = self.seen_handoffs.cost(cascades[len(cascades) // 2] if cascades else 0.0)
+        if cost is not None:
+            self.handoff = cost
 
     def _learn_cross_node(self) -> None:
         """Learn from bags that ran over nodes, beside the same cascade on one node; where none did, beside its
@@ -836,47 +307,29 @@ class Profile:
         self.cross_node = cross_of_spread([one for one in found if one is not None], self.cross_node)
         self._cache.clear()
 
-    def _model_of_file(self, module: Module) -> Fit | None:
-        """The same as it was before a run."""
-        if module not in self._file_fits:
-            keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
-            loads = [self._load(key, self.text_tokens.get(key, 0)) for key in keys]
-            prior = self.models.get(module) or PRIORS[module]
-            seconds = [self.measured[key] for key in keys]
-            self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
-        return self._file_fits[module]
-
-    def _fit(self, module: Module) -> Fit | None:
-        prior = self.models.get(module)
-        loads, seconds = self.points(module)
-        if not loads:
-            return prior
-        residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
-        exchange = (self.exchange_s, self.exchange_calls) if module == "dit" else (0.0, 0.0)
-        if prior is None:
-            prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
-        found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
-        if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
-            notes.append(
-                f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "
-                f"{LEAST_POINTS}; the FLOP model is scaled to {'them' if len(loads) > 1 else 'it'}."
-            )
-        self._note(module, notes)
-        return found
-
-    def _note(self, module: Module, notes: Sequence[str]) -> None:
-        """Notes on the fit of now, in place of those on earlier ones."""
-        for note in notes:
-            if note not in self.notes:
-                log.info(note)
-        self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
+    def _spread(
+        self, key: PointKey, point: LivePoint, alone: float | None, overlap: float = OVERLAP
+    ) -> SpreadCascade | None:
+        """A cascade over nodes beside what it takes `alone` on one, else what the cost model says of that."""
+        load, modelled = self.load(key, point.text_tokens), alone is None
+        if alone is None:
+            model = self.model_of(cast(Module, key[0]))
+            alone = model.predict(load) if model is not None else 0.0
+        if alone <= 0:
+            return None
+        return SpreadCascade(
+            seconds=point.seconds,
+            alone=alone,
+            overlap=overlap,
+            rows=load.sent if key[0] == "dit" else 0.0,
+            peers=key[5] - 1,
+            count=point.count,
+            modelled=modelled,
+        )
 
 
-def refuse_degrees(degrees: Iterable[int]) -> None:
-    """Raises PlanError for the first that no bag can have."""
-    for degree in degrees:
-        if degree < 1:
-            raise PlanError(f"degree {degree} must be at least 1.")
-
-
-assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"
+def _learned(points: dict[tuple[int, int], LivePoint], place: tuple[int, int], seconds: float) -> LivePoint:
+    """The point of this place (workers, nodes) with one measurement more."""
+    before = points.get(place)
+    points[place] = LivePoint.of(seconds) if before is None else before.after(seconds)
+    return points[place]

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from actors.plan.costs.exchange import ExchangePoint
-from actors.plan.costs.handoff import HandoffPoint
+from actors.plan.costs.handoff import Handoff, HandoffPoint
+from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import KnownNeeds
-from actors.plan.costs.profile import Handoff, MaxFrames, PointKey, ProfiledSetting
+from actors.plan.costs.point import PointKey
 from actors.plan.costs.remainder import RemainderPoint
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts

@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from actors.plan.costs.profile import LivePoint, Profile
+from actors.plan.costs.point import LivePoint
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_file import ProfileFile, ProfileLimits
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.types import MODULES, PlanError

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from actors.plan.costs.fit import nonnegative_fit
+from actors.plan.costs.point import PointKey
 from actors.plan.costs.topology import CrossNode, cross_of
 from actors.plan.types import Module, refuse_below, refuse_unless_positive
 
@@ -39,8 +40,7 @@ class SpanningPoint:
         refuse_unless_positive(self, "seconds")
 
     @property
-    def key(self) -> tuple[str, int, int, int, int, int]:
-        """The cascade, as profiles name it."""
+    def key(self) -> PointKey:
         return self.module, self.batch, self.frames, self.height, self.width, self.degree
 
 

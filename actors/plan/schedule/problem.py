@@ -7,13 +7,14 @@ order and workers; the evaluator makes cascades of their decision and times them
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.plan.costs.needs import TRIES, Samples
-from actors.plan.costs.profile import Profile, refuse_degrees
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
-from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError
+from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
 from ops.degrees import default_degrees
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
@@ -43,6 +44,7 @@ class PlanOptions:
     degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: all the profile allows
     topology: str = ""  # knapsack only; empty: chosen by itself
     static_degree: int = 0  # static only; 0: the best fixed degree for this workload
+    proof_s: float = 20.0  # exact only: seconds that it may take even if the budget is smaller, as a proof needs them
     split: bool = True  # a batch may run as several cascades
     lookahead: int = 1  # steps whose encodes may fill gaps of this one
     replans: bool = False  # only the first step will be executed: the budget is spent on it alone
@@ -50,7 +52,9 @@ class PlanOptions:
     bag_peers: int = (
         0  # a bag with more has a communicator too many: planned where no smaller one is legal; 0: no limit
     )
-    counted: bool = False  # a search ends with its counted work, however long that takes: the same plan on any machine
+    counted: bool = False
+    """A search ends with its counted work, however long that takes: the same plan on any machine. Not that of a large
+    cluster in cells, whose rounds the clock ends."""
     mapper: Mapper = Mapper()
 
     def __post_init__(self) -> None:
@@ -58,6 +62,10 @@ class PlanOptions:
             raise PlanError(f"planner.budget_s is {self.budget_s}; it must be a number of seconds of at least 0.")
         if self.lookahead < 0:
             raise PlanError(f"planner.lookahead is {self.lookahead}; it must be at least 0.")
+
+    def clock_end(self, end: float) -> float:
+        """When the clock ends a search that should be over by `end`: never where its work is counted."""
+        return math.inf if self.counted else end
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
 
 log = logging.getLogger(__name__)
-EXACT_S = 20.0  # seconds that it may take even if the budget is smaller: a proof needs them
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
 
 
@@ -51,11 +50,11 @@ def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
 
 
 def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: ListSchedule, seed: int) -> ListSchedule:
-    """The proven optimum, or the best found in max(EXACT_S, budget); never worse than `start`."""
+    """The proven optimum, or the best found in the larger of budget and `proof_s`; never worse than `start`."""
     nodes = [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))]
     degrees = [len(start.where[i]) for i in range(len(jobs))]
     hint = SearchResult(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
-    budget_s = max(EXACT_S, problem.options.budget_s)
+    budget_s = max(problem.options.proof_s, problem.options.budget_s)
     found, _ = solve(problem, jobs, hint, budget_s, seed)
     best = realise(problem, jobs, start.context, found, budget_s)
     return best if max(best.end) < max(start.end) - EPS else start
@@ -113,7 +112,7 @@ def solve(
     solver.parameters.num_workers = 1  # with one worker and deterministic time the answer does not depend on the load
     solver.parameters.random_seed = seed
     solver.parameters.max_deterministic_time = budget_s
-    solver.parameters.max_time_in_seconds = budget_s
+    solver.parameters.max_time_in_seconds = problem.options.clock_end(budget_s)
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         if hint is None:

@@ -6,7 +6,6 @@ placement comes afterwards.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -48,7 +47,7 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
     choices = [[k for k, _ in job.modes] for job in jobs]
     population = [[source.choice(options) for options in choices] for _ in range(POPULATION)]
     generations = max(1, min(GENERATIONS, int(budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
-    deadline = math.inf if problem.options.counted else time.perf_counter() + PATIENCE * budget_s
+    deadline = problem.options.clock_end(time.perf_counter() + PATIENCE * budget_s)
     seconds = [dict(job.at_best(problem.topology)) for job in jobs]
 
     def makespan(genes: list[int]) -> float:

@@ -125,7 +125,7 @@ class Watching:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A run on a virtual cluster."""
+    """A run on a virtual cluster, with items of the `workload`."""
 
     nodes: int
     gpus: int = 8
@@ -134,6 +134,7 @@ class Setup:
     static_degree: int = 4
     budget_s: float = 0.2  # real seconds of planning
     physics: Physics = field(default_factory=Physics)
+    workload: Path = WORKLOAD
     disturbances: tuple[Disturbance, ...] = ()
 
 
@@ -362,7 +363,7 @@ def scaled_profile(speed: float) -> Profile:
 
 def workload(setup: Setup) -> list[list[Item]]:
     """Items of every step: as many for four GPUs as in the published workload, drawn from all of its steps."""
-    known = [item for step in json.loads(WORKLOAD.read_text())["steps"] for item in step]
+    known = [item for step in json.loads(setup.workload.read_text())["steps"] for item in step]
     luck = random.Random(setup.physics.seed)
     fields = ("batch", "frames", "height", "width")
     return [

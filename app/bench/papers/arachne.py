@@ -10,7 +10,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import figures, windows

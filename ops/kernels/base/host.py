@@ -6,6 +6,9 @@ Nothing here reads a value from the device.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -15,20 +18,42 @@ from ops.kernels.base.tuning import Launch
 
 log = logging.getLogger(__name__)
 
-ROWS_MIN = 32  # a persistent program with fewer rows does not pay for its slot in the second stage
-INTERPRETER_PROGRAMS = 3  # stands in for the multiprocessors of a GPU when the interpreter runs on CPU tensors
+
+@dataclass(frozen=True, slots=True)
+class RowShares:
+    """How rows are dealt out to persistent programs."""
+
+    least: int = 32  # a program with fewer rows does not pay for its slot in the second stage
+    interpreted: int = 3  # stands in for the multiprocessors of a GPU when the interpreter runs on CPU tensors
+
+
+_shares = RowShares()
+
+
+@contextmanager
+def dealt(shares: RowShares) -> Iterator[None]:
+    """Deal out rows in another way: in tests a few rows already cross programs and runs."""
+    global _shares
+    before, _shares = _shares, shares
+    try:
+        yield
+    finally:
+        _shares = before
 
 
 def num_programs(num_rows: int, most: int) -> int:
-    """Persistent programs: `most` fill the device, each takes at least ROWS_MIN rows and none is without a row."""
-    rows_per_program = -(-num_rows // max(min(most, -(-num_rows // ROWS_MIN)), 1))
+    """Persistent programs: `most` fill the device, each takes the least number of rows or more and none is without a
+    row."""
+    rows_per_program = -(-num_rows // max(min(most, -(-num_rows // _shares.least)), 1))
     return -(-num_rows // rows_per_program)
 
 
-@cache
 def num_sms(device: torch.device) -> int:
-    if device.type != "cuda":
-        return INTERPRETER_PROGRAMS
+    return _multiprocessors(device) if device.type == "cuda" else _shares.interpreted
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

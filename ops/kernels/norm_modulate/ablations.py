@@ -110,13 +110,13 @@ def dtile_kernel(
 
 
 def dtile_bwd(
-    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, segments: Segments
+    dy: Tensor, x: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, segments: Segments, tile_rows: int = ROWS
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dscale, dshift of LayerNorm-modulate by AdaptiveLoad's two-pass reduction."""
+    """dx, dscale, dshift of LayerNorm-modulate by AdaptiveLoad's two-pass reduction, in tiles of `tile_rows` rows."""
     num_rows, width = x.shape
     dx = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
     _launch_dx(dy, x, scale, mean, rstd, segments, dx, None)
-    tiles = -(-num_rows // ROWS)
+    tiles = -(-num_rows // tile_rows)
     num_slots = tiles + segments.num_runs
     slots = torch.empty(2, num_slots, width, dtype=torch.float32, device=x.device)
     dtile_kernel[(-(-width // COLUMNS), tiles)](
@@ -133,10 +133,10 @@ def dtile_bwd(
         x.stride(0) // 8,
         D=width,
         COLUMNS=COLUMNS,
-        ROWS=ROWS,
+        ROWS=tile_rows,
         num_warps=COLUMNS // 32,
     )
-    dscale, dshift = sum_slots(slots, segments, ROWS, segments.num_mods)
+    dscale, dshift = sum_slots(slots, segments, tile_rows, segments.num_mods)
     return dx, dscale, dshift
 
 

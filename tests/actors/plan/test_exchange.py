@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from actors.plan.costs.exchange import CallLatency, ExchangePoint, exchange_speed
-from actors.plan.costs.flops import exchange_calls, exchange_seconds, flop_coefficients
+from actors.plan.costs.flops import PRIORS, exchange_calls, exchange_seconds, flop_coefficients
 from actors.plan.costs.forms import FORMS
-from actors.plan.costs.profile import PRIORS, Profile
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig

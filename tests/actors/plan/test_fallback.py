@@ -9,11 +9,12 @@ import pytest
 
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.schedule.problem import Problem
 from actors.plan.strategies.cascade import plan_horizon
 from actors.plan.types import Cascade, Cluster
 from actors.planning.make_plan import make_plan
 from app.inputs.workload import read_workload
+from tests.actors.plan.options import counted
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 
@@ -25,7 +26,7 @@ def test_cascade_ends_no_later_than_knapsack(name: str, nodes: int, h100: Profil
     cluster = Cluster(nodes=(8,) * nodes)
     ends = {}
     for strategy in ("cascade", "knapsack"):
-        plan = make_plan(steps, h100, cluster, PlanOptions(strategy=strategy, budget_s=0.001))
+        plan = make_plan(steps, h100, cluster, counted(strategy=strategy, budget_s=0.001))
         check(plan, steps, h100, cluster)
         ends[strategy] = plan.steps[0].makespan_s
     assert ends["cascade"] <= ends["knapsack"] + 1e-9
@@ -43,10 +44,10 @@ def test_a_search_that_found_little_is_replaced_by_knapsack(h100: Profile, monke
             end = found[-1].end_s
         return found
 
-    packed = make_plan(steps, h100, cluster, PlanOptions(strategy="knapsack"))
+    packed = make_plan(steps, h100, cluster, counted(strategy="knapsack"))
     monkeypatch.setattr("actors.plan.strategies.cascade.plan_horizon", one_by_one)
     for replans in (False, True):
-        plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.2, replans=replans, least_gain=0.1 * replans))
+        plan = make_plan(steps, h100, cluster, counted(budget_s=0.2, replans=replans, least_gain=0.1 * replans))
         assert plan.steps[0].makespan_s == pytest.approx(packed.steps[0].makespan_s)
         assert len(plan.steps[0].cascades) == len(packed.steps[0].cascades)
         assert plan.steps[0].planning_s > 0

@@ -6,9 +6,9 @@ import pytest
 
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
+from tests.actors.plan.options import counted
 
 
 @pytest.mark.parametrize("strategy", ["flexsp", "flexsp_greedy"])
@@ -27,6 +27,6 @@ def test_pieces_without_a_common_degree_take_their_own(strategy: str) -> None:
         }
     )
     steps = [[Item(id="a", batch=3, frames=17, height=64, width=64, cached=("text", "vae"))]]
-    plan = make_plan(steps, profile, Cluster(nodes=(4,)), PlanOptions(strategy=strategy))
+    plan = make_plan(steps, profile, Cluster(nodes=(4,)), counted(strategy=strategy))
     check(plan, steps, profile, Cluster(nodes=(4,)))
     assert sorted((c.batch, c.degree) for c in plan.steps[0].cascades) == [(1, 1), (2, 2)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from actors.messages import Span
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import PlanOptions, Problem, StepContext

@@ -11,13 +11,13 @@ from actors.config import TrainConfig, TrainMemoryConfig
 from actors.plan.costs.needs import BAG, SOLO, TRIES, Footprint, NeedLine, Needs, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile, write_profile
-from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.learned import save_learned, setting_of, take_up
 from actors.planning.make_plan import make_plan
 from actors.planning.options import tell_updates
 from ops.models.config import ModelConfig
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 MODEL = ModelConfig(dit=WanConfig(num_heads=4))
 TRAIN = TrainConfig()
@@ -52,7 +52,7 @@ def largest_dit(profile: Profile) -> int:
     """Clips of the largest DiT cascade that is planned of a batch of three on one worker."""
     item = Item(id="x", batch=3, frames=33, height=96, width=96, text_tokens=8)
     cluster = Cluster(nodes=(1,), room_gib=(60.0,))
-    plan = make_plan([[item]], profile, cluster, PlanOptions(budget_s=0.0))
+    plan = make_plan([[item]], profile, cluster, counted(budget_s=0.0))
     return max(cascade.batch for cascade in plan.steps[0].cascades if cascade.module == "dit")
 
 

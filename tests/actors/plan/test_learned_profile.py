@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig, TrainConfig
-from actors.plan.costs.profile import Profile, ProfiledSetting
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.types import PlanError
 from actors.planning.learned import save_learned, setting_of, take_up

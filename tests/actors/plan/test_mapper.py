@@ -13,6 +13,7 @@ from actors.plan.schedule.problem import Mapper, PlannedJob, PlanOptions, Proble
 from actors.plan.types import Cluster, Item, places_in
 from actors.planning.make_plan import make_plan
 from app.bench.mapper import MAPPERS
+from tests.actors.plan.options import counted
 
 CLUSTER = Cluster(nodes=(8, 8), places=places_in((8, 8), rails="AABBCCDD"))
 ITEM = Item(id="a", batch=1, frames=13, height=720, width=1280, text_tokens=100)
@@ -63,5 +64,5 @@ def test_of_equal_workers_those_that_hold_the_inputs_are_taken(
 @pytest.mark.parametrize("name", MAPPERS)
 def test_plans_of_every_mapper_are_legal(h100: Profile, name: str) -> None:
     step = [Item(id=str(frames), batch=1, frames=frames, height=1280, width=720) for frames in (81, 97, 113, 129)]
-    plan = make_plan([step], h100, CLUSTER, PlanOptions(budget_s=0.05, counted=True, mapper=MAPPERS[name]))
+    plan = make_plan([step], h100, CLUSTER, counted(budget_s=0.05, mapper=MAPPERS[name]))
     check(plan, [step], h100, CLUSTER)

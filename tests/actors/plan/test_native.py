@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +30,7 @@ from actors.plan.strategies.search.step_jobs import StepsAhead, choices
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="the C search was not built")
 ROOT = Path(__file__).resolve().parents[3]
@@ -138,16 +138,16 @@ def test_the_vectorised_and_the_compiled_search_agree_on_a_small_step(
     h100: Profile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = step_of(1, 7)
-    compiled = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    compiled = make_plan([step], h100, Cluster(nodes=(8,)), counted(budget_s=0.2)).steps[0].makespan_s
     monkeypatch.setattr(native, "library", lambda: None)
-    vectorised = make_plan([step], h100, Cluster(nodes=(8,)), PlanOptions(budget_s=0.2)).steps[0].makespan_s
+    vectorised = make_plan([step], h100, Cluster(nodes=(8,)), counted(budget_s=0.2)).steps[0].makespan_s
     assert compiled == pytest.approx(vectorised, rel=1e-6)
 
 
 def test_without_a_compiler_the_step_is_still_planned(h100: Profile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     steps = [step_of(8, 5, 3, 1), step_of(7, 4, 2, 0)]
-    plan = make_plan(steps, h100, Cluster(nodes=(8, 8)), PlanOptions(budget_s=0.05))
+    plan = make_plan(steps, h100, Cluster(nodes=(8, 8)), counted(budget_s=0.05))
     check(plan, steps, h100, Cluster(nodes=(8, 8)))
 
 
@@ -171,29 +171,15 @@ def test_the_wall_clock_ends_a_search(h100: Profile) -> None:
     assert found is None or found.rounds < 0.05 * native.evaluations_for(space, 100.0)
 
 
-@pytest.fixture
-def looked_up() -> Iterator[None]:
-    """`native.library` looks again, in this test and after it."""
-    native.library.cache_clear()
-    yield
-    native.library.cache_clear()
+@needs_compiler
+def test_a_search_built_from_another_version_is_not_used() -> None:
+    assert native.library(version=native.VERSION + 1) is None
 
 
 @needs_compiler
-@pytest.mark.usefixtures("looked_up")
-def test_a_search_built_from_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "VERSION", native.VERSION + 1)
-    assert native.library() is None
-
-
-@needs_compiler
-@pytest.mark.usefixtures("looked_up")
-def test_a_copy_of_the_tree_without_built_files_uses_the_installed_search(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_tree_without_built_files_uses_the_installed_search(tmp_path: Path) -> None:
     """As a job submitted to a cluster runs."""
-    monkeypatch.setattr(native, "__file__", str(tmp_path / "actors" / "plan" / "strategies" / "search" / "native.py"))
-    assert native.library() is not None
+    assert native.library(tree=tmp_path) is not None
 
 
 @pytest.mark.timeout(600)

@@ -13,7 +13,6 @@ import torch
 from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, Samples, footprint, line_through
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
-from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan
 from actors.planning.memory import _vae_needs, predict_dit
@@ -26,6 +25,7 @@ from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 from ops.packing import Sequence as PackedSequence
+from tests.actors.plan.options import counted
 from tests.ops.test_vae import pictures, wan
 
 MIXED = [(1, 64, 64, 4), (17, 64, 96, 2), (33, 96, 96, 1), (17, 64, 64, 3), (33, 64, 96, 2)]
@@ -62,7 +62,7 @@ def found(units: float, kind: str = "solo") -> Footprint:
 def plan(
     items: tuple[Item, ...], made: Profile, cluster: Cluster, strategy: str = "cascade", **options: object
 ) -> Plan:
-    planned = make_plan([items], made, cluster, PlanOptions(strategy=strategy, budget_s=0.01, **options))
+    planned = make_plan([items], made, cluster, counted(strategy=strategy, budget_s=0.01, **options))
     check(planned, [items], made, cluster)
     return planned
 

@@ -22,6 +22,7 @@ from actors.plan.strategies.search.space import SearchResult
 from actors.plan.types import Cascade, Cluster, GpuPlace, Item, Part, PlanError, hops_between, places_in
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 ITEM = Item(id="a", batch=1, frames=13, height=720, width=1280, text_tokens=100)
 PAIRS = Cluster(nodes=(8,), places=places_in((8,), islands="AABBCCDD", numa=(0, 0, 0, 0, 1, 1, 1, 1)))
@@ -230,7 +231,7 @@ def test_plans_of_every_strategy_are_legal_where_islands_cost(strategy: str) -> 
         [Item(id=f"{frames}", batch=2, frames=frames, height=480, width=832, text_tokens=60) for frames in sizes]
         for sizes in ((17, 33, 49, 81), (81, 65, 33))
     ]
-    plan = make_plan(steps, profile, cluster, PlanOptions(strategy=strategy, budget_s=0.05, counted=True))
+    plan = make_plan(steps, profile, cluster, counted(strategy=strategy, budget_s=0.05))
     check(plan, steps, profile, cluster)
 
 
@@ -240,6 +241,6 @@ def test_a_search_keeps_bags_in_their_islands() -> None:
     profile.cross_island = CrossIsland(penalty=0.5)
     cluster = Cluster(nodes=(4,), places=places_in((4,), islands="ABAB"))
     step = [Item(id=str(n), batch=1, frames=33, height=480, width=832, text_tokens=60) for n in range(4)]
-    plan = make_plan([step], profile, cluster, PlanOptions(budget_s=0.05, counted=True, degrees=(2,)))
+    plan = make_plan([step], profile, cluster, counted(budget_s=0.05, degrees=(2,)))
     bags = {cascade.workers for cascade in plan.steps[0].cascades if cascade.module == "dit"}
     assert bags == {(0, 2), (1, 3)}

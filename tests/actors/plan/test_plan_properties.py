@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import random
 import statistics
+import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
 from actors.plan.schedule.figures import rolling_bound
@@ -24,6 +26,7 @@ from actors.run.dispatch import end_of
 from actors.run.steps import early_encodes
 from app.bench.planner import as_run
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 QUICK = tuple(name for name in STRATEGIES if name != "exact")
 FLOPS = Profile.from_flops(WanConfig(num_heads=4))
@@ -35,6 +38,7 @@ items = st.builds(
     st.integers(1, 4),
     st.integers(0, 40),
 )
+
 workloads = st.lists(st.lists(items, min_size=1, max_size=6), min_size=1, max_size=3)
 clusters = st.lists(st.integers(1, 3), min_size=1, max_size=3).map(lambda nodes: Cluster(nodes=tuple(nodes)))
 
@@ -53,7 +57,7 @@ def named(steps: list[list[tuple[int, int, int, int, int]]]) -> list[list[Item]]
 @given(workloads, clusters, st.sampled_from(QUICK))
 def test_every_plan_of_every_strategy_is_legal(steps: list, cluster: Cluster, strategy: str) -> None:
     workload = named(steps)
-    options = PlanOptions(strategy=strategy, budget_s=0.01)
+    options = counted(strategy=strategy, budget_s=0.01)
     plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
     assert all(step.makespan_s >= step.lower_bound_s * (1 - 1e-9) for step in plan.steps)
@@ -72,7 +76,7 @@ def test_one_worker_plans_a_rolling_sequence_in_the_seconds_of_its_bound(seed: i
     source = random.Random(seed)
     steps = [[(source.randint(1, 3), 17, 32 * side, 64, 20) for side in source.sample(range(1, 6), 3)] for _ in "123"]
     workload, cluster = named(steps), Cluster(nodes=(1,))
-    options = PlanOptions(counted=True, budget_s=0.02, lookahead=1)
+    options = counted(budget_s=0.02, lookahead=1)
     plan = make_plan(workload, FLOPS, cluster, options)
     assert mean_seconds(plan) == pytest.approx(rolling_bound(Problem(workload, FLOPS, cluster, options)))
 
@@ -80,7 +84,7 @@ def test_one_worker_plans_a_rolling_sequence_in_the_seconds_of_its_bound(seed: i
 def test_the_bound_of_a_rolling_sequence_knows_that_dits_of_two_steps_do_not_overlap() -> None:
     """One clip per step leaves most workers idle: the work shared by all of them is less than what is reached."""
     workload, cluster = named([[(1, 1, 32, 32, 0)]] * 3), Cluster(nodes=(4,))
-    options = PlanOptions(counted=True, budget_s=0.02, lookahead=1, degrees=(1,))
+    options = counted(budget_s=0.02, lookahead=1, degrees=(1,))
     plan = make_plan(workload, FLOPS, cluster, options)
     shared = (
         sum(c.seconds * c.degree for step in plan.steps for c in step.cascades) / cluster.num_workers / len(workload)
@@ -93,9 +97,7 @@ def test_the_bound_of_a_rolling_sequence_knows_that_dits_of_two_steps_do_not_ove
 def test_steps_planned_one_by_one_go_on_from_what_earlier_ones_have_encoded(workers: int) -> None:
     """As `heddle bench planner` does it: no encode is planned twice, and what is known of later steps fills gaps."""
     workload, cluster = named([[(2, 17, 96, 64, 20), (1, 33, 64, 64, 20)]] * 4), Cluster(nodes=(workers,))
-    ahead, alone = (
-        as_run(workload, FLOPS, cluster, PlanOptions(counted=True, lookahead=lookahead)) for lookahead in (1, 0)
-    )
+    ahead, alone = (as_run(workload, FLOPS, cluster, counted(lookahead=lookahead)) for lookahead in (1, 0))
     bound = rolling_bound(Problem(workload, FLOPS, cluster, PlanOptions()))
     seconds, without = (sum(step.makespan_s for step in steps) for steps in (ahead, alone))
     assert len(workload) * bound * (1 - 1e-9) <= seconds <= without * (1 + 1e-9)
@@ -109,7 +111,7 @@ def test_steps_planned_one_by_one_go_on_from_what_earlier_ones_have_encoded(work
 def test_plans_on_workers_of_unequal_speed_are_legal(steps: list, workers: int, source: random.Random) -> None:
     workload = named(steps)
     cluster = Cluster(nodes=(workers,), speed=tuple(source.choice([0.5, 0.8, 1.0]) for _ in range(workers)))
-    plan = make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=0.01))
+    plan = make_plan(workload, FLOPS, cluster, counted(budget_s=0.01))
     check(plan, workload, FLOPS, cluster)
 
 
@@ -117,7 +119,7 @@ def test_plans_on_workers_of_unequal_speed_are_legal(steps: list, workers: int, 
 @given(workloads, clusters, st.integers(0, 3))
 def test_same_input_and_seed_give_the_same_plan(steps: list, cluster: Cluster, seed: int) -> None:
     def times() -> list:
-        plan = make_plan(named(steps), FLOPS, cluster, PlanOptions(budget_s=0.005), seed=seed)
+        plan = make_plan(named(steps), FLOPS, cluster, counted(budget_s=0.005), seed=seed)
         return [step.cascades for step in plan.steps]
 
     assert times() == times()
@@ -128,7 +130,7 @@ def test_same_input_and_seed_give_the_same_plan(steps: list, cluster: Cluster, s
 def test_cascade_is_never_worse_than_its_starting_plan(steps: list, cluster: Cluster) -> None:
     workload = named(steps[:1])
     start, searched = (
-        make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=budget)).steps[0].makespan_s for budget in (0.0, 0.02)
+        make_plan(workload, FLOPS, cluster, counted(budget_s=budget)).steps[0].makespan_s for budget in (0.0, 0.02)
     )
     assert searched <= start * (1 + 1e-9)
 
@@ -138,7 +140,7 @@ def test_cascade_is_never_worse_than_its_starting_plan(steps: list, cluster: Clu
 def test_adding_a_worker_never_makes_the_plan_slower_by_more_than_one_percent(step: list, workers: int) -> None:
     workload = named([step])
     fewer, more = (
-        make_plan(workload, FLOPS, Cluster(nodes=(n,)), PlanOptions(budget_s=0.05)).steps[0].makespan_s
+        make_plan(workload, FLOPS, Cluster(nodes=(n,)), counted(budget_s=0.05)).steps[0].makespan_s
         for n in (workers, workers + 1)
     )
     assert more <= 1.01 * fewer
@@ -148,7 +150,7 @@ def test_adding_a_worker_never_makes_the_plan_slower_by_more_than_one_percent(st
 @given(workloads, clusters)
 def test_what_runs_in_a_step_is_free_of_deadlock_and_complete(steps: list, cluster: Cluster) -> None:
     workload = named(steps)
-    plan = make_plan(workload, FLOPS, cluster, PlanOptions(budget_s=0.01))
+    plan = make_plan(workload, FLOPS, cluster, counted(budget_s=0.01))
     executed = rolling_cut(plan)
     assert bag_order_is_deadlock_free(executed)
     assert {c.id for c in plan.steps[0].cascades} <= {c.id for c in executed if c.step == 0}
@@ -163,7 +165,7 @@ def test_what_outlasts_a_step_is_the_last_of_its_workers_and_the_next_plan_waits
     """And what a step takes longer than one planned alone is repaid by encodes of later steps, or less than the gain
     that a run asks for before it packs or cuts a batch."""
     workload = named(steps)
-    options = PlanOptions(budget_s=0.02, replans=True, counted=True, least_gain=LEAST_GAIN)
+    options = counted(budget_s=0.02, replans=True, least_gain=LEAST_GAIN)
     plan = make_plan(workload, FLOPS, cluster, options)
     check(plan, workload, FLOPS, cluster)
     executed = rolling_cut(plan)
@@ -184,11 +186,11 @@ def test_what_outlasts_a_step_is_the_last_of_its_workers_and_the_next_plan_waits
 def test_a_plan_counts_on_workers_that_are_still_at_an_early_encode(strategy: str) -> None:
     workload, cluster = named([[(2, 17, 64, 64, 20), (1, 5, 64, 64, 20)]]), Cluster(nodes=(2,))
     done = [EarlyEncode(item=workload[0][0].id, module="vae", workers=(1,), end_s=3.0)]
-    plan = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=done)
+    plan = make_plan(workload, FLOPS, cluster, counted(strategy=strategy, budget_s=0.01), done=done)
     check(plan, workload, FLOPS, cluster, done=done)
     assert min(c.start_s for step in plan.steps for c in step.cascades if 1 in c.workers) >= 3.0
     idle = [replace(done[0], end_s=0.0)]
-    free = make_plan(workload, FLOPS, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=idle)
+    free = make_plan(workload, FLOPS, cluster, counted(strategy=strategy, budget_s=0.01), done=idle)
     with pytest.raises(PlanError, match="before"):
         check(free, workload, FLOPS, cluster, done=done)
 
@@ -202,7 +204,7 @@ def test_every_piece_of_a_cut_item_that_ran_early_is_waited_for(strategy: str, o
     slow.handoff = Handoff(latency_s=0.5)
     piece = EarlyEncode(item="i0", module="text", workers=(0,), end_s=over_s, first=0, count=1)
     done = [piece, replace(piece, workers=(1,), end_s=0.0, first=1)]
-    plan = make_plan(workload, slow, cluster, PlanOptions(strategy=strategy, budget_s=0.01), done=done)
+    plan = make_plan(workload, slow, cluster, counted(strategy=strategy, budget_s=0.01), done=done)
     check(plan, workload, slow, cluster, done=done)
     assert not [c for c in plan.steps[0].cascades if c.module == "text" and c.item == "i0"]
     elsewhere = [c for c in plan.steps[0].cascades if c.module == "dit" and c.item == "i0" and 0 not in c.workers]
@@ -244,19 +246,32 @@ def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
 @given(st.lists(items, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 2))
 def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, size: int, nodes: int) -> None:
     workload, cluster = named([step]), Cluster(nodes=(size,) * nodes)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actors.plan.strategies.exact.EXACT_S", 0.5)
-        start, cascade, exact = (
-            make_plan(workload, FLOPS, cluster, PlanOptions(strategy=name, budget_s=budget)).steps[0].makespan_s
-            for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02))
-        )
+    start, cascade, exact = (
+        make_plan(workload, FLOPS, cluster, counted(strategy=name, budget_s=budget, proof_s=0.5)).steps[0].makespan_s
+        for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02))
+    )
     assert exact <= cascade * (1 + 1e-9) and cascade <= start * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["cascade", "genetic"])
+def test_a_search_that_counts_its_work_looks_at_no_clock(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = [(1 + n % 4, (5, 17, 33)[n % 3], 64, 32 + 32 * (n % 2), 10) for n in range(8)]
+    workload, cluster = named([step]), Cluster(nodes=(4,))
+
+    def cascades(options: PlanOptions) -> tuple[Cascade, ...]:
+        return make_plan(workload, FLOPS, cluster, options).steps[0].cascades
+
+    plain = cascades(counted(strategy=strategy, budget_s=0.1))
+    hours = itertools.count(0.0, 3600.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(hours))
+    assert cascades(counted(strategy=strategy, budget_s=0.1)) == plain
+    assert cascades(PlanOptions(strategy=strategy, budget_s=0.1)) != plain, "it never had to end"
 
 
 def test_finished_encodes_are_not_planned_again() -> None:
     workload = named([[(2, 17, 64, 64, 10), (1, 33, 64, 64, 10)], [(1, 5, 64, 64, 10)]])
     done = [EarlyEncode(item="i0", module="vae", workers=(1,)), EarlyEncode(item="i0", module="text", workers=(0,))]
-    plan = make_plan(workload, FLOPS, Cluster(nodes=(2,)), PlanOptions(budget_s=0.01), first_step=5, done=done)
+    plan = make_plan(workload, FLOPS, Cluster(nodes=(2,)), counted(budget_s=0.01), first_step=5, done=done)
     check(plan, workload, FLOPS, Cluster(nodes=(2,)), done=done)
     assert {c.module for c in plan.steps[0].cascades if c.item == "i0"} == {"dit"}
     assert plan.steps[0].step == 5
@@ -269,8 +284,8 @@ def test_brute_force_agrees_on_small_instances(h100: Profile, seed: int) -> None
     step = [Item(id=f"i{n}", batch=b, frames=f, height=1280, width=720) for n, (b, f) in enumerate(shapes)]
     cluster = Cluster(nodes=(8,))
     best = brute_force(Problem([step], h100, cluster, PlanOptions(split=False)))
-    found = make_plan([step], h100, cluster, PlanOptions(budget_s=0.3, split=False)).steps[0].makespan_s
-    proven = make_plan([step], h100, cluster, PlanOptions(strategy="exact", budget_s=0.3)).steps[0].makespan_s
+    found = make_plan([step], h100, cluster, counted(budget_s=0.3, split=False)).steps[0].makespan_s
+    proven = make_plan([step], h100, cluster, counted(strategy="exact", budget_s=0.3)).steps[0].makespan_s
     assert found == pytest.approx(best, rel=1e-6)
     assert proven == pytest.approx(best, rel=1e-3)
 

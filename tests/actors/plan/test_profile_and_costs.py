@@ -15,7 +15,6 @@ from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.topology import CrossNode, Topology
-from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
@@ -24,6 +23,7 @@ from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig
 from ops.models.wan.config import WanConfig
 from ops.typed import as_plain
+from tests.actors.plan.options import counted
 
 ENTRY = {"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 2.0}
 
@@ -211,14 +211,12 @@ def test_malformed_json_names_file_and_line(tmp_path: Path) -> None:
 def test_an_item_that_no_degree_holds_is_named_with_a_remedy(h100: Profile) -> None:
     big = Item(id="big", batch=1, frames=129, height=1280, width=720)
     with pytest.raises(PlanError, match=r"'big' \(129f .* on 2 workers: the smallest is 4\. Add 2 workers"):
-        make_plan([[big]], h100, Cluster(nodes=(2,)), PlanOptions())
+        make_plan([[big]], h100, Cluster(nodes=(2,)), counted())
     many = Item(id="many", batch=3, frames=129, height=1280, width=720)
     with pytest.raises(PlanError, match="Use batch 1"):
-        make_plan([[many]], h100, Cluster(nodes=(8,)), PlanOptions(split=False))
+        make_plan([[many]], h100, Cluster(nodes=(8,)), counted(split=False))
     with pytest.raises(PlanError, match="The profile lists"):
-        make_plan(
-            [[Item(id="odd", batch=1, frames=130, height=1280, width=720)]], h100, Cluster(nodes=(8,)), PlanOptions()
-        )
+        make_plan([[Item(id="odd", batch=1, frames=130, height=1280, width=720)]], h100, Cluster(nodes=(8,)), counted())
 
 
 def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
@@ -233,7 +231,7 @@ def test_a_memory_limit_is_answered_with_the_degree_that_fits() -> None:
             [[Item(id="x", batch=1, frames=17, height=64, width=64)]],
             profile,
             Cluster(nodes=(8,), room_gib=(10.0,) * 8),
-            PlanOptions(),
+            counted(),
         )
 
 
@@ -261,7 +259,7 @@ def wan_plan(gbps: float, setting: str) -> set[int]:
     profile = profile_of(PlannerConfig(sequence=setting), model, Geometry())
     profile.models = Profile.from_flops(model.dit, tflops=400.0, exchange_gbps=gbps).models
     items = [Item(id="x", batch=1, frames=81, height=480, width=832, text_tokens=100)]
-    plan = make_plan([items], profile, Cluster(nodes=(8,)), PlanOptions(budget_s=0.0))
+    plan = make_plan([items], profile, Cluster(nodes=(8,)), counted(budget_s=0.0))
     return {cascade.degree for cascade in plan.steps[0].cascades if cascade.module == "dit"}
 
 
@@ -284,7 +282,7 @@ def test_settings_say_which_degrees_are_planned() -> None:
 
 def test_no_bag_has_no_workers() -> None:
     with pytest.raises(PlanError, match="degree 0 must be at least 1"):
-        make_plan([[]], Profile.from_flops(WanConfig()), Cluster(nodes=(8,)), PlanOptions(degrees=(0,)))
+        make_plan([[]], Profile.from_flops(WanConfig()), Cluster(nodes=(8,)), counted(degrees=(0,)))
 
 
 def test_profiles_are_json(h100: Profile) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from actors.plan.costs.profile import Profile, ProfiledSetting
+from actors.plan.costs.profile import Profile
+from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.types import PlanError
 from actors.planning.learned import refuse_other
 from ops.geometry import Geometry

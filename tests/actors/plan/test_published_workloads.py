@@ -16,6 +16,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.strategies.search import native
 from actors.plan.types import Cluster, Item, Plan, PlanError
 from actors.planning.make_plan import make_plan
+from tests.actors.plan.options import counted
 
 BENCH = Path(__file__).resolve().parents[3] / "configs" / "bench"
 TWO_NODES = Cluster(nodes=(8, 8))
@@ -30,7 +31,7 @@ def case_study() -> list[Item]:
 
 
 def planned(h100: Profile, strategy: str, **options: float) -> Plan:
-    plan = make_plan([case_study()], h100, TWO_NODES, PlanOptions(strategy=strategy, **options))  # type: ignore[arg-type]
+    plan = make_plan([case_study()], h100, TWO_NODES, counted(strategy=strategy, **options))  # type: ignore[arg-type]
     check(plan, [case_study()], h100, TWO_NODES)
     return plan
 
@@ -64,9 +65,9 @@ def workload(name: str, count: int) -> tuple[list[list[Item]], Cluster]:
 
 def test_encodes_of_later_steps_fill_gaps_of_earlier_ones(h100: Profile) -> None:
     steps, cluster = workload("A-16gpu", 4)
-    rolling = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.1, lookahead=2))
+    rolling = make_plan(steps, h100, cluster, counted(budget_s=0.1, lookahead=2))
     check(rolling, steps, h100, cluster)
-    alone = [make_plan([step], h100, cluster, PlanOptions(budget_s=0.1)).steps[0].makespan_s for step in steps]
+    alone = [make_plan([step], h100, cluster, counted(budget_s=0.1)).steps[0].makespan_s for step in steps]
     assert sum(step.makespan_s for step in rolling.steps) < 0.99 * sum(alone)
     second = rolling.steps[1]
     first_end = max(c.end_s for c in rolling.steps[0].cascades if c.module == "dit")
@@ -76,7 +77,7 @@ def test_encodes_of_later_steps_fill_gaps_of_earlier_ones(h100: Profile) -> None
 
 def test_a_rolling_sequence_comes_near_its_area_bound(h100: Profile) -> None:
     steps, cluster = workload("A-16gpu", 12)
-    plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.2, lookahead=2))
+    plan = make_plan(steps, h100, cluster, counted(budget_s=0.2, lookahead=2))
     check(plan, steps, h100, cluster)
     limit = 26.0 if native.library() is not None else 26.2  # without a C compiler the search comes less far: 26.05
     assert sum(step.makespan_s for step in plan.steps) / len(steps) <= limit
@@ -86,14 +87,14 @@ def test_what_several_nodes_have_left_over_runs_one_more_long_clip(h100: Profile
     """Five clips of 129 frames on four nodes: one after the other at degree 8 they would take 49.24 s. Without a C
     compiler the search may not find better within the second."""
     steps, cluster = workload("C-32gpu", 9)
-    plan = make_plan(steps[8:], h100, cluster, PlanOptions(budget_s=1.0))
+    plan = make_plan(steps[8:], h100, cluster, counted(budget_s=1.0))
     check(plan, steps[8:], h100, cluster)
     assert plan.steps[0].makespan_s < (49.0 if native.library() is not None else 49.24)
 
 
 def test_the_evaluator_reproduces_every_start_from_the_order_alone(h100: Profile) -> None:
     steps, cluster = workload("A-16gpu", 1)
-    plan = make_plan(steps, h100, cluster, PlanOptions(budget_s=0.05))
+    plan = make_plan(steps, h100, cluster, counted(budget_s=0.05))
     order = sorted(plan.steps[0].cascades, key=lambda c: c.start_s)
     for ours, again in zip(order, simulate(Problem(steps, h100, cluster, PlanOptions()), order)):
         assert (ours.start_s, ours.end_s) == pytest.approx((again.start_s, again.end_s))
@@ -107,7 +108,7 @@ def test_a_large_cluster_is_planned_near_its_bound(h100: Profile) -> None:
         for n, (b, f, h, w) in enumerate(source.choice(shapes) for _ in range(128))
     ]
     cluster = Cluster(nodes=(8,) * 32)
-    plan = make_plan([step], h100, cluster, PlanOptions(budget_s=1.0))
+    plan = make_plan([step], h100, cluster, counted(budget_s=1.0))
     check(plan, [step], h100, cluster)
     assert plan.steps[0].makespan_s < 1.10 * plan.steps[0].lower_bound_s
 
@@ -119,7 +120,7 @@ def test_split_batches_are_chosen_where_whole_ones_leave_workers_idle() -> None:
     ]
     profile = read_profile({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
     step = [Item(id="x", batch=4, frames=17, height=64, width=64)]
-    whole, split = (make_plan([step], profile, Cluster(nodes=(2,)), PlanOptions(split=flag)) for flag in (False, True))
+    whole, split = (make_plan([step], profile, Cluster(nodes=(2,)), counted(split=flag)) for flag in (False, True))
     check(split, [step], profile, Cluster(nodes=(2,)))
     assert whole.steps[0].makespan_s == 4.0
     assert split.steps[0].makespan_s == 2.0
@@ -129,7 +130,7 @@ def test_a_slow_worker_gets_less(h100: Profile) -> None:
     latency = [{"module": "dit", "batch": 1, "frames": 17, "height": 64, "width": 64, "degree": 1, "seconds": 1.0}]
     profile = read_profile({"latency": latency, "degrees": {"dit": [1]}, "extrapolate": False})
     step = [Item(id=f"i{n}", batch=1, frames=17, height=64, width=64) for n in range(9)]
-    plan = make_plan([step], profile, Cluster(nodes=(3,), speed=(1.0, 1.0, 0.25)), PlanOptions(budget_s=0.05))
+    plan = make_plan([step], profile, Cluster(nodes=(3,), speed=(1.0, 1.0, 0.25)), counted(budget_s=0.05))
     runs = [sum(worker in c.workers for c in plan.steps[0].cascades) for worker in range(3)]
     assert runs == [4, 4, 1]
 
@@ -143,7 +144,7 @@ def test_a_handoff_keeps_the_consumer_with_its_producer_or_costs_its_time() -> N
         {"latency": latency, "degrees": {"dit": [1], "vae": [1]}, "extrapolate": False, "handoff": {"latency_s": 5.0}}
     )
     step = [Item(id=f"i{n}", batch=1, frames=17, height=64, width=64) for n in range(2)]
-    plan = make_plan([step], profile, Cluster(nodes=(2,)), PlanOptions(budget_s=0.02))
+    plan = make_plan([step], profile, Cluster(nodes=(2,)), counted(budget_s=0.02))
     check(plan, [step], profile, Cluster(nodes=(2,)))
     assert plan.steps[0].makespan_s == 2.0
 

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.schedule.check import check
@@ -28,6 +29,7 @@ from actors.plan.strategies.search.step_jobs import StepsAhead, choices, own_job
 from actors.plan.types import Cluster, EarlyEncode, Item, places_in
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 needs_compiler = pytest.mark.skipif(native.library() is None, reason="the C search was not built")
 SHAPES = [(2, 17, 480, 832), (1, 81, 480, 832), (1, 33, 720, 1280), (3, 5, 480, 832), (1, 129, 480, 832)]
@@ -160,7 +162,7 @@ def small(seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = 
     profile.cross_island = CrossIsland(penalty=0.4)
     items = [Item(id=str(f), batch=1, frames=f, height=64, width=64) for f in frames[: 1 if both else 2]]
     places = places_in(nodes, islands=islands) if islands else ()
-    return Problem([items], profile, Cluster(nodes=nodes, places=places), PlanOptions(counted=True))
+    return Problem([items], profile, Cluster(nodes=nodes, places=places), counted())
 
 
 def searched(problem: Problem, budget_s: float = 0.05) -> ListSchedule:
@@ -303,6 +305,6 @@ def test_cells_of_a_large_cluster_plan_with_early_encodes_and_handoffs() -> None
         for n, (b, f, h, w) in enumerate(SHAPES * 5)
     ]
     done = [EarlyEncode(item=item.id, module="vae", workers=(8 * n % 32,)) for n, item in enumerate(step[:8])]
-    cluster, options = Cluster(nodes=(8,) * 4), PlanOptions(budget_s=0.05, counted=True)
+    cluster, options = Cluster(nodes=(8,) * 4), counted(budget_s=0.05)
     plan = make_plan([step], profile, cluster, options, done=done)
     check(plan, [step], profile, cluster, done=done)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.plan.costs.exchange import ExchangePoint, exchange_speed
-from actors.plan.costs.handoff import HandoffPoint, estimate_of
-from actors.plan.costs.profile import Handoff, Profile
+from actors.plan.costs.handoff import Handoff, HandoffPoint, estimate_of
+from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.spanning import SpanningPoint
 from actors.plan.costs.topology import CrossNode, Topology
@@ -206,7 +206,8 @@ def test_plans_take_handoffs_across_nodes_where_both_are_known() -> None:
     assert profile.handoff.latency_s == pytest.approx(0.02, rel=0.02)
     assert profile.handoff.gib_per_s == pytest.approx(0.5, rel=0.01)
     inside = estimate_of([point for point in profile.handoffs if point.nodes == 1]).cost(0.0)
-    assert inside == pytest.approx((0.01, 4.0), rel=0.02)
+    assert inside is not None
+    assert (inside.latency_s, inside.gib_per_s) == pytest.approx((0.01, 4.0), rel=0.02)
 
 
 def test_measured_handoffs_cost_nothing_beside_long_cascades() -> None:

@@ -13,6 +13,7 @@ from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import ENCODERS, Cascade, Cluster, Item
 from actors.planning.make_plan import make_plan
 from ops.models.wan.config import WanConfig
+from tests.actors.plan.options import counted
 
 NODES = Cluster(nodes=(2, 2))
 LONG = (81, 480, 832)
@@ -26,7 +27,7 @@ def profile_of(cross: CrossNode) -> Profile:
 
 def dits(strategy: str, items: list[Item], profile: Profile, **options: object) -> list[Cascade]:
     """The transformer's cascades of a checked plan."""
-    plan = make_plan([items], profile, NODES, PlanOptions(strategy=strategy, budget_s=0.02, **options))
+    plan = make_plan([items], profile, NODES, counted(strategy=strategy, budget_s=0.02, **options))
     check(plan, [items], profile, NODES)
     return [cascade for cascade in plan.steps[0].cascades if cascade.module == "dit"]
 

@@ -125,7 +125,7 @@ class Held(StateHere):
 
     def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}")
+        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}", hold=lambda snapshots: [])
         self.recovered: list[int] = []
         self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
 
@@ -139,9 +139,6 @@ class Held(StateHere):
 
     def begin(self) -> None: ...
     def open(self, origin: Origin | None, generation: int, infos: Sequence[WorkerInfo]) -> None: ...
-    def hold(self, done: Any) -> list[Any]:
-        return []
-
     def look(self) -> None: ...
     def is_exported(self, step: int) -> bool:
         return False

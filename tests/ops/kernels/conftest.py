@@ -56,12 +56,9 @@ def triton_kernels(monkeypatch):
         raise AssertionError(f"fell back to the library path: {reason}")
 
     monkeypatch.setattr(backend, "_log_once", refuse)
-    monkeypatch.setattr(host, "ROWS_MIN", 4)
-    monkeypatch.setattr(host, "INTERPRETER_PROGRAMS", 5)
-    host.num_sms.cache_clear()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty with NaN
-    with backend.forced("triton"):
+    with backend.forced("triton"), host.dealt(host.RowShares(least=4, interpreted=5)):
         yield
     torch.use_deterministic_algorithms(False)
 

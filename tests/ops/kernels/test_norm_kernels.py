@@ -1,5 +1,7 @@
 """Triton kernels of norm, modulation and gate against float64, through the public functions."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,6 +21,12 @@ FP32_TABLE_FROM_BF16 = 1e-5
 
 PACKED = Segments.packed([7, 0, 1, 12, 0], [2, 0, 2, 1, 4], num_mods=5)
 MANY_RUNS = Segments.packed([1, 2, 0, 1, 3, 1, 1, 2, 0, 1], [3, 0, 1, 2, 3, 0, 1, 2, 4, 0], num_mods=6)
+
+
+def test_the_few_rows_of_these_tests_cross_programs() -> None:
+    assert host.num_programs(PACKED.num_rows, 5) == 5
+    with host.dealt(host.RowShares()):
+        assert host.num_programs(PACKED.num_rows, 5) == 1
 
 
 def rows_of(segments: Segments) -> Tensor:
@@ -249,9 +257,10 @@ def test_gradients_repeat_bit_by_bit(device: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs))
 
 
-@pytest.mark.parametrize("backward", [ablations.dtile_bwd, ablations.atomic_bwd], ids=["d-tile", "atomic"])
-def test_ablations_compute_the_same_gradients(device: str, backward, monkeypatch) -> None:
-    monkeypatch.setattr(ablations, "ROWS", 8)
+@pytest.mark.parametrize(
+    "backward", [partial(ablations.dtile_bwd, tile_rows=8), ablations.atomic_bwd], ids=["d-tile", "atomic"]
+)
+def test_ablations_compute_the_same_gradients(device: str, backward) -> None:
     segments, width = PACKED.to(device), 200
     x, scale = make(device, torch.float32, segments.num_rows, width), make(device, torch.float32, 5, width)
     dy = torch.randn_like(x)

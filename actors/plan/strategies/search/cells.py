@@ -54,7 +54,7 @@ def plan_cells(
         groups,
         len(problem.cluster.nodes),
         problem.cluster.nodes[0],
-        time.perf_counter() + max(0.25 * budget_s, BALANCE_S),
+        problem.options.clock_end(time.perf_counter() + max(0.25 * budget_s, BALANCE_S)),
     )
     for cell, own in zip(cells, _dealt(strips, [len(cell.problem.cluster.nodes) for cell in cells])):
         cell.chains = [chain for strip in own for chain in strip.chains]

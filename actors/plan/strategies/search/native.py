@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import json
 import logging
 import sysconfig
@@ -25,6 +26,7 @@ from actors.plan.strategies.search.space import NEVER, BagCosts, SearchResult, S
 log = logging.getLogger(__name__)
 
 BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
+TREE = Path(__file__).parents[4]
 VERSION = 2  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE, EDGES = 96, 32, 64, 128  # of the arrays in annealer.c
 # Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
@@ -62,15 +64,16 @@ class _Space(ctypes.Structure):
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled search, or None where this installation has none."""
-    for folder in _folders():
+def library(tree: Path = TREE, version: int = VERSION) -> ctypes.CDLL | None:
+    """The compiled search of this version, or None where this installation has none. It may lie in the `tree`; else in
+    the installed one, as what `ray job submit` uploads has no built files."""
+    for folder in itertools.chain([tree], _installed()):
         try:
             found = ctypes.CDLL(str(folder / BUILT))
         except OSError:
             continue
         found.annealer_version.restype = ctypes.c_int
-        if found.annealer_version() != VERSION:
+        if found.annealer_version() != version:
             log.warning("%s was built from another version of Heddle. Install it again (make install).", folder / BUILT)
             continue
         found.anneal.restype = ctypes.c_long
@@ -79,10 +82,8 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _folders() -> Iterator[Path]:
-    """Where the built search may lie: in this tree; else in the installed one, as what `ray job submit` uploads has no
-    built files."""
-    yield Path(__file__).parents[4]
+def _installed() -> Iterator[Path]:
+    """Trees of the installed Heddle."""
     try:
         installed = distribution("heddle")
     except PackageNotFoundError:

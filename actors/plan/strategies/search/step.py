@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import dataclass
 
@@ -109,4 +108,4 @@ def _variants(problem: Problem, context: StepContext, cuts: list[list[PlannedJob
 
 def _deadline(problem: Problem, started: float, budget_s: float) -> float:
     """When the wall clock ends what began at `started`."""
-    return math.inf if problem.options.counted else started + PATIENCE * budget_s + GRACE_S
+    return problem.options.clock_end(started + PATIENCE * budget_s + GRACE_S)

@@ -1,0 +1,280 @@
+"""What is known of a model's cascades: points of a file and of a run, and the cost models that are fitted to them.
+
+What a run measures of a point (`live`) counts instead of what a file says of it (`measured`); points of the file that
+did not run, and what the cost model says, are corrected by what was found at the points that did (`Drift`).
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+from actors.plan.costs.drift import Drift
+from actors.plan.costs.exchange import CallLatency, ExchangePoint
+from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
+from actors.plan.costs.flops import PRIORS
+from actors.plan.costs.forms import FORMS_OF, JOINT, Load, TextCost
+from actors.plan.costs.handoff import Handoff, HandoffEstimate, HandoffPoint
+from actors.plan.costs.max_frames import MaxFrames
+from actors.plan.costs.needs import Needs
+from actors.plan.costs.point import LivePoint, PointKey
+from actors.plan.costs.remainder import RemainderPoint
+from actors.plan.costs.setting import ProfiledSetting
+from actors.plan.costs.slices import SlicedBlocks
+from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint
+from actors.plan.costs.topology import CrossIsland, CrossNode
+from actors.plan.costs.update import UpdateCosts
+from actors.plan.types import MODULES, Module
+from ops.degrees import exchanged
+from ops.geometry import Geometry
+from ops.models.base.tiling import Tiling
+from ops.spatial_temporal.choice import SliceRates
+
+log = logging.getLogger(__name__)
+
+_DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
+_LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
+
+
+@dataclass(kw_only=True, slots=True)
+class KnownCosts:
+    """Points of one model on one device. `CascadePrices` reads them, `Profile` changes them."""
+
+    model: str = "unknown"
+    device: str = "unknown"
+    source: str = ""
+    setting: ProfiledSetting | None = None  # None: it does not say
+    degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    measured: dict[PointKey, float] = field(default_factory=dict)
+    spread: dict[PointKey, float] = field(default_factory=dict)  # of measured runs: longest less shortest over median
+    text_tokens: dict[PointKey, int] = field(default_factory=dict)  # of a sample of measured points, where known
+    max_frames: tuple[MaxFrames, ...] = ()
+    extrapolate: bool = True
+    residual: str = "none"  # or xgboost: trees on what the VAE's fit leaves
+    cross_node: CrossNode = field(default_factory=CrossNode)
+    cross_island: CrossIsland = field(default_factory=CrossIsland)
+    row_bytes: float = 0.0  # that a row of the DiT's bags takes, which a member sends, in training; 0: not known
+    handoff: Handoff = field(default_factory=Handoff)
+    update: UpdateCosts = field(default_factory=UpdateCosts)
+    remainders: tuple[RemainderPoint, ...] = ()  # of a run's steps, beside cascades and end
+    exchanges: tuple[ExchangePoint, ...] = ()  # as measured
+    handoffs: tuple[HandoffPoint, ...] = ()  # as measured
+    over_nodes: tuple[SpanningPoint, ...] = ()  # as measured
+    exchange_s: float = 0.0  # of the DiT's all-to-alls, by the measured ones: the coefficient `comm`; 0: not measured
+    exchange_calls: float = 0.0  # how many of them a cascade makes; 0: not known
+    geometry: Geometry = field(default_factory=Geometry)
+    # Of the DiT: at a degree that does not divide them some are shared. None: unknown, or heads are not dealt out.
+    num_heads: int | None = None
+    tiling: Tiling = field(default_factory=Tiling)  # of the VAE
+    sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
+    text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
+    models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
+    needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
+    notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
+    live: dict[PointKey, LivePoint] = field(default_factory=dict)  # on one node
+    spanning: dict[tuple[PointKey, BagSpread], LivePoint] = field(default_factory=dict)  # over nodes
+    seen_handoffs: HandoffEstimate = field(default_factory=HandoffEstimate)  # measured ones, and those of a run
+    runs: dict[PointKey, tuple[int, int]] = field(default_factory=dict)  # of a run's file: count, text tokens
+    _drifts: dict[tuple[str, str], Drift] = field(default_factory=dict)
+    _fits: dict[str, Fit] = field(default_factory=dict)
+    _file_fits: dict[str, Fit] = field(default_factory=dict)
+    _rates: SliceRates | None = None
+    _calls: CallLatency | None = None
+    _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
+    _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
+    _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
+        default_factory=dict
+    )  # of `CascadePrices.modes`
+
+    def tokens(self, frames: int, height: int, width: int) -> int:
+        """Video tokens of a clip, rounded up: cost models also price shapes that the VAE would have to crop."""
+        st, sh, sw = self.geometry.vae_stride
+        pt, ph, pw = self.geometry.patch
+        latent = (frames - 1) // st + 1 if self.geometry.causal else max(frames // st, 1)
+        return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
+
+    def load_of(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
+    ) -> Load:
+        load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+        if module == "vae":
+            return replace(load, dealt=self.tiling.dealt(batch, (frames, height, width), degree))
+        if module != "dit" or degree == 1:
+            return load
+        if self.sliced is not None:
+            return self.sliced.sliced(load, self.slice_rates())
+        if self._calls is None and self.exchanges:
+            self._calls = CallLatency.of(self.exchanges)
+        sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
+        call_s = self._calls.seconds(degree) if self._calls is not None else 0.0
+        return replace(load, exchanged=sent, call_s=call_s, by_ulysses=True)
+
+    def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
+        tokens = self.tokens(frames, height, width)
+        return Load(
+            batch=batch,
+            frames=frames,
+            height=height,
+            width=width,
+            text_tokens=text_tokens,
+            tokens=tokens,
+            degree=degree,
+            token_frames=self.tokens(frames, 1, 1),
+            text=self.text_cost,
+        )
+
+    def load(self, key: PointKey, text_tokens: int) -> Load:
+        module, batch, frames, height, width, degree = key
+        return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
+
+    def slice_rates(self) -> SliceRates:
+        """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
+        on one node: what bags choose their slices by. A plan takes it along, so that all ranks choose alike."""
+        assert self.sliced is not None, "only bags of spatial-temporal transformers are sliced"
+        if self._rates is None:
+            known = self._known("dit", spanning=False)  # what bags over nodes take is learned beside these rates
+            alone = [one for one in known if one[0][5] == 1] or known
+            loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
+            seconds = [seconds for _, seconds, _ in alone]
+            self._rates = self.sliced.rates(loads, seconds, self.device, self.exchanges, self.exchange_s)
+        return self._rates
+
+    def model_of(self, module: Module) -> Fit | None:
+        """The model that prices missing points; fitted to the measured points on first use."""
+        if module in self._fits:
+            return self._fits[module]
+        chosen = self._fit(module)
+        if chosen is not None:
+            self._fits[module] = chosen
+        return chosen
+
+    def _model_of_file(self, module: Module) -> Fit | None:
+        """The same as it was before a run."""
+        if module not in self._file_fits:
+            keys = [key for key in self.measured if key[0] == module and (module == "text" or key[2] > 0)]
+            loads = [self.load(key, self.text_tokens.get(key, 0)) for key in keys]
+            prior = self.models.get(module) or PRIORS[module]
+            seconds = [self.measured[key] for key in keys]
+            self._file_fits[module] = model_from(module, prior, loads, seconds, self.device, False)[0]
+        return self._file_fits[module]
+
+    def _fit(self, module: Module) -> Fit | None:
+        prior = self.models.get(module)
+        loads, seconds = self.points(module)
+        if not loads:
+            return prior
+        residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
+        exchange = (self.exchange_s, self.exchange_calls) if module == "dit" else (0.0, 0.0)
+        if prior is None:
+            prior = self.sliced.prior if self.sliced is not None and module == "dit" else PRIORS[module]
+        found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
+        if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
+            notes.append(
+                f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "
+                f"{LEAST_POINTS}; the FLOP model is scaled to {'them' if len(loads) > 1 else 'it'}."
+            )
+        self._note(module, notes)
+        return found
+
+    def _note(self, module: Module, notes: Sequence[str]) -> None:
+        """Notes on the fit of now, in place of those on earlier ones."""
+        for note in notes:
+            if note not in self.notes:
+                log.info(note)
+        self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
+
+    def points(self, module: Module) -> tuple[list[Load], list[float]]:
+        """Measured and observed points of a module, as cost models take them: those of a file as far as they still
+        hold."""
+        rows = self._known(module)
+        return [self.load(key, text) for key, _, text in rows], [seconds for _, seconds, _ in rows]
+
+    def _known(self, module: Module, spanning: bool = True) -> list[tuple[PointKey, float, int]]:
+        """(point, seconds, text tokens) of what was measured and observed; also of bags over nodes."""
+        ran = self.ran() if spanning else self.live
+        rows = [(key, point.seconds, point.text_tokens) for key, point in ran.items() if key[0] == module]
+        known = {key for key, _, _ in rows}
+        for key in self.measured:
+            if key[0] == module and key not in known:
+                rows.append((key, self.held(key), self.text_tokens.get(key, 0)))
+        return [row for row in rows if module == "text" or row[0][2] > 0]
+
+    def ran(self) -> dict[PointKey, LivePoint]:
+        """Every point that ran, as on one node."""
+        return self.live | {key: point for module in MODULES for key, point in self._spanning_only(module).items()}
+
+    def held(self, key: PointKey) -> float:
+        """Seconds of a measured point, as far as what ran since lets it stand."""
+        load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
+        return self.measured[key] * self.file_drift(cast(Module, key[0])).factor(load)
+
+    def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
+        keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
+        return {key: point for key in keys if (point := self.on_one_node(key)) is not None}
+
+    def on_one_node(self, key: PointKey) -> LivePoint | None:
+        """What a point that ran over nodes only would take on one."""
+        found = [(spanned, point) for (other, spanned), point in self.spanning.items() if other == key]
+        if not found:
+            return None
+        spanned, point = max(found, key=lambda one: one[1].count)
+        return point.over(point.seconds / self._alone(key, point.seconds, spanned.overlap, point.text_tokens))
+
+    def over_nodes_only(self, key: PointKey) -> float | None:
+        """What a point of the file that was measured over nodes only would take on one."""
+        found = [self._alone(key, one.seconds, OVERLAP, one.text_tokens) for one in self.over_nodes if one.key == key]
+        return statistics.median(found) if found else None
+
+    def _alone(self, key: PointKey, seconds: float, overlap: float, text_tokens: int) -> float:
+        """What a cascade that takes so long over nodes would take on one."""
+        if key[0] != "dit" or not self.cross_node.by_rows:
+            return seconds / self.cross_node.factor(overlap)
+        more = self.cross_node.fall(overlap) * self.cross_node.sending(self.load(key, text_tokens).sent, key[5] - 1)
+        return max(seconds - more, _LEAST * seconds)
+
+    def by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
+        """What a point that was measured with `measured_with` text tokens of a sample is to be multiplied by for as
+        many as are wanted, by the module's model, or by that of the file's points alone; 1 where either is not
+        known."""
+        if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
+            return 1.0
+        module = cast(Module, key[0])
+        model = self._model_of_file(module) if of_file else self.model_of(module)
+        before = model.predict(self.load(key, measured_with)) if model is not None else 0.0
+        return model.predict(self.load(key, wanted)) / before if model is not None and before > 0 else 1.0
+
+    def file_drift(self, module: Module) -> Drift:
+        """The drift of the file's points, by those of them that ran."""
+        if (module, "file") not in self._drifts:
+            both = [key for key in self.live if key[0] == module and key in self.measured]
+            loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
+            ratios = [
+                self.live[key].seconds
+                / self.measured[key]
+                / self.by_text(key, self.text_tokens.get(key, 0), self.live[key].text_tokens, of_file=True)
+                for key in both
+            ]
+            self._drifts[module, "file"] = Drift(loads, ratios, doubt=0.0)
+        return self._drifts[module, "file"]
+
+    def model_drift(self, module: Module, model: Fit) -> Drift:
+        """The drift of the cost model, by all points that ran."""
+        if (module, "model") not in self._drifts:
+            seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
+            loads = [self.load(key, point.text_tokens) for key, point in seen.items()]
+            ratios = [point.seconds / max(model.predict(load), 1e-9) for load, point in zip(loads, seen.values())]
+            self._drifts[module, "model"] = Drift(loads, ratios, doubt=_DOUBT)
+        return self._drifts[module, "model"]
+
+    def points_changed(self, module: Module) -> None:
+        """Drop what was derived from the module's points."""
+        self._fits.pop(module, None)
+        self._rates, self._calls = None, None
+        self._drifts = {key: drift for key, drift in self._drifts.items() if key[0] != module}
+        self._cache.clear()
+
+
+assert set(FORMS_OF) == set(MODULES), "every module needs a cost model"

@@ -1,0 +1,194 @@
+"""What a cascade takes: seconds of a bag, of a bag over nodes or islands, memory, waits; and the end of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from actors.plan.costs.forms import FORMS
+from actors.plan.costs.known import KnownCosts
+from actors.plan.costs.needs import Footprint, Samples, footprint
+from actors.plan.costs.remainder import remainder_of
+from actors.plan.types import Item, Module, PlanError
+
+
+@dataclass(kw_only=True, slots=True)
+class CascadePrices(KnownCosts):
+    """Measured points as they stand, the rest from a fitted or FLOP model."""
+
+    def has(self, module: Module) -> bool:
+        """Whether the module is scheduled at all: it has points or a model."""
+        return module in self.models or any(key[0] == module for key in self.measured)
+
+    def candidate_degrees(self, module: Module) -> tuple[int, ...]:
+        """The profile's degrees of the module; without that list, those that were measured."""
+        return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
+
+    def price(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float | None:
+        """Seconds on one node at normal speed, or None where the profile cannot say."""
+        key = (module, batch, frames, height, width, degree)
+        seen = self.live.get(key) or self.on_one_node(key)
+        if seen is not None:
+            return seen.seconds * self.by_text(key, seen.text_tokens, text_tokens)
+        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
+        seconds = self.measured.get(held)
+        if seconds is None and self.over_nodes:
+            seconds = self.over_nodes_only(key)
+        if seconds is not None:
+            by_text = self.by_text(key, self.text_tokens.get(held, 0), text_tokens)
+            return seconds * by_text * self.file_drift(module).factor(load)
+        if not self.extrapolate:
+            return None
+        model = self.model_of(module)
+        if model is None:
+            return None
+        return max(model.predict(load) * self.model_drift(module, model).factor(load), 1e-9)
+
+    def seconds(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """As `price`, but raises PlanError for a point that it cannot price."""
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
+        if seconds is None:
+            raise PlanError(
+                f"the profile has no latency of {module} for batch {batch}, {frames}f {height}x{width} at "
+                f'degree {degree}. Measure it, or set "extrapolate": true.'
+            )
+        return seconds
+
+    def penalty(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """Seconds that a bag over nodes takes more, at normal speed and without a common rail (`CrossNode.fall` says
+        what is left with some): by what its members send or, where that is not known, as a share of its price."""
+        if degree == 1:
+            return 0.0
+        if module == "dit" and self.cross_node.by_rows:
+            load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+            return self.cross_node.sending(load.sent, degree - 1)
+        share = self.cross_node.penalty
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        return share * seconds if seconds is not None else 0.0
+
+    def detour(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        text_tokens: int = 0,
+        island_gbps: float = 0.0,
+    ) -> float:
+        """Seconds that a bag inside a node takes more in more NVLink islands than it has to use: as the profile says,
+        or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
+        if degree == 1:
+            return 0.0
+        if module == "dit" and (row_s := self.cross_island.row_s or self._island_row_s(island_gbps)):
+            return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
+        share = self.cross_island.penalty
+        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        return share * seconds if seconds is not None else 0.0
+
+    def _island_row_s(self, island_gbps: float) -> float:
+        """Seconds that a row takes more at this bandwidth than the cost model says it does inside an island."""
+        model = self.model_of("dit")
+        if not (island_gbps and self.row_bytes and model):
+            return 0.0
+        inside = self.exchange_s or dict(zip(FORMS[model.form].names, model.coefficients)).get("comm", 0.0)
+        return max(0.0, self.row_bytes / (1e9 * island_gbps) - inside)
+
+    def modes(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
+    ) -> tuple[tuple[int, float], ...]:
+        """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending. A bag
+        of spatial-temporal layers has no more members than there are frames, or positions in one."""
+        cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
+        found = self._cache.get(cache_key)
+        if found is None:
+            most = math.inf
+            if module == "dit" and self.sliced is not None:
+                token_frames = self.tokens(frames, 1, 1)
+                most = max(token_frames, self.tokens(frames, height, width) // token_frames)
+            found = tuple(
+                (k, s)
+                for k in self.candidate_degrees(module)
+                if k <= most
+                and (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
+                and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
+            )
+            self._cache[cache_key] = found
+        return found
+
+    def legal_degrees(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
+    ) -> tuple[int, ...]:
+        return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens, room_gib))
+
+    def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
+        """The size of a cascade of these samples, as `needs` knows it."""
+        return footprint(module, samples, degree, self.tokens, self.needs)
+
+    def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
+        """Whether one sample may run at this degree although one ran out of memory there."""
+        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
+        priced = (
+            degree in self.candidate_degrees(module)
+            and self.price(module, 1, item.frames, item.height, item.width, degree, item.text_tokens) is not None
+        )
+        found = self.footprint(module, [clip], degree)
+        return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
+
+    def fits(
+        self,
+        module: Module,
+        batch: int,
+        frames: int,
+        height: int,
+        width: int,
+        degree: int,
+        text_tokens: int = 0,
+        room_gib: float = math.inf,
+    ) -> bool:
+        """Whether the cascade stays within the room of a worker, as far as that is known, and below every limit."""
+        clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
+        if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
+            return False
+        return not any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames)
+
+    def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
+        """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""
+        return self.handoff_seconds(item, count) if bag.isdisjoint(producers) else 0.0
+
+    def handoff_seconds(self, item: Item, count: int) -> float:
+        """Delay of a consumer that holds none of the producer's workers. Latents: 16 channels of 4 bytes per token."""
+        stride_t, stride_h, stride_w = self.geometry.vae_stride
+        gib = count * item.frames * item.height * item.width / (stride_t * stride_h * stride_w) * 64 / 2**30
+        return self.handoff.seconds(gib)
+
+    def update_seconds(self, workers: int, nodes: int = 1) -> float:
+        """Seconds of the end of a step, after its last backward pass; 0 where nobody has measured it."""
+        return self.update.seconds(workers, nodes) or 0.0
+
+    def remainder_seconds(self, workers: int, nodes: int = 1) -> float:
+        """Seconds of a step beside its cascades and its end; 0 where no run has measured it."""
+        return remainder_of(self.remainders, workers, nodes)
