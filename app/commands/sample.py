@@ -49,6 +49,12 @@ def sample(
         float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
     ] = None,
     flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
+    decode_timestep: Annotated[
+        float | None, typer.Option(help="Of a decoder that takes a time (LTX-Video from 0.9.1 on): 0 to 1.")
+    ] = None,
+    decode_noise_scale: Annotated[
+        float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
+    ] = None,
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[
@@ -105,6 +111,8 @@ def sample(
             guidance_scale_2=guidance_scale_2,
             flow_shift=flow_shift,
             negative_prompt=negative_prompt,
+            decode_timestep=decode_timestep,
+            decode_noise_scale=decode_noise_scale,
         ),
         images=images or [],
         last_images=last_images or [],

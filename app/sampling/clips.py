@@ -19,9 +19,11 @@ from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.base.vae import DecodeNoise
 from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
+from ops.noise import NoiseKey
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.schedulers import Scheduler
@@ -47,6 +49,8 @@ class ClipChanges:
     guidance_scale_2: float | None = None  # unset: a given guidance_scale is that of both experts
     flow_shift: float | None = None
     negative_prompt: str | None = None
+    decode_timestep: float | None = None
+    decode_noise_scale: float | None = None  # unset: as large as a given decode_timestep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +64,8 @@ class ClipSettings:
     seed: int  # prompt number i gets seed + i
     sampler: SamplerConfig
     negative_prompt: str = ""
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None  # None: as large as the time
 
     @staticmethod
     def of(config: RunConfig, scheduler: Scheduler | None = None) -> ClipSettings:
@@ -85,6 +91,8 @@ class ClipSettings:
             fps=config.model.dit.clip_rate or sample.fps,
             seed=sample.seed,
             sampler=sampler,
+            decode_timestep=sample.decode_timestep,
+            decode_noise_scale=sample.decode_noise_scale,
         )
 
     def changed(self, changes: ClipChanges) -> ClipSettings:
@@ -110,7 +118,16 @@ class ClipSettings:
             seed=_given(changes.seed, self.seed),
             negative_prompt=_given(changes.negative_prompt, self.negative_prompt),
             sampler=sampler,
+            decode_timestep=_given(changes.decode_timestep, self.decode_timestep),
+            decode_noise_scale=changes.decode_noise_scale
+            if changes.decode_timestep is not None
+            else _given(changes.decode_noise_scale, self.decode_noise_scale),
         )
+
+    def decode_noise(self, seed: int) -> DecodeNoise:
+        """What a decoder that takes some gets for the clip of this seed."""
+        share = _given(self.decode_noise_scale, self.decode_timestep)
+        return DecodeNoise(time=self.decode_timestep, share=share, key=NoiseKey.of(seed, 0, "decode"))
 
 
 def _given(value: T | None, otherwise: T) -> T:
@@ -217,7 +234,8 @@ def make_clips(
             told.negative.vector,
             half,
         )
-        videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
+        noise = [settings.decode_noise(request.seed) for request in batch]
+        videos = decode_together(model.vae, latents, group or Group.solo(), model.device, noise)
         clips += [video[dropped:].cpu().numpy() for video in videos]
     return clips
 

@@ -43,6 +43,11 @@ class SampleConfig:
     width: int = 64
     fps: float = 8.0  # of a transformer that takes a frame rate, that one
     seed: int = 0
+    # Of autoencoders that make the last denoising step (LTX-Video from 0.9.1 on): the time that the decoder gets, from
+    # 0 to 1, and the share of noise in the latents that it gets; unset: as large. Its authors advise 0.05 and
+    # 0.025
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None
     # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
     long_prompts: LongPrompts = "cut"
 
@@ -73,4 +78,6 @@ class SampleConfig:
             width=between(1, 1 << 16),
             fps=above(0, 1000),
             seed=between(0, SEED),
+            decode_timestep=between(0, 1),
+            decode_noise_scale=between(0, 1),
         )

@@ -60,6 +60,7 @@ class VAEClass:
     sees_fp32: str = ""
     runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
     cuts_patches: bool = False  # tiles of its encoder are of patches, not of pixels
+    decodes_in_time: Callable[[Json], bool] = lambda fields: False  # its decoder is told a time, and may get noise
     segments: tuple[int, int] | None = None  # frames that it encodes at a time, and from one to the next; None: all
     # The class of an autoencoder that Diffusers does not have, made from config.json (`ops.models.chunked.ChunkCodec`),
     # and how many frames it codes at a time, each for themselves

@@ -22,6 +22,8 @@ from ops.models.ltx.config import LTXConfig
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ops.models.base.vae import DiffusersVAE
+
 
 def _model() -> type[nn.Module]:
     from ops.models.ltx.model import LTXDiT
@@ -29,11 +31,13 @@ def _model() -> type[nn.Module]:
     return LTXDiT
 
 
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.ltx.vae import LTXVAE
+
+    return LTXVAE
+
+
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
-    if fields.get("timestep_conditioning"):
-        raise ValueError(
-            "this AutoencoderKLLTXVideo decodes with a timestep (0.9.1 and later), which is not offered. Use 0.9.0's."
-        )
     halvings = 2 ** sum(map(bool, fields.get("spatio_temporal_scaling", (True, True, True, False))))
     stride_s = fields.get("spatial_compression_ratio") or fields.get("patch_size", 4) * halvings
     stride_t = fields.get("temporal_compression_ratio") or fields.get("patch_size_t", 1) * halvings
@@ -109,7 +113,13 @@ FAMILY = Family(
     model=_model,
     diffusers_class="LTXVideoTransformer3DModel",
     pipeline_class=lambda config: "LTXPipeline",
-    vae=VAEClass(name="AutoencoderKLLTXVideo", numbers=_vae_numbers, normalisation=_vae_normalisation),
+    vae=VAEClass(
+        name="AutoencoderKLLTXVideo",
+        numbers=_vae_numbers,
+        normalisation=_vae_normalisation,
+        decodes_in_time=lambda fields: bool(fields.get("timestep_conditioning")),
+        runs=_vae,
+    ),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",
