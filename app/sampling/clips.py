@@ -45,6 +45,7 @@ class ClipChanges:
     fps: float | None = None
     seed: int | None = None
     steps: int | None = None
+    timesteps: tuple[float, ...] | None = None  # instead of steps
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None  # unset: a given guidance_scale is that of both experts
     flow_shift: float | None = None
@@ -71,16 +72,18 @@ class ClipSettings:
     def of(config: RunConfig, scheduler: Scheduler | None = None) -> ClipSettings:
         """Those of a run; a published pipeline may have a `scheduler` by whose steps its clips are made."""
         sample, flow, family = config.sample, config.train.flow, FAMILIES[config.model.dit.architecture]
+        unshifted = config.model.dit.sampled_unshifted
         sampler = SamplerConfig(
-            steps=sample.steps,
+            steps=len(sample.timesteps) or sample.steps,
+            timesteps=sample.timesteps,
             guidance_scale=sample.guidance_scale,
             guidance_scale_2=sample.guidance_scale_2,
-            flow_shift=flow.flow_shift,
-            token_shift=flow.token_shift,
+            flow_shift=1.0 if unshifted else flow.flow_shift,
+            token_shift=None if unshifted else flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             whole_times=family.whole_times,
-            spacing=family.spacing,
+            spacing=config.model.dit.spacing,
             scheduler=scheduler,
             passes_sigmas=family.passes_sigmas,
         )
@@ -98,9 +101,13 @@ class ClipSettings:
     def changed(self, changes: ClipChanges) -> ClipSettings:
         """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
         scheduler, shift = self.sampler.scheduler, changes.flow_shift
+        spaced = changes.timesteps is None and (changes.steps is not None or shift is not None)
+        times = () if spaced else changes.timesteps
+        steps = len(changes.timesteps) if changes.timesteps else changes.steps
         sampler = replace(
             self.sampler,
-            steps=_given(changes.steps, self.sampler.steps),
+            steps=_given(steps, self.sampler.steps),
+            timesteps=_given(times, self.sampler.timesteps),
             guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
             guidance_scale_2=changes.guidance_scale_2
             if changes.guidance_scale is not None

@@ -66,6 +66,10 @@ def run(
             f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
             f"it out."
         )
+    if changes.timesteps and (config.model.dit.diffusion is not None or saved.scheduler is not None):
+        raise ConfigError(
+            f"--timesteps is given, and clips of {checkpoint} are made by a scheduler, which has its own; leave it out."
+        )
     if changes.guidance_scale_2 is not None and not config.model.dit.two_experts:
         raise ConfigError(
             f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "

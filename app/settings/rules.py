@@ -160,6 +160,16 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
             f"one transformer for all noise levels; leave it out."
         )
+    if sample.timesteps and dit.diffusion is not None:
+        raise ConfigError(
+            f"sample.timesteps is {list(sample.timesteps)}, and the transformer of model.dit is sampled by DDIM, which "
+            f"has its own. Leave it out."
+        )
+    if sample.timesteps and sample.timesteps[0] > flow.num_train_timesteps:
+        raise ConfigError(
+            f"sample.timesteps begins with {sample.timesteps[0]:g}, and pure noise has the time "
+            f"{flow.num_train_timesteps} (train.flow.num_train_timesteps). Begin there or below."
+        )
     if model.vae.path is None:
         check_decode(model.vae, sample)
     if not sample.prompts:

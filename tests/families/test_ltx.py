@@ -9,7 +9,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers.pipelines.ltx import pipeline_ltx_condition
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from ops.comm import Group
@@ -33,6 +34,7 @@ from tests.ops.conftest import RunRanks
 
 torch.set_num_threads(1)
 DIT = LTXConfig(num_layers=2, num_heads=2, head_dim=16, ffn_dim=128, text_dim=8, frame_rate=12.0)
+CAUSAL = replace(DIT, causal_temporal_positioning=True)
 STRIDE = (4, 16, 16)
 LINE = TokenShift(base_tokens=4, max_tokens=32, base=0.9, max=2.0)
 
@@ -86,10 +88,11 @@ def make_vae(version: str = "0.9.0", **settings: object) -> DiffusersVAE:
 
 def publish(folder: Path, version: str = "0.9.0") -> Path:
     """A small pipeline as Diffusers itself saves it."""
-    scheduler = FAMILY.scheduler(DIT, FlowConfig(token_shift=LINE))
+    pipeline, dit = (LTXConditionPipeline, CAUSAL) if version == "0.9.5" else (LTXPipeline, DIT)
+    scheduler = FAMILY.scheduler(dit, FlowConfig(token_shift=LINE))
     vae = make_vae(version).model
     t5 = T5Config(vocab_size=384, d_model=8, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    LTXPipeline(
+    pipeline(
         scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
         vae=vae,
         text_encoder=T5EncoderModel(t5),
@@ -129,8 +132,15 @@ CASES = FamilyCases(
     variants={
         "": small(LTXConfig, patch=(1, 1, 1)),
         "of a width that a sixth does not divide": small(LTXConfig, num_heads=4, head_dim=16, frame_rate=8.0),
+        "0.9.5": small(LTXConfig, vae_stride=(4, 16, 16), causal_temporal_positioning=True),
     },
-    models={"": whole(LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192))},
+    models={
+        "": whole(LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
+        "0.9.5": whole(
+            LTXConfig(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, causal_temporal_positioning=True)
+        ),
+    },
+    whole_runs=("",),
     presets={"ltx-2b": 1.92},
     lora=("attn1.to_out.0", "attn2.to_k", "ff.net.2"),
     original=OriginalNames(
@@ -173,7 +183,7 @@ def test_what_the_vae_needs_is_predicted_without_weights(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("version", VAES)
 def test_strides_are_those_of_the_class(version: str) -> None:
-    """Of a config.json also where the class counts another number of halvings than it makes."""
+    """They stand in config.json where the class counts another number of halvings than it makes."""
     model = make_vae(version).model
     fields = {"_class_name": "AutoencoderKLLTXVideo", **model.config}
     assert vae_numbers(fields, "vae") == (8, STRIDE)
@@ -283,6 +293,52 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
     other = build_dit(replace(dit, frame_rate=24.0), 0)
     other.load_state_dict(transformer.state_dict())
     assert not torch.allclose(sample_latents(other, [request], texts[1, :2], geometry, config)[0], latent, atol=1e-3)
+
+
+def test_a_sampled_clip_of_the_later_weights_is_the_one_of_their_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of first frames, noise levels in a line and a parabola, and no shift."""
+    vae, dit = make_vae("0.9.5"), CAUSAL.fitted(8, STRIDE, 8, 0)
+    transformer = their_class(dit)
+    with torch.no_grad():
+        for block in transformer.transformer_blocks:  # type: ignore[union-attr]  # attention that looks at places
+            block.attn1.norm_q.weight.mul_(20)
+            block.attn1.norm_k.weight.mul_(20)
+            block.attn1.to_v.weight.mul_(5)
+    scheduler = FAMILY.scheduler(CAUSAL, FlowConfig(token_shift=LINE))
+    pipe = LTXConditionPipeline(
+        scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
+        vae=vae.model,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+    )
+    ours, other = build_dit(dit, 0), build_dit(replace(dit, causal_temporal_positioning=False), 0)
+    for module in (ours, other):
+        module.load_state_dict(transformer.state_dict())
+    texts = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
+    masks = torch.arange(6) < torch.tensor([[4], [2]])
+    request = SampleRequest(text=texts[0, :4], frames=9, height=32, width=64, seed=7)
+    config = SamplerConfig(steps=5, guidance_scale=2.0, flow_shift=1.0, spacing=dit.spacing)
+    geometry = Geometry(vae_stride=STRIDE, patch=(1, 1, 1))
+    found, wrong = (sample_latents(one, [request], texts[1, :2], geometry, config)[0] for one in (ours, other))
+    noise = initial_noise(7, (8, 3, 2, 4))
+    monkeypatch.setattr(pipeline_ltx_condition, "randn_tensor", lambda *shape, **how: noise[None].clone())
+    expected = pipe(
+        prompt_embeds=texts[:1],
+        prompt_attention_mask=masks[:1],
+        negative_prompt_embeds=texts[1:],
+        negative_prompt_attention_mask=masks[1:],
+        height=32,
+        width=64,
+        num_frames=9,
+        frame_rate=12,
+        num_inference_steps=5,
+        guidance_scale=2.0,
+        output_type="latent",
+    ).frames[0]
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=0)
+    assert (wrong - expected).abs().max() > 1e-3 * largest
 
 
 def test_a_transformer_takes_its_strides_from_the_vae() -> None:

@@ -1,4 +1,4 @@
-"""LTX-Video 0.9, text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""LTX-Video 0.9.0 to 0.9.8, text to video: Diffusers' names and numbers, and how they differ from other families."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from ops.models.base.family import (
     even_sigmas,
     shift_of,
 )
-from ops.models.ltx.config import LTXConfig
+from ops.models.ltx.config import CONDITION_PIPELINE, LTXConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ops.config import FlowConfig
     from ops.models.base.vae import DiffusersVAE
 
 
@@ -65,14 +67,32 @@ def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
 
 
+def _scheduler(config: LTXConfig, flow: FlowConfig) -> Scheduler:
+    """LTXConditionPipeline passes the times themselves, which its scheduler must not shift."""
+    if config.causal_temporal_positioning:
+        return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": 1.0})
+    return even_sigmas(config, flow)
+
+
+def _is_causal(index: Json, scheduler: Json) -> bool:
+    """Whether a folder has the weights of 0.9.5 or later. That of 0.9.5 itself names LTXPipeline, by which its weights
+    see positions that they were not trained on: its scheduler, which shifts nothing, tells it apart."""
+    if index.get("_class_name") == CONDITION_PIPELINE:
+        return True
+    return bool(scheduler) and not scheduler.get("use_dynamic_shifting") and scheduler.get("shift", 1.0) == 1.0
+
+
 def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
-    """Its text is encoded over 128 rows without a mask, and the caption's own are kept."""
-    del index, fields
+    """Text is encoded over 256 rows with a mask; that of 0.9.0 and 0.9.1 over 128 without one, and the caption's own
+    are kept. The shift of the later weights is free: their scheduler has none, and their trainer one by tokens."""
+    del fields
+    if _is_causal(index, scheduler):
+        return TrainingRecipe(text={"max_length": 256}, dit={"causal_temporal_positioning": True})
     return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:
-    """As LTXPipeline is called by default."""
+    """As LTXPipeline and LTXConditionPipeline are called by default."""
     del index, fields
     return PublishedUse(
         clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
@@ -91,16 +111,19 @@ def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, object]
         times[: sample.clean_frames] = 0 if first is None else first
         times = times.reshape(1, -1)
     stride_t, *pixels = config.vae_stride
-    return {
+    inputs: dict[str, object] = {
         "hidden_states": sample.latent.flatten(1).T[None],
         "encoder_hidden_states": sample.text[None],
         "timestep": times,
         "encoder_attention_mask": torch.ones(1, len(sample.text)),
-        "num_frames": t,
-        "height": h,
-        "width": w,
-        "rope_interpolation_scale": (stride_t / config.frame_rate, *pixels),
     }
+    if not config.causal_temporal_positioning:
+        scale = (stride_t / config.frame_rate, *pixels)
+        return inputs | {"num_frames": t, "height": h, "width": w, "rope_interpolation_scale": scale}
+    axes = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+    frames, rows, columns = (axis.flatten().float() for axis in axes)
+    seconds = (frames * stride_t + 1 - stride_t).clamp(min=0) / config.frame_rate
+    return inputs | {"video_coords": torch.stack([seconds, rows * pixels[0], columns * pixels[1]])[None]}
 
 
 def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
@@ -108,11 +131,21 @@ def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
     return latent
 
 
+def _export_notes(config: LTXConfig, pad_to: int) -> list[str]:
+    del pad_to
+    if not config.causal_temporal_positioning:
+        return []
+    return [
+        "LTXConditionPipeline puts noise on a given picture in every step: pass image_cond_noise_scale=0.0 for the "
+        "clips of `heddle sample`. Neither shifts noise levels, whatever train.flow says."
+    ]
+
+
 FAMILY = Family(
     config=LTXConfig,
     model=_model,
     diffusers_class="LTXVideoTransformer3DModel",
-    pipeline_class=lambda config: "LTXPipeline",
+    pipeline_class=lambda config: CONDITION_PIPELINE if config.causal_temporal_positioning else "LTXPipeline",
     vae=VAEClass(
         name="AutoencoderKLLTXVideo",
         numbers=_vae_numbers,
@@ -163,11 +196,12 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
         original={},
     ),
-    scheduler=even_sigmas,
+    scheduler=_scheduler,
     shifts_by_tokens=True,
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
+    export_notes=_export_notes,
 )
