@@ -141,7 +141,7 @@ CASES = FamilyCases(
         ),
     },
     whole_runs=("",),
-    presets={"ltx-2b": 1.92},
+    presets={"ltx-2b": 1.92, "ltx-2b-0.9.5": 1.92, "ltx-13b": 13.0},
     lora=("attn1.to_out.0", "attn2.to_k", "ff.net.2"),
     original=OriginalNames(
         renames=((r"^proj_in", "patchify_proj"), (r"time_embed", "adaln_single"), (r"norm_([qk])\b", r"\1_norm")),

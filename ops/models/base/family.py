@@ -188,7 +188,8 @@ class PublishedParts:
     ones)."""
 
     text: Mapping[str, Json]  # folder of the pipeline -> the encoder in it
-    vae: Json = field(default_factory=dict)  # where it is not its class's default
+    # of a config of this family: where it is not its class's default
+    vae: Callable[[DiTConfig], Json] = lambda config: {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ops.models.base.config import DiTConfig
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
     Family,
@@ -131,6 +132,29 @@ def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
     return latent
 
 
+_LATER_VAE: Json = {  # of 0.9.5 to 0.9.8
+    "block_out_channels": [128, 256, 512, 1024, 2048],
+    "down_block_types": ["LTXVideo095DownBlock3D"] * 4,
+    "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
+    "layers_per_block": [4, 6, 6, 2, 2],
+    "spatio_temporal_scaling": [True] * 4,
+    "decoder_block_out_channels": [256, 512, 1024],
+    "decoder_layers_per_block": [5] * 4,
+    "decoder_spatio_temporal_scaling": [True] * 3,
+    "decoder_inject_noise": [False] * 4,
+    "upsample_residual": [True] * 3,
+    "upsample_factor": [2] * 3,
+    "timestep_conditioning": True,
+    "spatial_compression_ratio": 32,
+    "temporal_compression_ratio": 8,
+}
+
+
+def _published_vae(config: DiTConfig) -> Json:
+    assert isinstance(config, LTXConfig)
+    return _LATER_VAE if config.causal_temporal_positioning else {}
+
+
 def _export_notes(config: LTXConfig, pad_to: int) -> list[str]:
     del pad_to
     if not config.causal_temporal_positioning:
@@ -198,7 +222,7 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     shifts_by_tokens=True,
-    parts=PublishedParts(text={"text_encoder": T5_XXL}),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=_published_vae),
     published=_published,
     recipe=_recipe,
     parity_inputs=_parity_inputs,
