@@ -48,9 +48,18 @@ class SamplerConfig:
     spacing: Spacing = "even"
     scheduler: Scheduler | None = None  # by whose steps a clip is made; None: by Euler's, or DDIM's
     passes_sigmas: bool = True  # to `scheduler`, spaced as named; False: it spaces them itself
+    timesteps: tuple[float, ...] = ()  # of every one of `steps`, falling, without a shift; (): spaced as named
 
     def __post_init__(self) -> None:
-        sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
+        if not self.timesteps:
+            sigma_schedule(self.steps, 1.0, spacing=self.spacing)  # raises ValueError for too few steps
+            return
+        falling = all(time > after for time, after in pairwise((*self.timesteps, 0.0)))
+        if not falling or self.timesteps[0] > self.num_train_timesteps or len(self.timesteps) != self.steps:
+            raise ValueError(
+                f"timesteps {list(self.timesteps)} of {self.steps} steps must fall from at most "
+                f"{self.num_train_timesteps} and stay above 0, one for each step."
+            )
 
     @property
     def is_guided(self) -> bool:
@@ -295,6 +304,11 @@ def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> l
     prediction."""
     if diffusion is not None:
         return [(step.time, step.keep, step.move) for step in ddim_steps(config.steps, diffusion)]
+    if config.timesteps:
+        sigmas = [time / config.num_train_timesteps for time in (*config.timesteps, 0.0)]
+        return [
+            (time, 1.0, after - sigma) for time, (sigma, after) in zip(config.timesteps, pairwise(sigmas), strict=True)
+        ]
     first = 1 - 1 / config.num_train_timesteps if config.whole_times else 1.0
     flow_shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
     sigmas = sigma_schedule(config.steps, flow_shift, first, config.spacing)

@@ -34,7 +34,7 @@ from actors.plan.types import USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
 from ops.geometry import Geometry, PixelShape
-from ops.models.base.family import Family
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
@@ -121,17 +121,18 @@ def published(name: str, folder: Path, lora: bool, text: str) -> tuple[ModelConf
     paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     paths.append(f"model.text.place={text}")
     config = RunConfig.load(MODELS / f"{name}.yaml", [*paths, "run.name=headroom", "workers.device=cuda", *rank])
-    write_numbers(folder, FAMILIES[config.model.dit.architecture])
+    write_numbers(folder, config.model.dit)
     return *resolve(config.model), config.train
 
 
-def write_numbers(folder: Path, family: Family) -> None:
-    """The config.json of each frozen part of the family's published pipelines."""
+def write_numbers(folder: Path, dit: DiTConfig) -> None:
+    """The config.json of each frozen part of the published pipelines that have such a transformer."""
     import diffusers
 
+    family = FAMILIES[dit.architecture]
     kind = getattr(diffusers, family.vae.name)
     usual = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
-    vae = {**usual, **family.parts.vae, "_class_name": kind.__name__}
+    vae = {**usual, **family.parts.vae(dit), "_class_name": kind.__name__}
     for part, fields in {"vae": vae, **family.parts.text}.items():
         (folder / part).mkdir(parents=True, exist_ok=True)
         (folder / part / "config.json").write_text(json.dumps(fields))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
@@ -44,11 +46,20 @@ def sample(
     height: Annotated[int | None, typer.Option(min=1)] = None,
     width: Annotated[int | None, typer.Option(min=1)] = None,
     steps: Annotated[int | None, typer.Option(help="Euler steps.", min=1)] = None,
+    timesteps: Annotated[
+        str | None, typer.Option(help="Instead of --steps: the time of each, falling, with commas; 1000 is pure noise.")
+    ] = None,
     guidance_scale: Annotated[float | None, typer.Option(help="1 switches guidance off.")] = None,
     guidance_scale_2: Annotated[
         float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
     ] = None,
     flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
+    decode_timestep: Annotated[
+        float | None, typer.Option(help="Of a decoder that takes a time (LTX-Video from 0.9.1 on): 0 to 1.")
+    ] = None,
+    decode_noise_scale: Annotated[
+        float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
+    ] = None,
     negative_prompt: Annotated[str, typer.Option()] = "",
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[
@@ -86,8 +97,13 @@ def sample(
     assert checkpoint is not None
     if long_prompts not in (None, *get_args(LongPrompts)):
         raise typer.BadParameter(f"--long-prompts {long_prompts} is none of {', '.join(get_args(LongPrompts))}.")
+    if steps is not None and timesteps is not None:
+        raise typer.BadParameter("give --steps or --timesteps, one of the two.")
+    if flow_shift is not None and timesteps is not None:
+        raise typer.BadParameter("--timesteps are not shifted: leave --flow-shift out.")
     if workers is None and (together or cluster):
         raise typer.BadParameter("--together and --cluster need --workers N.")
+    times = _times(timesteps) if timesteps is not None else None
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
     out = out or default_out(checkpoint, texts)
     run(
@@ -101,10 +117,13 @@ def sample(
             fps=fps,
             seed=seed,
             steps=steps,
+            timesteps=times,
             guidance_scale=guidance_scale,
             guidance_scale_2=guidance_scale_2,
             flow_shift=flow_shift,
             negative_prompt=negative_prompt,
+            decode_timestep=decode_timestep,
+            decode_noise_scale=decode_noise_scale,
         ),
         images=images or [],
         last_images=last_images or [],
@@ -114,6 +133,16 @@ def sample(
         long_prompts=cast("LongPrompts | None", long_prompts),
         crew=_crew(out, workers, device, together, cluster) if workers else None,
     )
+
+
+def _times(given: str) -> tuple[float, ...]:
+    try:
+        times = tuple(float(time) for time in given.split(","))
+    except ValueError:
+        times = ()
+    if not times or any(not 0 < after < time for time, after in pairwise((math.inf, *times))):
+        raise typer.BadParameter(f"--timesteps {given} must be falling numbers above 0, with commas: 1000,900,500.")
+    return times
 
 
 def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | None) -> Crew:

@@ -19,9 +19,11 @@ from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.models.base.vae import DecodeNoise
 from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
+from ops.noise import NoiseKey
 from ops.packing import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.schedulers import Scheduler
@@ -43,10 +45,13 @@ class ClipChanges:
     fps: float | None = None
     seed: int | None = None
     steps: int | None = None
+    timesteps: tuple[float, ...] | None = None  # instead of steps
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None  # unset: a given guidance_scale is that of both experts
     flow_shift: float | None = None
     negative_prompt: str | None = None
+    decode_timestep: float | None = None
+    decode_noise_scale: float | None = None  # unset: as large as a given decode_timestep
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,21 +65,25 @@ class ClipSettings:
     seed: int  # prompt number i gets seed + i
     sampler: SamplerConfig
     negative_prompt: str = ""
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None  # None: as large as the time
 
     @staticmethod
     def of(config: RunConfig, scheduler: Scheduler | None = None) -> ClipSettings:
         """Those of a run; a published pipeline may have a `scheduler` by whose steps its clips are made."""
         sample, flow, family = config.sample, config.train.flow, FAMILIES[config.model.dit.architecture]
+        unshifted = config.model.dit.sampled_unshifted
         sampler = SamplerConfig(
-            steps=sample.steps,
+            steps=len(sample.timesteps) or sample.steps,
+            timesteps=sample.timesteps,
             guidance_scale=sample.guidance_scale,
             guidance_scale_2=sample.guidance_scale_2,
-            flow_shift=flow.flow_shift,
-            token_shift=flow.token_shift,
+            flow_shift=1.0 if unshifted else flow.flow_shift,
+            token_shift=None if unshifted else flow.token_shift,
             num_train_timesteps=flow.num_train_timesteps,
             autocast=config.train.autocast == "bfloat16",
             whole_times=family.whole_times,
-            spacing=family.spacing,
+            spacing=config.model.dit.spacing,
             scheduler=scheduler,
             passes_sigmas=family.passes_sigmas,
         )
@@ -85,14 +94,20 @@ class ClipSettings:
             fps=config.model.dit.clip_rate or sample.fps,
             seed=sample.seed,
             sampler=sampler,
+            decode_timestep=sample.decode_timestep,
+            decode_noise_scale=sample.decode_noise_scale,
         )
 
     def changed(self, changes: ClipChanges) -> ClipSettings:
         """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
         scheduler, shift = self.sampler.scheduler, changes.flow_shift
+        spaced = changes.timesteps is None and (changes.steps is not None or shift is not None)
+        times = () if spaced else changes.timesteps
+        steps = len(changes.timesteps) if changes.timesteps else changes.steps
         sampler = replace(
             self.sampler,
-            steps=_given(changes.steps, self.sampler.steps),
+            steps=_given(steps, self.sampler.steps),
+            timesteps=_given(times, self.sampler.timesteps),
             guidance_scale=_given(changes.guidance_scale, self.sampler.guidance_scale),
             guidance_scale_2=changes.guidance_scale_2
             if changes.guidance_scale is not None
@@ -110,7 +125,16 @@ class ClipSettings:
             seed=_given(changes.seed, self.seed),
             negative_prompt=_given(changes.negative_prompt, self.negative_prompt),
             sampler=sampler,
+            decode_timestep=_given(changes.decode_timestep, self.decode_timestep),
+            decode_noise_scale=changes.decode_noise_scale
+            if changes.decode_timestep is not None
+            else _given(changes.decode_noise_scale, self.decode_noise_scale),
         )
+
+    def decode_noise(self, seed: int) -> DecodeNoise:
+        """What a decoder that takes some gets for the clip of this seed."""
+        share = _given(self.decode_noise_scale, self.decode_timestep)
+        return DecodeNoise(time=self.decode_timestep, share=share, key=NoiseKey.of(seed, 0, "decode"))
 
 
 def _given(value: T | None, otherwise: T) -> T:
@@ -217,7 +241,8 @@ def make_clips(
             told.negative.vector,
             half,
         )
-        videos = decode_together(model.vae, latents, group or Group.solo(), model.device)
+        noise = [settings.decode_noise(request.seed) for request in batch]
+        videos = decode_together(model.vae, latents, group or Group.solo(), model.device, noise)
         clips += [video[dropped:].cpu().numpy() for video in videos]
     return clips
 

@@ -23,6 +23,7 @@ from ops.models.recipe import EXPORTED
 from ops.schedulers import Scheduler
 from ops.typed import ConfigError
 
+_OF_DYNAMIC_SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type")
 _FIRST_FRAMES = 0.2  # of a run whose weights take first frames; sampling asks only whether there is one
 
 
@@ -104,16 +105,25 @@ def published_scheduler(folder: Path, config: RunConfig) -> Scheduler | None:
     own_settings = replace(own, settings={**times, **own.settings}).all_settings() if own.name == found.name else {}
     if settings == own_settings:
         return None
-    if fault := _scheduler_fault(settings, own_settings, family, is_flow=config.model.dit.diffusion is None):
+    dit = config.model.dit
+    own_steps = not family.schedulers or dit.sampled_unshifted  # no others are made
+    fault = _other_steps(settings, own_settings, family) if own_steps else ""
+    if fault := fault or _scheduler_fault(settings, family, is_flow=dit.diffusion is None):
         raise ConfigError(f"{folder}/scheduler/scheduler_config.json: {fault}")
-    return found
+    return None if own_steps else found
 
 
-def _scheduler_fault(settings: Json, own: Json, family: Family, is_flow: bool) -> str:
+def _other_steps(settings: Json, own: Json, family: Family) -> str:
+    """What makes these settings of a scheduler another schedule than the family's own; "" where nothing does."""
+    unread = () if settings.get("use_dynamic_shifting") else _OF_DYNAMIC_SHIFT
+    other = [f"{key} {value}" for key, value in settings.items() if own.get(key) != value and key not in unread]
+    if not other:
+        return ""
+    return f"{', '.join(other)}, with which clips of a {family.diffusers_class} are not made. Leave these settings out."
+
+
+def _scheduler_fault(settings: Json, family: Family, is_flow: bool) -> str:
     """Why clips cannot be made with these settings, all of a scheduler's; "" where they can."""
-    if not family.schedulers:
-        other = ", ".join(f"{key} {value}" for key, value in settings.items() if own.get(key) != value)
-        return f"{other}, with which clips of a {family.diffusers_class} are not made. Leave these settings out."
     if settings.get("stochastic_sampling"):
         return "stochastic_sampling adds noise in every step, which is not done. Set it to false."
     if str(kind := settings.get("algorithm_type", "")).startswith("sde"):

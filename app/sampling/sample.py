@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
 from app.sampling.model import checkpoint_folder, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.prompts import prompt_notes
+from app.settings.rules import check_decode
 from app.settings.sections import LongPrompts
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
@@ -46,6 +48,8 @@ def run(
         "flow-shift": (changes.flow_shift, above(0, 1e6)),
         "fps": (changes.fps, above(0, 1000)),
         "seed": (changes.seed, between(0, SEED)),
+        "decode-timestep": (changes.decode_timestep, between(0, 1)),
+        "decode-noise-scale": (changes.decode_noise_scale, between(0, 1)),
     }
     for name, (value, allowed) in given.items():
         if value is not None and (fault := allowed.fault(value)):
@@ -61,6 +65,10 @@ def run(
         raise ConfigError(
             f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
             f"it out."
+        )
+    if changes.timesteps and (config.model.dit.diffusion is not None or saved.scheduler is not None):
+        raise ConfigError(
+            f"--timesteps is given, and clips of {checkpoint} are made by a scheduler, which has its own; leave it out."
         )
     if changes.guidance_scale_2 is not None and not config.model.dit.two_experts:
         raise ConfigError(
@@ -79,6 +87,8 @@ def run(
     except ValueError as error:
         size = f"{settings.frames} x {settings.height} x {settings.width}"
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
+    told = settings.decode_timestep, settings.decode_noise_scale
+    check_decode(config.model.vae, replace(config.sample, decode_timestep=told[0], decode_noise_scale=told[1]))
     first = first_frames(config, prompts, settings, images, "--image", last_images)
     notes = prompt_notes(prompts, config.model.text, rule)
     notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []

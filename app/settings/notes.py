@@ -8,6 +8,7 @@ from dataclasses import fields
 
 from app.settings.config import RunConfig
 from app.settings.prompts import prompt_notes
+from app.settings.rules import check_decode
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
@@ -41,7 +42,7 @@ def notes(config: RunConfig) -> list[str]:
 
 def sample_notes(config: RunConfig) -> list[str]:
     """The same of the prompts of samples that are made during training. Raises ConfigError for one that is too long
-    where those are refused."""
+    where those are refused, and for settings of decoding that the autoencoder does not take."""
     sample = config.sample
     if not (sample.every and sample.prompts):
         return []
@@ -49,6 +50,7 @@ def sample_notes(config: RunConfig) -> list[str]:
         text = resolve(config.model)[0].text
     except (OSError, ValueError):  # the start refuses this folder with the reason
         return []
+    check_decode(config.model.vae, sample)
     return prompt_notes(sample.prompts, text, sample.long_prompts)
 
 

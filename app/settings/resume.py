@@ -66,6 +66,7 @@ RUNTIME = (
     "attention",
     "expert",
     "frame_rate",
+    "causal_temporal_positioning",
     "lora_rank",
     "lora_alpha",
     "lora_targets",

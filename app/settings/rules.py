@@ -11,7 +11,8 @@ from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.config import FlowConfig
 from ops.degrees import bag_sizes
-from ops.models.config import ModelConfig, geometry
+from ops.models.config import ModelConfig, VAEConfig, geometry
+from ops.models.folders import decodes_in_time
 from ops.typed import ConfigError
 
 
@@ -159,6 +160,18 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
             f"one transformer for all noise levels; leave it out."
         )
+    if sample.timesteps and dit.diffusion is not None:
+        raise ConfigError(
+            f"sample.timesteps is {list(sample.timesteps)}, and the transformer of model.dit is sampled by DDIM, which "
+            f"has its own. Leave it out."
+        )
+    if sample.timesteps and sample.timesteps[0] > flow.num_train_timesteps:
+        raise ConfigError(
+            f"sample.timesteps begins with {sample.timesteps[0]:g}, and pure noise has the time "
+            f"{flow.num_train_timesteps} (train.flow.num_train_timesteps). Begin there or below."
+        )
+    if model.vae.path is None:
+        check_decode(model.vae, sample)
     if not sample.prompts:
         if sample.every:
             raise ConfigError(
@@ -183,6 +196,16 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
         geometry(model).token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
         raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
+
+
+def check_decode(vae: VAEConfig, sample: SampleConfig) -> None:
+    """A time and noise of decoding are for decoders that take them. Reads the folder of the autoencoder."""
+    given = {"decode_timestep": sample.decode_timestep, "decode_noise_scale": sample.decode_noise_scale}
+    for name, value in given.items():
+        if value and not decodes_in_time(vae):
+            raise ConfigError(
+                f"sample.{name} is {value:g}, and the decoder of model.vae takes no time and no noise; leave it out."
+            )
 
 
 def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig, planner: PlannerConfig) -> None:

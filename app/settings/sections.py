@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from ops.ranges import SEED, above, between, check_numbers
@@ -36,6 +37,9 @@ class SampleConfig:
     # Of the run's time that samples may take during training, beside the gaps that plans leave idle.
     share: float = 0.05
     steps: int = 20  # Euler steps of the sampler
+    # Instead of steps: the time of each, falling from at most train.flow.num_train_timesteps, for weights that were
+    # distilled for a few (LTX-Video 0.9.7 distilled: [1000, 993, 987, 981, 975, 909, 725, 0.03])
+    timesteps: tuple[float, ...] = ()
     guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
     guidance_scale_2: float | None = None  # of the expert for low noise, where there are two; unset: the same
     frames: int = 17
@@ -43,6 +47,11 @@ class SampleConfig:
     width: int = 64
     fps: float = 8.0  # of a transformer that takes a frame rate, that one
     seed: int = 0
+    # Of autoencoders that make the last denoising step (LTX-Video from 0.9.1 on): the time that the decoder gets, from
+    # 0 to 1, and the share of noise in the latents that it gets; unset: as large. Its authors advise 0.05 and
+    # 0.025
+    decode_timestep: float = 0.0
+    decode_noise_scale: float | None = None
     # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
     long_prompts: LongPrompts = "cut"
 
@@ -54,6 +63,8 @@ class SampleConfig:
                 f"sample.frames {self.frames}, height {self.height}, width {self.width}, fps {self.fps} "
                 f"must be positive."
             )
+        if any(time <= after for time, after in pairwise(self.timesteps)):
+            raise ValueError(f"sample.timesteps {list(self.timesteps)} must fall, as noise does. Sort them.")
         for name, pictures in (("images", self.images), ("last_images", self.last_images)):
             if len(pictures) not in (0, 1, len(self.prompts)):
                 raise ValueError(
@@ -66,6 +77,7 @@ class SampleConfig:
             every=between(0),
             share=between(0, 1e6),
             steps=between(1, 100_000),
+            timesteps=above(0, 1e6),
             guidance_scale=between(0, 1e6),
             guidance_scale_2=between(0, 1e6),
             frames=between(1, 100_000),
@@ -73,4 +85,6 @@ class SampleConfig:
             width=between(1, 1 << 16),
             fps=above(0, 1000),
             seed=between(0, SEED),
+            decode_timestep=between(0, 1),
+            decode_noise_scale=between(0, 1),
         )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ops.geometry import Geometry
 from ops.models.base.family import Json
 from ops.models.base.tiles import Tile
-from ops.models.base.vae import PixelForm, frame_bytes
+from ops.models.base.vae import NO_NOISE, DecodeNoise, PixelForm, frame_bytes
 from ops.models.config import VAEConfig
 from ops.models.families import VAE_CLASSES
 from ops.models.files import check_files, read_json
@@ -78,11 +78,11 @@ class ChunkedVAE:
         tiles = self.plan_tiles(frames, height, width)
         return self.blend([(tile, self.encode_tile(video, tile)) for tile in tiles], (frames, height, width))
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """Normalised latents [B, C, t, h, w] -> uint8 [B, T, H, W, 3]. A chunk is bytes before the next is decoded."""
         frames, height, width = latents.shape[2:]
         tiles = self.plan_decode((frames, height, width))
-        return torch.cat([frame_bytes(self.decode_tile(latents, tile)) for tile in tiles], dim=1)
+        return torch.cat([frame_bytes(self.decode_tile(latents, tile, noise)) for tile in tiles], dim=1)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
         """The chunks of a clip, in pixels."""
@@ -102,8 +102,9 @@ class ChunkedVAE:
         return _chunks(grid[0], self.geometry.latents_of_chunk, *grid[1:])
 
     @torch.no_grad()
-    def decode_tile(self, latents: Tensor, tile: Tile) -> Tensor:
+    def decode_tile(self, latents: Tensor, tile: Tile, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """Pixels [B, 3, T', H', W'] of one chunk, from -1 to 1 and a little beyond."""
+        del noise
         first, last = (self.geometry.frames_of(latent) for latent in (tile.frames[0], tile.frames[1]))
         part = tile.cut_latents(latents).to(self.device, torch.float32)
         return self._codec.decode_chunk(part.contiguous(), last - first).float()

@@ -181,6 +181,15 @@ def is_of_pictures(vae: VAEConfig) -> bool:
     return name in VAE_CLASSES and VAE_CLASSES[name].of_pictures
 
 
+def decodes_in_time(vae: VAEConfig) -> bool:
+    """Whether the decoder of an autoencoder gets a time, and its latents noise."""
+    if vae.path is None:
+        return False
+    fields = read_json(component(vae.path, "vae") / "config.json")
+    name = class_of(fields)
+    return name in VAE_CLASSES and VAE_CLASSES[name].decodes_in_time(fields)
+
+
 def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
     """Concrete numbers of a model: what its folders say, and what follows from one module for the next.
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ops.models.base.tiles import Tile, whole
+from ops.models.base.vae import NO_NOISE, DecodeNoise
 from ops.models.config import VAEConfig
 
 # Expected statistics of pixel blocks, from which the order and the scale of the channels come: neighbours at distance
@@ -94,8 +95,9 @@ class HaarVAE:
         blocks = blocks.permute(0, 1, 3, 5, 7, 2, 4, 6).flatten(4)  # [B, t, h, w, 3 r s s]
         return (blocks @ self._analysis.T).movedim(-1, 1).contiguous()
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """Latents [B, C, t, h, w] -> uint8 [B, T, H, W, 3], clipped to the pixel range."""
+        del noise
         r, s, _ = self.vae_stride
         latents = latents.to(self.device, torch.float32).movedim(1, -1)
         batch, t, h, w, _ = latents.shape
@@ -124,9 +126,9 @@ class HaarVAE:
         """One tile, as of `plan_tiles`."""
         return whole(*grid)
 
-    def decode_tile(self, latents: Tensor, tile: Tile) -> Tensor:
+    def decode_tile(self, latents: Tensor, tile: Tile, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """Video [B, T', H', W', 3] of the part of `latents` [B, C, t, h, w] that `tile` names, fp32."""
-        return self.decode(tile.cut_latents(latents)).float()
+        return self.decode(tile.cut_latents(latents), noise).float()
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
         """uint8 video of latents of `grid` from their tiles."""

@@ -17,7 +17,6 @@ from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
 from app.settings.config import RunConfig
 from ops.geometry import PixelShape
-from ops.models.families import FAMILIES
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SEVERAL = {"wan2.2-t2v-a14b-both-lora-80gb"}  # GPUs of the size that it names, for both transformers
@@ -59,7 +58,7 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
     file = CONFIGS / "runs" / f"{name}.yaml"
     paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
-    write_numbers(folder, FAMILIES[model.dit.architecture])
+    write_numbers(folder, model.dit)
     if model.text.sees_picture:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
         encoder = folder / "text_encoder" / "config.json"
         llava = {"model_type": "llava", "text_config": json.loads(encoder.read_text()), "image_token_index": 128257}

@@ -224,7 +224,7 @@ def test_a_given_flow_shift_is_that_of_the_scheduler(tmp_path: Path) -> None:
         (
             "ltx",
             "FlowMatchEulerDiscreteScheduler",
-            {"stochastic_sampling": True},
+            {**LTX, "stochastic_sampling": True},
             "stochastic_sampling adds noise in every",
         ),
         ("ltx", "UniPCMultistepScheduler", UNIPC, "are made with FlowMatchEulerDiscreteScheduler"),

@@ -31,6 +31,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
         **{"use_dynamic_shifting": True, "base_image_seq_len": 1024, "max_image_seq_len": 4096},
         **{"base_shift": 0.95, "max_shift": 2.05},
     },
+    "models/ltx-2b-0.9.5": {"use_dynamic_shifting": False, "shift": 1.0},
+    "runs/ltx-13b-lora-80gb": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/cogvideox-2b-lora-24gb": {**VELOCITIES, "snr_shift_scale": 3.0},
     "runs/cogvideox-5b-lora-80gb": {**VELOCITIES, "snr_shift_scale": 1.0},
     "runs/latte-1-lora-24gb": {"beta_schedule": "linear", "prediction_type": "epsilon"},

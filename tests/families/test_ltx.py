@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
 import torch
-from diffusers import AutoencoderKLLTXVideo, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline, LTXPipeline, LTXVideoTransformer3DModel
+from diffusers.pipelines.ltx import pipeline_ltx_condition
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
+from ops.comm import Group
 from ops.config import FlowConfig, TokenShift
 from ops.geometry import Geometry
-from ops.models.base.vae import DiffusersVAE
+from ops.models.base.vae import DecodeNoise, DiffusersVAE
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.decoding import decode_together
 from ops.models.folders import resolve, vae_numbers
 from ops.models.forecast import vae_need
 from ops.models.load import build_dit
@@ -22,39 +26,73 @@ from ops.models.ltx.config import LTXConfig
 from ops.models.ltx.family import FAMILY
 from ops.models.text import random_t5
 from ops.models.vae import vae_of
+from ops.noise import NoiseKey, normal
 from ops.packing import patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
+from tests.ops.conftest import RunRanks
 
 torch.set_num_threads(1)
 DIT = LTXConfig(num_layers=2, num_heads=2, head_dim=16, ffn_dim=128, text_dim=8, frame_rate=12.0)
+CAUSAL = replace(DIT, causal_temporal_positioning=True)
 STRIDE = (4, 16, 16)
 LINE = TokenShift(base_tokens=4, max_tokens=32, base=0.9, max=2.0)
 
 
-def make_vae(**settings: object) -> DiffusersVAE:
+USUAL_ENCODER = {
+    "block_out_channels": (8, 8, 8, 8),
+    "layers_per_block": (1, 1, 1, 1, 1),
+    "spatio_temporal_scaling": (True, True, False, False),
+}
+TIMED_DECODER = {
+    "decoder_block_out_channels": (8, 16),
+    "decoder_layers_per_block": (1, 1, 1),
+    "decoder_spatio_temporal_scaling": (True, True),
+    "upsample_residual": (True, True),
+    "upsample_factor": (2, 2),
+    "timestep_conditioning": True,
+}
+VAES: dict[str, dict[str, Any]] = {  # by the version that has such a one; strides as STRIDE
+    "0.9.0": {
+        **USUAL_ENCODER,
+        "decoder_block_out_channels": (8, 8, 8, 8),
+        "decoder_layers_per_block": (1, 1, 1, 1, 1),
+        "decoder_spatio_temporal_scaling": (True, True, False, False),
+        "scaling_factor": 0.5,
+    },
+    "0.9.1": {**USUAL_ENCODER, **TIMED_DECODER, "decoder_inject_noise": (True, True, False)},
+    "0.9.5": {
+        **TIMED_DECODER,
+        "block_out_channels": (8, 8, 16, 16),
+        "down_block_types": ("LTXVideo095DownBlock3D",) * 3,
+        "downsample_type": ("spatial", "temporal", "spatiotemporal"),
+        "layers_per_block": (1, 1, 1, 1),
+        "spatio_temporal_scaling": (True, True, True),
+        "decoder_inject_noise": (False, False, False),
+        "spatial_compression_ratio": 16,
+        "temporal_compression_ratio": 4,
+    },
+}
+
+
+def make_vae(version: str = "0.9.0", **settings: object) -> DiffusersVAE:
     torch.manual_seed(0)
-    model = AutoencoderKLLTXVideo(
-        latent_channels=8,
-        block_out_channels=(8, 8, 8, 8),
-        decoder_block_out_channels=(8, 8, 8, 8),
-        layers_per_block=(1, 1, 1, 1, 1),
-        decoder_layers_per_block=(1, 1, 1, 1, 1),
-        spatio_temporal_scaling=(True, True, False, False),
-        decoder_spatio_temporal_scaling=(True, True, False, False),
-        scaling_factor=0.5,
-    )
+    model = AutoencoderKLLTXVideo(latent_channels=8, **VAES[version])
     model.latents_mean.copy_(torch.linspace(-1, 1, 8))
     model.latents_std.copy_(torch.linspace(0.5, 2, 8))
+    for name, weight in model.named_parameters():
+        if "per_channel_scale" in name:  # zero in a new one: nothing would be drawn
+            torch.nn.init.normal_(weight)
     return vae_of(model, VAEConfig(kind="diffusers", path="-", **settings), "cpu")  # type: ignore[arg-type]
 
 
-def publish(folder: Path) -> Path:
+def publish(folder: Path, version: str = "0.9.0") -> Path:
     """A small pipeline as Diffusers itself saves it."""
-    scheduler = FAMILY.scheduler(DIT, FlowConfig(token_shift=LINE))
-    vae = make_vae().model
+    pipeline, dit = (LTXConditionPipeline, CAUSAL) if version == "0.9.5" else (LTXPipeline, DIT)
+    scheduler = FAMILY.scheduler(dit, FlowConfig(token_shift=LINE))
+    vae = make_vae(version).model
     t5 = T5Config(vocab_size=384, d_model=8, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
-    LTXPipeline(
+    pipeline(
         scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
         vae=vae,
         text_encoder=T5EncoderModel(t5),
@@ -94,9 +132,16 @@ CASES = FamilyCases(
     variants={
         "": small(LTXConfig, patch=(1, 1, 1)),
         "of a width that a sixth does not divide": small(LTXConfig, num_heads=4, head_dim=16, frame_rate=8.0),
+        "0.9.5": small(LTXConfig, vae_stride=(4, 16, 16), causal_temporal_positioning=True),
     },
-    models={"": whole(LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192))},
-    presets={"ltx-2b": 1.92},
+    models={
+        "": whole(LTXConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=192)),
+        "0.9.5": whole(
+            LTXConfig(num_layers=1, num_heads=12, head_dim=4, ffn_dim=192, causal_temporal_positioning=True)
+        ),
+    },
+    whole_runs=("",),
+    presets={"ltx-2b": 1.92, "ltx-2b-0.9.5": 1.92, "ltx-13b": 13.0},
     lora=("attn1.to_out.0", "attn2.to_k", "ff.net.2"),
     original=OriginalNames(
         renames=((r"^proj_in", "patchify_proj"), (r"time_embed", "adaln_single"), (r"norm_([qk])\b", r"\1_norm")),
@@ -136,9 +181,53 @@ def test_what_the_vae_needs_is_predicted_without_weights(tmp_path: Path) -> None
     assert need.peak_gib > 0 and need.weights_gib * 2**30 == 4 * sum(p.numel() for p in make_vae().model.parameters())
 
 
-def test_what_the_vae_cannot_do_is_refused() -> None:
-    with pytest.raises(ValueError, match="decodes with a timestep"):
-        vae_numbers({"_class_name": "AutoencoderKLLTXVideo", "timestep_conditioning": True}, "vae")
+@pytest.mark.parametrize("version", VAES)
+def test_strides_are_those_of_the_class(version: str) -> None:
+    """They stand in config.json where the class counts another number of halvings than it makes."""
+    model = make_vae(version).model
+    fields = {"_class_name": "AutoencoderKLLTXVideo", **model.config}
+    assert vae_numbers(fields, "vae") == (8, STRIDE)
+    assert (model.temporal_compression_ratio, model.spatial_compression_ratio) == STRIDE[:2]
+
+
+@pytest.mark.parametrize("tiling", [False, True])
+def test_a_decoder_is_told_its_time_and_gets_the_noise_of_its_clip(tiling: bool) -> None:
+    """As the pipelines mix it into latents that are not normalised; noise of a tile is cut out of the clip's."""
+    tiles = {"tiling": True, "tile_sample_min": (32, 32), "tile_sample_stride": (16, 16)} if tiling else {}
+    vae, key = make_vae("0.9.5", **tiles), NoiseKey.of(3, 0, "decode")
+    latents = torch.randn(1, 8, 2, 3, 4, generator=torch.Generator().manual_seed(1))
+    told = DecodeNoise(time=0.3, share=0.25, key=key)
+    vae.model.use_tiling = tiling
+    with torch.no_grad():
+        noise = normal(key, 0, latents.numel()).view_as(latents)
+        mixed = 0.75 * (latents * vae._std + vae._mean) + 0.25 * noise
+        expected = vae.model.decode(mixed, torch.tensor([0.3])).sample
+    tiles_of = vae.plan_decode((2, 3, 4))
+    assert (len(tiles_of) > 4) == tiling
+    found = vae._joined([(tile, vae.decode_tile(latents, tile, told)) for tile in tiles_of], (2, 3, 4))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    one = vae.decode(latents, told)
+    for other in (replace(told, time=0.0), replace(told, share=0.0), replace(told, key=NoiseKey.of(4, 0, "decode"))):
+        assert not torch.equal(vae.decode(latents, other), one)
+
+
+@pytest.mark.parametrize("version", ["0.9.1", "0.9.5"])
+def test_a_bag_decodes_with_noise_what_one_worker_does(version: str, run_ranks: RunRanks) -> None:
+    """Also what 0.9.1's blocks draw while they decode, which torch's own generator has no part in."""
+    tiles = {"tiling": True, "tile_sample_min": (32, 32), "tile_sample_stride": (16, 16)}
+    clips = list(torch.randn(2, 8, 2, 3, 4, generator=torch.Generator().manual_seed(1)))
+    told = [DecodeNoise(time=0.05, share=0.025, key=NoiseKey.of(seed, 0, "decode")) for seed in (3, 4)]
+    alone = [make_vae(version, **tiles).decode(clip[None], own)[0] for clip, own in zip(clips, told, strict=True)]
+
+    def decoded(group: Group) -> list[torch.Tensor]:
+        return decode_together(vaes[group.rank], clips, group, torch.device("cpu"), told)
+
+    vaes = [make_vae(version, **tiles) for _ in range(3)]
+    found = run_ranks(3, decoded)[0]
+    assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
+    swapped = make_vae(version, **tiles).decode(clips[0][None], replace(told[1], share=0.0, time=0.0))[0]
+    plain = make_vae(version, **tiles).decode(clips[0][None], replace(told[0], share=0.0, time=0.0))[0]
+    assert torch.equal(swapped, plain) == (version == "0.9.5")
 
 
 def test_text_is_encoded_over_padded_rows_without_a_mask_and_cut() -> None:
@@ -204,6 +293,52 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline() -> None:
     other = build_dit(replace(dit, frame_rate=24.0), 0)
     other.load_state_dict(transformer.state_dict())
     assert not torch.allclose(sample_latents(other, [request], texts[1, :2], geometry, config)[0], latent, atol=1e-3)
+
+
+def test_a_sampled_clip_of_the_later_weights_is_the_one_of_their_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions of first frames, noise levels in a line and a parabola, and no shift."""
+    vae, dit = make_vae("0.9.5"), CAUSAL.fitted(8, STRIDE, 8, 0)
+    transformer = their_class(dit)
+    with torch.no_grad():
+        for block in transformer.transformer_blocks:  # type: ignore[union-attr]  # attention that looks at places
+            block.attn1.norm_q.weight.mul_(20)
+            block.attn1.norm_k.weight.mul_(20)
+            block.attn1.to_v.weight.mul_(5)
+    scheduler = FAMILY.scheduler(CAUSAL, FlowConfig(token_shift=LINE))
+    pipe = LTXConditionPipeline(
+        scheduler=getattr(diffusers, scheduler.name)(num_train_timesteps=1000, **scheduler.settings),
+        vae=vae.model,
+        text_encoder=None,
+        tokenizer=None,
+        transformer=transformer,
+    )
+    ours, other = build_dit(dit, 0), build_dit(replace(dit, causal_temporal_positioning=False), 0)
+    for module in (ours, other):
+        module.load_state_dict(transformer.state_dict())
+    texts = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(2))
+    masks = torch.arange(6) < torch.tensor([[4], [2]])
+    request = SampleRequest(text=texts[0, :4], frames=9, height=32, width=64, seed=7)
+    config = SamplerConfig(steps=5, guidance_scale=2.0, flow_shift=1.0, spacing=dit.spacing)
+    geometry = Geometry(vae_stride=STRIDE, patch=(1, 1, 1))
+    found, wrong = (sample_latents(one, [request], texts[1, :2], geometry, config)[0] for one in (ours, other))
+    noise = initial_noise(7, (8, 3, 2, 4))
+    monkeypatch.setattr(pipeline_ltx_condition, "randn_tensor", lambda *shape, **how: noise[None].clone())
+    expected = pipe(
+        prompt_embeds=texts[:1],
+        prompt_attention_mask=masks[:1],
+        negative_prompt_embeds=texts[1:],
+        negative_prompt_attention_mask=masks[1:],
+        height=32,
+        width=64,
+        num_frames=9,
+        frame_rate=12,
+        num_inference_steps=5,
+        guidance_scale=2.0,
+        output_type="latent",
+    ).frames[0]
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=0)
+    assert (wrong - expected).abs().max() > 1e-3 * largest
 
 
 def test_a_transformer_takes_its_strides_from_the_vae() -> None:

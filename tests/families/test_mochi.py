@@ -174,7 +174,7 @@ def test_a_sampled_clip_is_the_one_of_the_pipeline(folder: Path) -> None:
     text, negative = build_text(model.text).encode(["a red dot", ""])
     request = SampleRequest(text=text, frames=13, height=32, width=48, seed=5)
     module = build_dit(model.dit, 0).eval()
-    config = SamplerConfig(steps=5, guidance_scale=4.0, flow_shift=2.0, spacing=FAMILY.spacing)
+    config = SamplerConfig(steps=5, guidance_scale=4.0, flow_shift=2.0, spacing=DIT.spacing)
     (ours,) = sample_latents(module, [request], negative, geometry, config)
     theirs = (
         MochiPipeline.from_pretrained(folder)(

@@ -20,7 +20,7 @@ from diffusers import (
 from app.bench.timing import peak_bytes
 from ops.models.base.picture_vae import PictureVAE
 from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, deal
-from ops.models.base.vae import DiffusersVAE
+from ops.models.base.vae import NO_NOISE, DecodeNoise, DiffusersVAE
 from ops.models.config import VAEConfig
 from ops.models.decoding import decode_together
 from ops.models.families import VAE_CLASSES
@@ -95,6 +95,27 @@ def ltx() -> torch.nn.Module:
     )
 
 
+def ltx_timed() -> torch.nn.Module:
+    """As of 0.9.5 and later, whose decoder gets a time."""
+    return AutoencoderKLLTXVideo(
+        latent_channels=4,
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("LTXVideo095DownBlock3D",) * 3,
+        downsample_type=("spatial", "temporal", "spatiotemporal"),
+        layers_per_block=(1, 1, 1, 1),
+        spatio_temporal_scaling=(True, True, True),
+        decoder_block_out_channels=(8, 16),
+        decoder_layers_per_block=(1, 1, 1),
+        decoder_spatio_temporal_scaling=(True, True),
+        decoder_inject_noise=(False, False, False),
+        upsample_residual=(True, True),
+        upsample_factor=(2, 2),
+        timestep_conditioning=True,
+        spatial_compression_ratio=16,
+        temporal_compression_ratio=4,
+    )
+
+
 def mochi() -> torch.nn.Module:
     return AutoencoderKLMochi(
         encoder_block_out_channels=(32, 32, 32, 32),
@@ -113,9 +134,10 @@ FAMILIES = {
     "hunyuan": hunyuan,
     "cogvideox": cogvideox,
     "ltx": ltx,
+    "ltx_timed": ltx_timed,
     "mochi": mochi,
 }
-SQUARES = ("wan_patched", "ltx")  # of 16 pixels, of which tiles and their strides are multiples
+SQUARES = ("wan_patched", "ltx", "ltx_timed")  # of 16 pixels, of which tiles and their strides are multiples
 
 
 def tiles_of(family: str) -> dict[str, object]:
@@ -207,6 +229,14 @@ def test_hunyuan_segments_over_time_equal_diffusers() -> None:
     torch.testing.assert_close(vae.encode(video), by_diffusers(vae, video), atol=FP32_ATOL, rtol=FP32_ATOL)
 
 
+def plainly_decoded(vae: DiffusersVAE, latents: torch.Tensor) -> torch.Tensor:
+    """By Diffusers' class; a decoder that takes a time gets 0, as its pipelines do by default."""
+    time = torch.zeros(len(latents)) if getattr(vae.model.config, "timestep_conditioning", False) else None
+    given = (latents * vae._std + vae._mean, *([] if time is None else [time]))
+    pixels: torch.Tensor = vae.model.decode(*given).sample
+    return pixels
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decode_equals_diffusers(family: str) -> None:
     vae = make(family)
@@ -215,7 +245,7 @@ def test_decode_equals_diffusers(family: str) -> None:
     assert pixels.dtype == torch.uint8
     assert pixels.shape == (1, 5, 2 * vae.vae_stride[1], 2 * vae.vae_stride[2], 3)
     with torch.no_grad():
-        plain = vae.model.decode(latents * vae._std + vae._mean).sample
+        plain = plainly_decoded(vae, latents)
     plain = plain[:, :, -5:]  # CogVideoX gives eight frames for two latent frames
     assert torch.equal(pixels, ((plain.movedim(1, -1) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 
@@ -224,7 +254,7 @@ def tiled_by_diffusers(vae: DiffusersVAE, latents: torch.Tensor) -> torch.Tensor
     """Diffusers' own tiled decode, before its clamp: [B, 3, T, H, W]."""
     vae.model.use_tiling = vae.tiles is not None
     with torch.no_grad():
-        return vae.model.decode(latents * vae._std + vae._mean).sample
+        return plainly_decoded(vae, latents)
 
 
 TILED = {
@@ -233,6 +263,7 @@ TILED = {
     "hunyuan": (6, 5, 4),
     "cogvideox": (2, 7, 4),
     "ltx": (2, 4, 3),
+    "ltx_timed": (2, 4, 3),
     "mochi": (2, 7, 4),
 }
 """By family: the grid of latents that its tiles cut. HunyuanVideo's is cut over time, too."""
@@ -274,9 +305,9 @@ def test_a_bag_decodes_the_clip_of_one_worker(
             self.__dict__.update(vae.__dict__)
             self.model, self._rank = copy.deepcopy(vae.model), rank
 
-        def decode_tile(self, latents: torch.Tensor, tile: Tile) -> torch.Tensor:
+        def decode_tile(self, latents: torch.Tensor, tile: Tile, noise: DecodeNoise = NO_NOISE) -> torch.Tensor:
             mine[self._rank].append(tile.index)
-            return super().decode_tile(latents, tile)
+            return super().decode_tile(latents, tile, noise)
 
     made = run_ranks(workers, lambda group: decode_together(Counted(group.rank), clips, group, torch.device("cpu")))
     assert len(made[0]) == 2 and not any(made[1:])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from ops.attention.names import AttentionName
-from ops.config import Diffusion
+from ops.config import Diffusion, Spacing
 from ops.degrees import SequenceSetting, default_degrees
 from ops.models.base.flops import ForwardFlops
 from ops.ranges import above, between, check_numbers
@@ -170,6 +170,16 @@ class DiTConfig:
     def diffusion(self) -> Diffusion | None:
         """The diffusion that it is trained by; None: it predicts the velocities of a flow."""
         return None
+
+    @property
+    def spacing(self) -> Spacing:
+        """That of the noise levels which its pipeline passes to the scheduler."""
+        return "even"
+
+    @property
+    def sampled_unshifted(self) -> bool:
+        """Whether its pipeline samples without the flow shift of the training, whatever its scheduler says."""
+        return False
 
     @property
     def told_signal(self) -> bool:

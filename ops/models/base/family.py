@@ -21,7 +21,7 @@ from ops.schedulers import Scheduler
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ops.config import FlowConfig, Spacing
+    from ops.config import FlowConfig
     from ops.models.base.vae import DiffusersVAE
 
 EmptyText = Literal["encoded", "none"]
@@ -60,6 +60,7 @@ class VAEClass:
     sees_fp32: str = ""
     runs: Callable[[], type[DiffusersVAE]] | None = None  # what cuts and blends as it does; None: DiffusersVAE itself
     cuts_patches: bool = False  # tiles of its encoder are of patches, not of pixels
+    decodes_in_time: Callable[[Json], bool] = lambda fields: False  # its decoder gets a time, and maybe noise
     segments: tuple[int, int] | None = None  # frames that it encodes at a time, and from one to the next; None: all
     # The class of an autoencoder that Diffusers does not have, made from config.json (`ops.models.chunked.ChunkCodec`),
     # and how many frames it codes at a time, each for themselves
@@ -187,7 +188,8 @@ class PublishedParts:
     ones)."""
 
     text: Mapping[str, Json]  # folder of the pipeline -> the encoder in it
-    vae: Json = field(default_factory=dict)  # where it is not its class's default
+    # of a config of this family: where it is not its class's default
+    vae: Callable[[DiTConfig], Json] = lambda config: {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,7 +261,6 @@ class Family:
     scheduler: Callable[[Any, FlowConfig], Scheduler] = no_class
     shifts_by_tokens: bool = False  # its scheduler takes train.flow.token_shift
     whole_times: bool = False  # sampling as SamplerConfig.whole_times
-    spacing: Spacing = "even"  # of the noise levels that its pipeline passes to the scheduler
     passes_sigmas: bool = True  # False: its pipeline leaves them to the scheduler
     # classes of Diffusers by which a published pipeline of it can be sampled, whatever their settings
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, clips_at_once
-from ops.models.base.vae import DiffusersVAE, frame_bytes
+from ops.models.base.vae import NO_NOISE, DecodeNoise, DiffusersVAE, frame_bytes
 
 
 class PictureVAE(DiffusersVAE):
@@ -27,11 +27,11 @@ class PictureVAE(DiffusersVAE):
         return found
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """A frame is bytes before the next one is decoded."""
         frames, height, width = latents.shape[2:]
         tiles = self.plan_decode((frames, height, width))
-        return torch.cat([frame_bytes(self.decode_tile(latents, tile)) for tile in tiles], dim=1)
+        return torch.cat([frame_bytes(self.decode_tile(latents, tile, noise)) for tile in tiles], dim=1)
 
     def _decoded_spans(self, frames: int) -> list[tuple[int, int]]:
         return [(frame, frame + 1) for frame in range(frames)]

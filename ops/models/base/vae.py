@@ -20,7 +20,23 @@ from torch import Tensor
 
 from ops.models.base.tiles import Tile, Tiles, whole
 from ops.models.base.tiling import Tiling, cuts
-from ops.noise import ScaledNoise
+from ops.noise import NoiseKey, ScaledNoise
+
+_NO_KEY = NoiseKey(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeNoise:
+    """What an autoencoder that decodes with a timestep is given beside latents (LTX-Video from 0.9.1 on); others take
+    none of it. A `share` of noise is mixed into the latents, which are not normalised, and the decoder gets `time`;
+    both are from 0 to 1."""
+
+    time: float = 0.0
+    share: float = 0.0
+    key: NoiseKey = _NO_KEY
+
+
+NO_NOISE = DecodeNoise()
 
 
 class VAE(Protocol):
@@ -34,8 +50,8 @@ class VAE(Protocol):
         mode, so deterministic. All B at once: `clip_groups` says of how many that takes little memory."""
         ...
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """Normalised latents [B, C, t, h, w] -> uint8 [B, T, H, W, 3]."""
+    def decode(self, latents: Tensor, noise: DecodeNoise = NO_NOISE) -> Tensor:
+        """Normalised latents [B, C, t, h, w] -> uint8 [B, T, H, W, 3]. Each clip of several gets the same noise."""
         ...
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
@@ -54,8 +70,9 @@ class VAE(Protocol):
         """The tiles of latents of this `grid` (t, h, w) whose decodes, blended, are their decode."""
         ...
 
-    def decode_tile(self, latents: Tensor, tile: Tile) -> Tensor:
-        """The decoder on one tile of `latents` [B, C, t, h, w], fp32; only `join` understands the result."""
+    def decode_tile(self, latents: Tensor, tile: Tile, noise: DecodeNoise = NO_NOISE) -> Tensor:
+        """The decoder on one tile of `latents` [B, C, t, h, w] (the whole clip's), fp32; only `join` understands the
+        result."""
         ...
 
     def join(self, parts: list[tuple[Tile, Tensor]], grid: tuple[int, int, int]) -> Tensor:
@@ -145,10 +162,10 @@ class DiffusersVAE:
         return self.blend([(tile, self.encode_tile(video, tile)) for tile in tiles], (frames, height, width))
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, noise: DecodeNoise = NO_NOISE) -> Tensor:
         frames, height, width = latents.shape[2:]
         grid = (frames, height, width)
-        return self.join([(tile, self.decode_tile(latents, tile)) for tile in self.plan_decode(grid)], grid)
+        return self.join([(tile, self.decode_tile(latents, tile, noise)) for tile in self.plan_decode(grid)], grid)
 
     def plan_tiles(self, frames: int, height: int, width: int) -> list[Tile]:
         tiles = _grid_of(*self.tiling.spans(frames, height, width))
@@ -180,8 +197,9 @@ class DiffusersVAE:
         return _grid_of(self._decoded_spans(frames), rows, columns)
 
     @torch.no_grad()
-    def decode_tile(self, latents: Tensor, tile: Tile) -> Tensor:
+    def decode_tile(self, latents: Tensor, tile: Tile, noise: DecodeNoise = NO_NOISE) -> Tensor:
         """Pixels [B, 3, T', H', W'] of one tile, from -1 to 1; only `join` understands them."""
+        del noise
         scaled = tile.cut_latents(latents).to(self.device, torch.float32) * self._std + self._mean
         return self._decoded(scaled.to(self.model.dtype).contiguous()).float()
 

@@ -134,6 +134,8 @@ _ORIGINAL = {  # ours -> those of black-forest-labs/flux
 }
 
 
+_VAE: Json = {**PICTURE_VAE_FIELDS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False}
+
 FAMILY = Family(
     config=FluxConfig,
     model=_model,
@@ -142,7 +144,7 @@ FAMILY = Family(
     vae=PICTURE_VAE,
     parts=PublishedParts(
         text={"text_encoder": CLIP_L, "text_encoder_2": T5_XXL},
-        vae={**PICTURE_VAE_FIELDS, "latent_channels": 16, "use_quant_conv": False, "use_post_quant_conv": False},
+        vae=lambda config: _VAE,
     ),
     published=_published,
     recipe=_recipe,

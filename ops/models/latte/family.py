@@ -163,7 +163,7 @@ FAMILY = Family(
     scheduler=_scheduler,
     passes_sigmas=False,
     schedulers=("DDIMScheduler",),
-    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=lambda config: PICTURE_VAE_FIELDS),
     published=_published,
     recipe=_recipe,
     parity_inputs=_parity_inputs,

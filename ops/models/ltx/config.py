@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
+from ops.config import Spacing
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops, crossing_flops
 from ops.ranges import above, between, check_numbers
 
+if TYPE_CHECKING:
+    from ops.models.base.family import Json
+
+CONDITION_PIPELINE = "LTXConditionPipeline"  # Diffusers' class for 0.9.5 and later
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LTXConfig(DiTConfig):
-    """LTX-Video 0.9, text to video. Its positions are seconds and pixels, so it must know frame rate and VAE.
+    """LTX-Video 0.9.0 to 0.9.8, text to video. Its positions are seconds and pixels, so it must know frame rate and
+    VAE.
 
     Sinusoids have 256 numbers whatever `freq_dim` says, and RoPE rotates the whole width before it is cut into heads.
     """
@@ -21,6 +28,9 @@ class LTXConfig(DiTConfig):
     patch: tuple[int, int, int] = (1, 1, 1)
     frame_rate: float = 25.0  # of samples, and of clips by data.fps; where that is 0 each has its own
     vae_stride: tuple[int, int, int] = (8, 32, 32)  # follows model.vae
+    # 0.9.5 and later: a latent frame stands at its first frame, where the first one stands for one frame alone
+    # (LTXConditionPipeline: max(8 f - 7, 0) / fps seconds); else at 8 f / fps, as LTXPipeline has it
+    causal_temporal_positioning: bool = False
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
@@ -50,8 +60,22 @@ class LTXConfig(DiTConfig):
     def clip_rate(self) -> float:
         return self.frame_rate
 
+    @property
+    def spacing(self) -> Spacing:
+        return "linear_quadratic" if self.causal_temporal_positioning else "even"
+
+    @property
+    def sampled_unshifted(self) -> bool:
+        """LTXConditionPipeline passes the times themselves."""
+        return self.causal_temporal_positioning
+
     def at_rate(self, frame_rate: float) -> Self:
         return replace(self, frame_rate=frame_rate)
+
+    def of_pipeline(self, index: Json) -> Self:
+        """0.9.5's folder is one of LTXPipeline, so that a config may say what that does not."""
+        causal = self.causal_temporal_positioning or index.get("_class_name") == CONDITION_PIPELINE
+        return replace(self, causal_temporal_positioning=causal)
 
     def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
         return replace(DiTConfig.fitted(self, channels, stride, text_dim, image_dim), vae_stride=stride)

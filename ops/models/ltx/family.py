@@ -1,9 +1,10 @@
-"""LTX-Video 0.9, text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""LTX-Video 0.9.0 to 0.9.8, text to video: Diffusers' names and numbers, and how they differ from other families."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ops.models.base.config import DiTConfig
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
     Family,
@@ -17,10 +18,14 @@ from ops.models.base.family import (
     even_sigmas,
     shift_of,
 )
-from ops.models.ltx.config import LTXConfig
+from ops.models.ltx.config import CONDITION_PIPELINE, LTXConfig
+from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
 
 
 def _model() -> type[nn.Module]:
@@ -29,11 +34,13 @@ def _model() -> type[nn.Module]:
     return LTXDiT
 
 
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.ltx.vae import LTXVAE
+
+    return LTXVAE
+
+
 def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
-    if fields.get("timestep_conditioning"):
-        raise ValueError(
-            "this AutoencoderKLLTXVideo decodes with a timestep (0.9.1 and later), which is not offered. Use 0.9.0's."
-        )
     halvings = 2 ** sum(map(bool, fields.get("spatio_temporal_scaling", (True, True, True, False))))
     stride_s = fields.get("spatial_compression_ratio") or fields.get("patch_size", 4) * halvings
     stride_t = fields.get("temporal_compression_ratio") or fields.get("patch_size_t", 1) * halvings
@@ -61,14 +68,32 @@ def _write_rest(config: LTXConfig) -> dict[str, object]:
     return {"cross_attention_dim": config.dim}
 
 
+def _scheduler(config: LTXConfig, flow: FlowConfig) -> Scheduler:
+    """LTXConditionPipeline passes the times themselves, which its scheduler must not shift."""
+    if config.causal_temporal_positioning:
+        return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": 1.0})
+    return even_sigmas(config, flow)
+
+
+def _is_causal(index: Json, scheduler: Json) -> bool:
+    """Whether a folder has the weights of 0.9.5 or later. That of 0.9.5 itself names LTXPipeline, by which its weights
+    see positions that they were not trained on: its scheduler, which shifts nothing, tells it apart."""
+    if index.get("_class_name") == CONDITION_PIPELINE:
+        return True
+    return bool(scheduler) and not scheduler.get("use_dynamic_shifting") and scheduler.get("shift", 1.0) == 1.0
+
+
 def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
-    """Its text is encoded over 128 rows without a mask, and the caption's own are kept."""
-    del index, fields
+    """Text is encoded over 256 rows with a mask; that of 0.9.0 and 0.9.1 over 128 without one, and the caption's own
+    are kept. The shift of the later weights is free: their scheduler has none, and their trainer one by tokens."""
+    del fields
+    if _is_causal(index, scheduler):
+        return TrainingRecipe(text={"max_length": 256}, dit={"causal_temporal_positioning": True})
     return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:
-    """As LTXPipeline is called by default."""
+    """As LTXPipeline and LTXConditionPipeline are called by default."""
     del index, fields
     return PublishedUse(
         clips={"frames": 161, "height": 512, "width": 704, "fps": 25.0, "steps": 50, "guidance_scale": 3.0},
@@ -87,16 +112,19 @@ def _parity_inputs(config: LTXConfig, sample: ParitySample) -> dict[str, object]
         times[: sample.clean_frames] = 0 if first is None else first
         times = times.reshape(1, -1)
     stride_t, *pixels = config.vae_stride
-    return {
+    inputs: dict[str, object] = {
         "hidden_states": sample.latent.flatten(1).T[None],
         "encoder_hidden_states": sample.text[None],
         "timestep": times,
         "encoder_attention_mask": torch.ones(1, len(sample.text)),
-        "num_frames": t,
-        "height": h,
-        "width": w,
-        "rope_interpolation_scale": (stride_t / config.frame_rate, *pixels),
     }
+    if not config.causal_temporal_positioning:
+        scale = (stride_t / config.frame_rate, *pixels)
+        return inputs | {"num_frames": t, "height": h, "width": w, "rope_interpolation_scale": scale}
+    axes = torch.meshgrid(torch.arange(t), torch.arange(h), torch.arange(w), indexing="ij")
+    frames, rows, columns = (axis.flatten().float() for axis in axes)
+    seconds = (frames * stride_t + 1 - stride_t).clamp(min=0) / config.frame_rate
+    return inputs | {"video_coords": torch.stack([seconds, rows * pixels[0], columns * pixels[1]])[None]}
 
 
 def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
@@ -104,12 +132,51 @@ def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
     return latent
 
 
+_LATER_VAE: Json = {  # of 0.9.5 to 0.9.8
+    "block_out_channels": [128, 256, 512, 1024, 2048],
+    "down_block_types": ["LTXVideo095DownBlock3D"] * 4,
+    "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
+    "layers_per_block": [4, 6, 6, 2, 2],
+    "spatio_temporal_scaling": [True] * 4,
+    "decoder_block_out_channels": [256, 512, 1024],
+    "decoder_layers_per_block": [5] * 4,
+    "decoder_spatio_temporal_scaling": [True] * 3,
+    "decoder_inject_noise": [False] * 4,
+    "upsample_residual": [True] * 3,
+    "upsample_factor": [2] * 3,
+    "timestep_conditioning": True,
+    "spatial_compression_ratio": 32,
+    "temporal_compression_ratio": 8,
+}
+
+
+def _published_vae(config: DiTConfig) -> Json:
+    assert isinstance(config, LTXConfig)
+    return _LATER_VAE if config.causal_temporal_positioning else {}
+
+
+def _export_notes(config: LTXConfig, pad_to: int) -> list[str]:
+    del pad_to
+    if not config.causal_temporal_positioning:
+        return []
+    return [
+        "LTXConditionPipeline puts noise on a given picture in every step: pass image_cond_noise_scale=0.0 for the "
+        "clips of `heddle sample`. Neither shifts noise levels, whatever train.flow says."
+    ]
+
+
 FAMILY = Family(
     config=LTXConfig,
     model=_model,
     diffusers_class="LTXVideoTransformer3DModel",
-    pipeline_class=lambda config: "LTXPipeline",
-    vae=VAEClass(name="AutoencoderKLLTXVideo", numbers=_vae_numbers, normalisation=_vae_normalisation),
+    pipeline_class=lambda config: CONDITION_PIPELINE if config.causal_temporal_positioning else "LTXPipeline",
+    vae=VAEClass(
+        name="AutoencoderKLLTXVideo",
+        numbers=_vae_numbers,
+        normalisation=_vae_normalisation,
+        decodes_in_time=lambda fields: bool(fields.get("timestep_conditioning")),
+        runs=_vae,
+    ),
     key_map={
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",
@@ -153,11 +220,12 @@ FAMILY = Family(
         projections=("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2"),
         original={},
     ),
-    scheduler=even_sigmas,
+    scheduler=_scheduler,
     shifts_by_tokens=True,
-    parts=PublishedParts(text={"text_encoder": T5_XXL}),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=_published_vae),
     published=_published,
     recipe=_recipe,
     parity_inputs=_parity_inputs,
     parity_output=_parity_output,
+    export_notes=_export_notes,
 )

@@ -59,9 +59,12 @@ class LTXDiT(PackedTransformer):
 
 
 def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [n, D / 2] of each local row. A frequency turns all three axes before the next one does; in front are
-    the pairs that are not rotated. In fp32 as in Diffusers."""
-    place = layout.positions.float() * layout.made(_units, config)[layout.seq_index] * 2 - 1  # [n, 3]
+    """cos and sin [n, D / 2] of each local row, by the rule of `causal_temporal_positioning`. A frequency turns all
+    three axes before the next one does; in front are the pairs that are not rotated. In fp32 as in Diffusers."""
+    positions = layout.positions.float()
+    if config.causal_temporal_positioning:
+        positions[:, 0] = (positions[:, 0] - (1 - 1 / config.vae_stride[0])).clamp(min=0)
+    place = positions * layout.made(_units, config)[layout.seq_index] * 2 - 1  # [n, 3]
     count = config.dim // 6
     powers = torch.linspace(0.0, 1.0, count, dtype=torch.float32, device=layout.device)
     frequencies = config.rope_theta**powers * (math.pi / 2)

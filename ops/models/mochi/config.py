@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from ops.config import Spacing
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops, joint_flops
 from ops.ranges import between, check_numbers
@@ -44,6 +45,10 @@ class MochiConfig(DiTConfig):
         joined, back = 6.0 * self.context_dim * self.dim, 2.0 * self.context_dim * self.dim
         mlp = 16.0 * self.context_dim**2
         return replace(own, text=self.num_layers * joined + (self.num_layers - 1) * (back + mlp))
+
+    @property
+    def spacing(self) -> Spacing:
+        return "linear_quadratic"
 
     @property
     def told_signal(self) -> bool:

@@ -172,7 +172,6 @@ FAMILY = Family(
     ),
     scheduler=_scheduler,
     schedulers=(),
-    spacing="linear_quadratic",
     parts=PublishedParts(text={"text_encoder": T5_XXL}),
     published=_published,
     recipe=_recipe,

@@ -166,7 +166,7 @@ FAMILY = Family(
             "mlp.fc2",
         ),
     ),
-    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=PICTURE_VAE_FIELDS),
+    parts=PublishedParts(text={"text_encoder": T5_XXL}, vae=lambda config: PICTURE_VAE_FIELDS),
     published=_published,
     recipe=_recipe,
     notes=_notes,
