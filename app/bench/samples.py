@@ -81,8 +81,8 @@ class TimedSamples(LiveSamples):
 def run(
     workers: Annotated[int, typer.Option(help="Of the pool.")] = 2,
     every: Annotated[int, typer.Option(help="Steps before the samples; at least as many come after.")] = 100,
-    sampler_steps: Annotated[int, typer.Option(help="Denoising steps of a clip.")] = 20,
-    share: Annotated[float, typer.Option(help="Of the run's time, for samples beside it.")] = 0.05,
+    sampler_steps: Annotated[int, typer.Option(help="Denoising steps of a clip.")] = 100,
+    share: Annotated[float, typer.Option(help="Of the run's time, for samples beside it.")] = 0.4,
     repeats: Annotated[int, typer.Option(help="Runs of each way, in turns.")] = 3,
 ) -> None:
     ways: dict[str, float | None] = {"none": None, "beside": share, "at once": AT_ONCE}
