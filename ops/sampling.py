@@ -327,9 +327,9 @@ def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0, spacing: S
 
 def _linear_then_quadratic(steps: int) -> list[float]:
     """How far each step has come, from 0 to 1: half of the steps make the first 2.5 % in a straight line, the rest a
-    parabola that goes on from there (Diffusers' `linear_quadratic_schedule`)."""
-    if steps < 2:
-        raise ValueError(f"{steps} sampling step of linear and quadratic spacing; at least 2 are needed.")
+    parabola that goes on from there (Diffusers' `linear_quadratic_schedule`); a single step goes all the way."""
+    if steps == 1:
+        return [0.0, 1.0]
     straight = steps // 2
     slope = _STRAIGHT / straight
     bend = (1 - slope * steps) / (steps - straight) ** 2

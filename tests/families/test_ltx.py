@@ -28,7 +28,7 @@ from ops.models.text import random_t5
 from ops.models.vae import vae_of
 from ops.noise import NoiseKey, normal
 from ops.packing import patchify, unpatchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
 from tests.ops.conftest import RunRanks
 
@@ -339,6 +339,14 @@ def test_a_sampled_clip_of_the_later_weights_is_the_one_of_their_pipeline(monkey
     largest = float(expected.abs().max())
     torch.testing.assert_close(found, expected, atol=1e-4 * largest, rtol=0)
     assert (wrong - expected).abs().max() > 1e-3 * largest
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_levels_of_the_later_weights_are_those_of_their_pipeline(steps: int) -> None:
+    """Also of a single step, with which a run's samples would otherwise end it at the first checkpoint."""
+    expected = [*pipeline_ltx_condition.linear_quadratic_schedule(steps).tolist(), 0.0]
+    assert sigma_schedule(steps, 1.0, spacing=CAUSAL.spacing) == pytest.approx(expected, abs=1e-6)
+    assert SamplerConfig(steps=steps, spacing=CAUSAL.spacing).steps == steps
 
 
 def test_a_transformer_takes_its_strides_from_the_vae() -> None:
