@@ -105,7 +105,7 @@ def prove(
     scenes = prompted_scenes(samples, settings.frames, settings.height, settings.width)
     given = saved.config.model.dit.starts_from_image
     prompts = [scene.caption if captions or not given else "" for scene in scenes]
-    first = [picture(scene, 0) for scene in scenes] if given else []
+    first = [picture(scene, 0)[None] for scene in scenes] if given else []
     told = saved.encode(prompts, settings.negative_prompt, first)
     model = saved.load()
     videos = make_clips(model, told, settings, first)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from app.bench.learn import independent_rate, keeps, picture, prompted_scenes, shown_color, shown_shape
+from app.bench.learn import independent_rate, keeps, picture, prompted_scenes, prove, shown_color, shown_shape
+from app.sampling.model import saved_model
+from app.settings.config import RunConfig
 from data.tools.synthetic import BACKGROUNDS, COLORS, Scene, mask
+from tests.app.test_export import write_checkpoint
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "runs"
 
 
 def render(scene: Scene) -> np.ndarray:
@@ -65,3 +71,14 @@ def test_another_colour_or_shape_is_not_kept() -> None:
         assert not keeps(scene, picture(replace(scene, shape=shape), 4))
         assert not keeps(scene, picture(replace(scene, color="red" if scene.color != "red" else "blue"), 4))
         assert not keeps(scene, np.full((32, 48, 3), BACKGROUNDS[scene.background], np.uint8))
+
+
+@pytest.mark.parametrize(("name", "captions"), [("learn", False), ("learn-i2v", False), ("learn-i2v", True)])
+def test_clips_of_a_run_of_the_shipped_configs_are_made_and_counted(name: str, captions: bool, tmp_path: Path) -> None:
+    """Of untrained weights, so nothing of what they show is asked."""
+    config = RunConfig.load(CONFIGS / f"{name}.yaml", ["sample.steps=2"])
+    proof, videos, _ = prove(saved_model(write_checkpoint(tmp_path, config)), samples=2, seed=0, captions=captions)
+    assert len(videos) == proof.samples == len(proof.answers) == 2
+    frames, height, width = config.sample.frames, config.sample.height, config.sample.width
+    assert {video.shape for video in videos} == {(frames, height, width, 3)}
+    assert proof.kept_in_truth == (2 if name == "learn-i2v" else 0)
