@@ -101,6 +101,11 @@ class ClipSettings:
     def changed(self, changes: ClipChanges) -> ClipSettings:
         """The same but for what `changes` gives. Raises ValueError for what cannot be sampled."""
         scheduler, shift = self.sampler.scheduler, changes.flow_shift
+        if self.sampler.timesteps and shift is not None and changes.steps is None:
+            raise ValueError(
+                f"--flow-shift is {shift:g}, and this run's sample.timesteps are not shifted; give --steps, too, for "
+                f"levels that are."
+            )
         spaced = changes.timesteps is None and (changes.steps is not None or shift is not None)
         times = () if spaced else changes.timesteps
         steps = len(changes.timesteps) if changes.timesteps else changes.steps
