@@ -30,6 +30,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     OwnCode,
+    PipelineFiles,
     PublishedUse,
     PublishedParts,
     TrainingRecipe,
@@ -50,7 +51,7 @@ def _published(index: Json, fields: Json) -> PublishedUse:
     return PublishedUse(clips={"frames": 9, "steps": 50, "guidance_scale": 3.0})
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     return TrainingRecipe(text={"max_length": 128})
 
 

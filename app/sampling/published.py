@@ -19,7 +19,7 @@ from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import class_of
-from ops.models.recipe import EXPORTED
+from ops.models.recipe import EXPORTED, pipeline_files
 from ops.schedulers import Scheduler
 from ops.typed import ConfigError
 
@@ -46,7 +46,7 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
         raise ConfigError(f"{folder} has a {class_of(fields)}; clips are made with {_classes()}.")
     fields = {**family.class_defaults, **fields}
     try:
-        recipe, published = family.recipe(index, fields, scheduler), family.published(index, fields)
+        recipe, published = family.recipe(pipeline_files(folder, fields)), family.published(index, fields)
     except ValueError as error:
         raise ConfigError(f"{folder}: {error}") from None
     first_frame = _FIRST_FRAMES if published.first_frame else 0.0

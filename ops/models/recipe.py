@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import Json, TrainingRecipe
+from ops.models.base.family import Json, PipelineFiles, TrainingRecipe
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, AnyDiT
 from ops.models.files import read_json
@@ -29,8 +29,17 @@ def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
     family = next((one for one in FAMILIES.values() if one.diffusers_class == class_of(fields)), None)
     if family is None or (pipeline / EXPORTED).exists():
         return None
-    index = _optional(pipeline / "model_index.json")
-    return family.recipe(index, fields, _optional(pipeline / "scheduler" / "scheduler_config.json"))
+    return family.recipe(pipeline_files(pipeline, fields))
+
+
+def pipeline_files(folder: Path, transformer: Json) -> PipelineFiles:
+    """What lies in the folder of a pipeline, or around weights that lie alone, beside the config of its transformer."""
+    return PipelineFiles(
+        index=_optional(folder / "model_index.json"),
+        transformer=transformer,
+        vae=_optional(folder / "vae" / "config.json"),
+        scheduler=_optional(folder / "scheduler" / "scheduler_config.json"),
+    )
 
 
 def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig) -> list[str]:

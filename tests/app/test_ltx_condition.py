@@ -179,7 +179,10 @@ def test_given_times_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.
     config = replace(run_on(base, FlowConfig()), sample=SampleConfig(timesteps=times))
     settings = ClipSettings.of(config)
     assert settings.sampler.steps == 4 and settings.changed(ClipChanges(steps=7)).sampler.timesteps == ()
-    assert settings.changed(ClipChanges(flow_shift=2.0)).sampler.timesteps == ()
+    both = settings.changed(ClipChanges(steps=7, flow_shift=2.0)).sampler
+    assert (both.steps, both.timesteps, both.flow_shift) == (7, (), 2.0)
+    with pytest.raises(ValueError, match=r"--flow-shift is 2, and this run's sample\.timesteps are not shifted"):
+        settings.changed(ClipChanges(flow_shift=2.0))
     for wrong in ((1001.0, 5.0), (5.0, 5.0), (5.0, 0.0)):
         with pytest.raises(ValueError, match="must fall from at most 1000 and stay above 0"):
             settings.changed(ClipChanges(timesteps=wrong))
@@ -213,13 +216,12 @@ def test_options_that_are_no_times_are_refused(options: list[str], sentence: str
     assert result.exit_code == 2 and sentence in " ".join(result.output.replace("│", " ").split())
 
 
-def test_what_a_folder_is_follows_from_its_pipeline_and_its_scheduler(tmp_path: Path) -> None:
-    """0.9.5's own folder names LTXPipeline: a scheduler that shifts nothing tells it apart, and a run on it may say
-    how its positions count."""
+def test_what_a_folder_is_follows_from_its_pipeline_and_its_autoencoder(tmp_path: Path) -> None:
+    """0.9.5's own folder names LTXPipeline: its autoencoder tells it apart, where there is none its scheduler, which
+    shifts nothing. A run on it may say how its positions count."""
     base = publish(tmp_path / "base")
     changed(base / "model_index.json", _class_name="LTXPipeline")
-    published = published_run(base, autocast=False)
-    assert published.model.dit.causal_temporal_positioning  # type: ignore[attr-defined]
+    assert is_causal(base)
     config = run_on(base, FlowConfig())
     assert not resolve(config.model)[0].dit.causal_temporal_positioning  # type: ignore[attr-defined]
     (note,) = [one for one in notes(config) if "were trained with" in one]
@@ -227,8 +229,20 @@ def test_what_a_folder_is_follows_from_its_pipeline_and_its_scheduler(tmp_path: 
     told = replace(config.model, dit=replace(config.model.dit, causal_temporal_positioning=True))  # type: ignore[call-arg]
     assert resolve(told)[0].dit.causal_temporal_positioning  # type: ignore[attr-defined]
     assert not [one for one in notes(replace(config, model=told)) if "were trained with" in one]
+    for version in ("0.9.0", "0.9.1"):
+        older = put_scheduler(publish(tmp_path / version, version), EULER, {})
+        assert not is_causal(older), "a scheduler that shifts nothing makes no other weights of it"
+    (base / "vae" / "config.json").unlink()
+    assert is_causal(base)
     put_scheduler(base, EULER, {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05})
-    assert not published_run(base, autocast=False).model.dit.causal_temporal_positioning  # type: ignore[attr-defined]
+    assert not is_causal(base)
+    put_scheduler(base, "UniPCMultistepScheduler", {"flow_shift": 1.0})
+    assert not is_causal(base)
+
+
+def is_causal(folder: Path) -> bool:
+    dit = published_run(folder, autocast=False).model.dit
+    return dit.causal_temporal_positioning  # type: ignore[no-any-return, attr-defined]
 
 
 def test_a_resume_keeps_the_positions(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from app.sampling.model import saved_model
 from app.sampling.published import published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import PublishedUse, shift_of
+from ops.models.base.family import PipelineFiles, PublishedUse, shift_of
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -129,7 +129,10 @@ def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
     """By the defaults of its own pipeline."""
     defaults = inspect.signature(diffusers.HunyuanVideoImageToVideoPipeline.__call__).parameters
     fields = {"image_condition_type": "latent_concat"}
-    found, recipe = FAMILIES["hunyuan"].published({}, fields), FAMILIES["hunyuan"].recipe({}, fields, {})
+    found, recipe = (
+        FAMILIES["hunyuan"].published({}, fields),
+        FAMILIES["hunyuan"].recipe(PipelineFiles(transformer=fields)),
+    )
     assert (recipe.text["kind"], found.dit) == ("hunyuan_i2v", {"first_frame": "latent_concat"})
     assert recipe.text["max_length"] == defaults["max_sequence_length"].default
     names = {"num_frames": "frames", "num_inference_steps": "steps"}
@@ -151,7 +154,7 @@ def test_wan_is_told_apart_by_what_its_folder_holds() -> None:
     moving = published({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, 36, 16)
     assert [moving.clips[key] for key in ("steps", "guidance_scale", "guidance_scale_2")] == [40, 3.5, 3.5]
     assert moving.dit == {"first_frame": "channels", "expert": "high"} and "guidance_scale_2" not in plain.clips
-    assert FAMILIES["wan"].recipe({}, {}, {}).text == {"max_length": 512, "pad_to": 512}
+    assert FAMILIES["wan"].recipe(PipelineFiles()).text == {"max_length": 512, "pad_to": 512}
     assert WanConfig(**image.dit).starts_from_image  # type: ignore[arg-type]
 
 
@@ -171,7 +174,7 @@ def test_clips_are_as_the_pipeline_makes_them_when_it_is_told_a_prompt_alone(nam
     fields = {**dit_json(family.settings()), "in_channels": 16, "out_channels": 16, "guidance_embeds": True}
     fields |= {"sample_size": 64}
     scheduler = dict(family.scheduler(family.settings(), FlowConfig()).settings)
-    found, recipe = family.published({}, fields), family.recipe({}, fields, scheduler)
+    found, recipe = family.published({}, fields), family.recipe(PipelineFiles(transformer=fields, scheduler=scheduler))
     call = getattr(diffusers, family.pipeline_class(family.settings())).__call__
     defaults = {key: one.default for key, one in inspect.signature(call).parameters.items()}
     ours: dict[str, object] = {**found.clips, "max_sequence_length": recipe.text["max_length"]}

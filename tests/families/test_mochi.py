@@ -14,6 +14,7 @@ from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from ops.comm import Group
 from ops.config import FlowConfig
+from ops.models.base.family import PipelineFiles
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
@@ -230,4 +231,4 @@ def test_settings_that_the_class_has_not_are_refused() -> None:
     with pytest.raises(ValueError, match="text_dim 12 is not a multiple of 8"):
         replace(DIT, text_dim=12)
     with pytest.raises(ValueError, match="its scheduler has no invert_sigmas"):
-        FAMILY.recipe({}, {}, {"shift": 1.0})
+        FAMILY.recipe(PipelineFiles(scheduler={"shift": 1.0}))

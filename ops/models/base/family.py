@@ -149,6 +149,16 @@ class TextRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PipelineFiles:
+    """What the JSON files in the folder of a pipeline say; {} where there is none."""
+
+    index: Json = field(default_factory=dict)  # model_index.json
+    transformer: Json = field(default_factory=dict)  # its config.json
+    vae: Json = field(default_factory=dict)
+    scheduler: Json = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingRecipe:
     """What published weights were trained with beside the numbers in their config.json: with other settings they would
     see what they have never seen. Settings that are not here are as usual (text) or chosen freely (dit, flow)."""
@@ -275,9 +285,8 @@ class Family:
     parts: PublishedParts
     # (model_index.json, config.json of the transformer) of a published pipeline
     published: Callable[[Json, Json], PublishedUse]
-    # (the same, config.json of the scheduler), empty where weights lie alone. Raises ValueError for a scheduler of
-    # another training than is computed
-    recipe: Callable[[Json, Json, Json], TrainingRecipe]
+    # Raises ValueError for a scheduler of another training than is computed
+    recipe: Callable[[PipelineFiles], TrainingRecipe]
 
     notes: Callable[[str], list[str]] = lambda path: []  # (model.dit.path): what else is to be known of its weights
     # (train.flow, model.text.empty) -> further entries of model_index.json

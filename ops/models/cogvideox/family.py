@@ -15,6 +15,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -95,13 +96,13 @@ def _scheduler(config: CogVideoXConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="CogVideoXDDIMScheduler", settings=settings)
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Its text has all rows of its padding, encoded without a mask."""
-    del index
+    scheduler = files.scheduler
     velocities = scheduler.get("prediction_type") == "v_prediction" and scheduler.get("rescale_betas_zero_snr")
     if scheduler and not velocities:
         raise ValueError("its scheduler is not that of velocities without a signal at the last time.")
-    rows = fields.get("max_text_seq_length", 226)
+    rows = files.transformer.get("max_text_seq_length", 226)
     return TrainingRecipe(
         text={"max_length": rows, "unmasked": rows, "pad_to": rows},
         dit={"snr_shift": scheduler.get("snr_shift_scale", 3.0)} if scheduler else {},

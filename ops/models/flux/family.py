@@ -12,6 +12,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TextRecipe,
@@ -40,11 +41,10 @@ def _model() -> type[nn.Module]:
     return FluxDiT
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Text of both encoders: 512 rows for dev, 256 for schnell, padding included."""
-    del index
-    rows = 512 if fields.get("guidance_embeds") else 256
-    return TrainingRecipe(text={"kind": "flux", "max_length": rows}, flow=shift_of(scheduler))
+    rows = 512 if files.transformer.get("guidance_embeds") else 256
+    return TrainingRecipe(text={"kind": "flux", "max_length": rows}, flow=shift_of(files.scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:

@@ -11,6 +11,7 @@ from ops.models.base.family import (
     LoraNames,
     ParitySample,
     PictureRecipe,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TextRecipe,
@@ -136,11 +137,10 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Text of both encoders, which see the first frame, too, where clips start from it."""
-    del index
-    kind = "hunyuan_i2v" if fields.get("image_condition_type") else "hunyuan"
-    return TrainingRecipe(text={"kind": kind, "max_length": 256}, flow=shift_of(scheduler))
+    kind = "hunyuan_i2v" if files.transformer.get("image_condition_type") else "hunyuan"
+    return TrainingRecipe(text={"kind": kind, "max_length": 256}, flow=shift_of(files.scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:

@@ -11,6 +11,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -65,11 +66,11 @@ def _scheduler(config: LatteConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="DDIMScheduler", settings=settings)
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Text of true length and in lower case."""
-    del index, fields
     wanted = {"beta_schedule": "linear", "beta_start": 0.0001, "beta_end": 0.02, "prediction_type": "epsilon"}
-    other = {key: scheduler.get(key, value) for key, value in wanted.items() if scheduler.get(key, value) != value}
+    read = {**wanted, **files.scheduler}
+    other = {key: read[key] for key, value in wanted.items() if read[key] != value}
     if other:
         raise ValueError(f"its scheduler has {other}; only {wanted} is computed.")
     return TrainingRecipe(text={"max_length": 120, "cleaned": "lower"})

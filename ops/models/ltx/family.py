@@ -11,6 +11,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
     from ops.config import FlowConfig
     from ops.models.base.vae import DiffusersVAE
+
+
+_BLOCKS_OF_LATER = "LTXVideo095DownBlock3D"  # of autoencoders, from 0.9.5 on
 
 
 def _model() -> type[nn.Module]:
@@ -75,21 +79,23 @@ def _scheduler(config: LTXConfig, flow: FlowConfig) -> Scheduler:
     return even_sigmas(config, flow)
 
 
-def _is_causal(index: Json, scheduler: Json) -> bool:
+def _is_causal(files: PipelineFiles) -> bool:
     """Whether a folder has the weights of 0.9.5 or later. That of 0.9.5 itself names LTXPipeline, by which its weights
-    see positions that they were not trained on: its scheduler, which shifts nothing, tells it apart."""
-    if index.get("_class_name") == CONDITION_PIPELINE:
+    see positions that they were not trained on: its autoencoder tells it apart, and where transformers lie alone their
+    scheduler, which shifts nothing."""
+    if files.index.get("_class_name") == CONDITION_PIPELINE:
         return True
-    return bool(scheduler) and not scheduler.get("use_dynamic_shifting") and scheduler.get("shift", 1.0) == 1.0
+    if files.vae:
+        return _BLOCKS_OF_LATER in files.vae.get("down_block_types", ())
+    return files.scheduler.get("shift") == 1.0 and not files.scheduler.get("use_dynamic_shifting")
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Text is encoded over 256 rows with a mask; that of 0.9.0 and 0.9.1 over 128 without one, and the caption's own
     are kept. The shift of the later weights is free: their scheduler has none, and their trainer one by tokens."""
-    del fields
-    if _is_causal(index, scheduler):
+    if _is_causal(files):
         return TrainingRecipe(text={"max_length": 256}, dit={"causal_temporal_positioning": True})
-    return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(scheduler))
+    return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(files.scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:

@@ -10,6 +10,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -70,13 +71,12 @@ def _scheduler(config: MochiConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings=settings)
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Captions as they are; an empty one is no text, as model_index.json says. Without that file it is taken so."""
-    del fields
-    if scheduler and not scheduler.get("invert_sigmas"):
+    if files.scheduler and not files.scheduler.get("invert_sigmas"):
         raise ValueError("its scheduler has no invert_sigmas, by which Mochi gets the share of signal.")
-    empty = "none" if not index or index.get(_EMPTY_IS_NONE) else "encoded"
-    return TrainingRecipe(text={"max_length": 256, "cleaned": False, "empty": empty}, flow=shift_of(scheduler))
+    empty = "none" if not files.index or files.index.get(_EMPTY_IS_NONE) else "encoded"
+    return TrainingRecipe(text={"max_length": 256, "cleaned": False, "empty": empty}, flow=shift_of(files.scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:

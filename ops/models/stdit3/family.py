@@ -19,6 +19,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     OwnCode,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -58,10 +59,9 @@ def _constants(config: STDiT3Config) -> dict[str, Tensor]:
     return {"rope.freqs": 1.0 / config.rope_theta**powers}
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Text of true length and in lower case, an empty one the fixed rows; more noise for larger and longer clips. A
     scheduler beside the weights is that of another pipeline."""
-    del index, fields, scheduler
     return TrainingRecipe(
         text={"max_length": 300, "cleaned": "lower", "empty": "none"},
         flow={"token_shift": TokenShift(law="root", base_tokens=_BASE_TOKENS)},

@@ -10,6 +10,7 @@ from ops.models.base.family import (
     Json,
     LoraNames,
     ParitySample,
+    PipelineFiles,
     PublishedParts,
     PublishedUse,
     TrainingRecipe,
@@ -101,9 +102,8 @@ def _scheduler(config: WanConfig, flow: FlowConfig) -> Scheduler:
     return Scheduler(name="DPMSolverMultistepScheduler", settings=settings)
 
 
-def _recipe(index: Json, fields: Json, scheduler: Json) -> TrainingRecipe:
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
     """Embeddings followed by zeros. The shift is free: its authors take 3 for clips of 480p and 5 for 720p."""
-    del index, fields, scheduler
     return TrainingRecipe(text={"max_length": _IMAGE_TO_VIDEO_TEXT, "pad_to": _IMAGE_TO_VIDEO_TEXT})
 
 
