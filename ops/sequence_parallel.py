@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.attention.names import AttentionName
+from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.context_parallel import shared_heads_attention
@@ -25,7 +25,7 @@ from ops.packing import Exchange
 
 
 def sequence_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionName = "auto"
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionSetting = "auto"
 ) -> Tensor:
     """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-from ops.attention.names import AttentionName
+from ops.attention.table import AttentionSetting
 from ops.config import Diffusion
 from ops.degrees import SequenceSetting, default_degrees
 from ops.models.base.flops import ForwardFlops
@@ -38,7 +38,9 @@ class DiTConfig:
     eps: float = 1e-6
     rope_theta: float = 10000.0
     gradient_checkpointing: bool = False
-    attention: AttentionName = "auto"  # auto: the fastest that serves device and shape; a name: that one or an error
+    # auto: the fastest that serves device and shape; a name: that one or an error; a .json file of python -m
+    # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
+    attention: AttentionSetting = "auto"
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
