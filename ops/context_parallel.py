@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
-from ops.attention.names import AttentionName
+from ops.attention.table import AttentionSetting, AttentionTable
 from ops.attention.varlen import attention, backend_of
 from ops.comm import Group
 from ops.head_shares import HeadShares, HeldShare, Splits
@@ -31,7 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def shared_heads_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionName
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionSetting
 ) -> Tensor:
     """Self-attention of packed sequences: q, k, v [n, H, d] -> [n, H, d], for any degree and number of heads.
 
@@ -47,10 +47,10 @@ def shared_heads_attention(
     return rows[0]
 
 
-def _backend_of(q: Tensor, piece: HeldShare, lengths: Lengths, named: AttentionName) -> AttentionName:
+def _backend_of(q: Tensor, piece: HeldShare, lengths: Lengths, named: AttentionSetting) -> AttentionSetting:
     """What computes a share: the named one, or `auto` where that takes whole sequences of these lengths and not the
     share's parts of them, which may be a row longer in one than in another, or none. So cuDNN on most degrees."""
-    if named == "auto":
+    if named == "auto" or isinstance(named, AttentionTable):
         return named
     backend = backend_of(named)
     whole, part = (backend.why_not(q, (queries, lengths)) for queries in (lengths, piece.lengths))

@@ -16,7 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.attention.names import AttentionName
+from ops.attention.opaque import opaque
+from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.context_parallel import shared_heads_attention
@@ -24,8 +25,9 @@ from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
 
+@opaque
 def sequence_parallel_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionName = "auto"
+    q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionSetting = "auto"
 ) -> Tensor:
     """Self-attention of packed sequences that are spread over the bag: q, k, v [n, H, d] -> [n, H, d].
 

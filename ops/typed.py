@@ -308,6 +308,11 @@ def _union(kind: object, node: Node, names: Names, path: str) -> object:
         return _value(rest[0], node, names, path)
     if len(classes := _members(kind)) == len(rest):
         return _tagged(classes, node, names, path)
+    if isinstance(node.value, dict) and len(classes) == 1:
+        return build(classes[0], node, names, path)
+    others = [member for member in rest if member not in classes]
+    if classes and len(others) == 1:
+        return _value(others[0], node, names, path)
     for member in rest:
         try:
             return _value(member, node, names, path)

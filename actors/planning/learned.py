@@ -13,6 +13,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
 from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.types import PlanError
+from ops.attention.table import AttentionTable, name_of
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.files import read_json
@@ -40,10 +41,10 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
     return ProfiledSetting(
         model=name,
         device=device,
-        attention=dit.attention,
+        attention=name_of(dit.attention),
         backend=_backend_of(model, device, train) if train is not None else "",
         precision=f"{train.parameter_dtype}, autocast {train.autocast}" if train is not None else "",
-        checkpointing="on" if dit.gradient_checkpointing else "off",
+        checkpointing=("on" if dit.gradient_checkpointing else "off") + ", compiled blocks" * dit.compile,
         trained=_trained(dit),
         vae=_vae_of(model.vae, kind),
         text=_text_of(model.text, kind),
@@ -63,13 +64,15 @@ def _backend_of(model: ModelConfig, device: str, train: TrainConfig) -> str:
 
     from ops.attention.varlen import serving
 
-    name = model.dit.attention
-    if device in ("", "cpu"):
-        return "sdpa" if name == "auto" else name
-    if name != "auto" or not torch.cuda.is_available():
-        return "" if name == "auto" else name
+    setting, kind = model.dit.attention, "cpu" if device in ("", "cpu") else "cuda"
+    if setting != "auto" and not isinstance(setting, AttentionTable):
+        return setting
+    if kind == "cuda" and not torch.cuda.is_available():
+        return ""
     dtype = torch.bfloat16 if train.autocast == "bfloat16" else getattr(torch, train.parameter_dtype)
-    probe = torch.empty(0, 1, model.dit.head_dim, device="cuda", dtype=dtype, requires_grad=True)
+    probe = torch.empty(0, 1, model.dit.head_dim, device=kind, dtype=dtype, requires_grad=True)
+    if isinstance(setting, AttentionTable):
+        return f"{', '.join(serving(probe, table=setting))} by a table"
     return ", ".join(serving(probe))
 
 

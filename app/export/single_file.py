@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import Tensor
 
 from app.export.parity import compare_weights
+from app.settings.attention_table import with_attention_table
 from app.settings.files import read
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Family
@@ -72,7 +73,7 @@ def by_diffusers_names(stored: Mapping[str, Tensor], family: Family, where: str)
 
 
 def _transformer_of(config: Path) -> DiTConfig:
-    node = read(config)
+    node = with_attention_table(read(config))
     section = node.value.get("model") if isinstance(node.value, dict) else None
     if not isinstance(section, Node):
         raise ConfigError(f"{config} has no section model; give the config of a model or of a run.")

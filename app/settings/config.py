@@ -19,6 +19,7 @@ from typing import TypeVar
 import yaml
 
 from actors.config import CheckpointConfig, PlannerConfig, SnapshotConfig, TrainConfig, WorkersConfig
+from app.settings.attention_table import with_attention_table
 from app.settings.elsewhere import ELSEWHERE
 from app.settings.files import override, read
 from app.settings.prompts import with_prompts_of_file
@@ -61,7 +62,7 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read, merge the files under `base:`, apply `key=value` overrides, check. Raises ConfigError."""
-        return cls._of(with_prompts_of_file(override(read(path), overrides)))
+        return cls._of(with_attention_table(with_prompts_of_file(override(read(path), overrides))))
 
     @classmethod
     def from_yaml(cls, text: str) -> RunConfig:

@@ -9,6 +9,7 @@ from actors.plan.registry import PACKING
 from app.settings.sections import SampleConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
+from ops.attention.table import AttentionTable, name_of
 from ops.config import FlowConfig
 from ops.degrees import bag_sizes
 from ops.models.config import ModelConfig, VAEConfig, geometry
@@ -208,10 +209,19 @@ def check_decode(vae: VAEConfig, sample: SampleConfig) -> None:
             )
 
 
+_OTHER = {True: ("cpu",), False: ("cuda",)}  # workers.device that a table is not of, by whether it is of a GPU
+
+
 def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig, planner: PlannerConfig) -> None:
     """Backends that work on no machine with these settings. What a worker's device lacks, the worker says when it
     starts."""
-    name = model.dit.attention
+    setting = model.dit.attention
+    if isinstance(setting, AttentionTable) and workers.device in _OTHER[setting.on_cuda]:
+        raise ConfigError(
+            f"model.dit.attention is a table of {setting.device}, and workers.device is {workers.device}. Give one "
+            f"that python -m app.bench.gpu wrote on such a device, or set attention: auto."
+        )
+    name = name_of(setting)
     if workers.device == "cpu" and name in CUDA_ONLY + FORWARD_ONLY_ON_CPU:
         raise ConfigError(
             f"model.dit.attention {name} cannot train on workers.device cpu. Use auto or sdpa, or workers on cuda."
@@ -259,6 +269,11 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "train.memory.parameters node fetches a block's weights again in backward, where its activations are "
             "computed again; model.dit.gradient_checkpointing is false. Set it to true, or parameters to auto or "
             "replicated."
+        )
+    if train.memory.parameters == "node" and model.dit.compile:
+        raise ConfigError(
+            "train.memory.parameters node fetches weights block by block, and model.dit.compile compiles blocks with "
+            "their weights. Set compile to false, or parameters to auto or replicated."
         )
     if train.memory.parameters == "node" and len(model.dit.experts) > 1:
         raise ConfigError(

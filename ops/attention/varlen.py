@@ -20,7 +20,9 @@ from torch import Tensor
 
 from ops.attention.backend import Backend
 from ops.attention.lengths import Lengths, Pair
-from ops.attention.names import BACKEND_NAMES, AttentionName, BackendName
+from ops.attention.names import BACKEND_NAMES, BackendName
+from ops.attention.opaque import opaque
+from ops.attention.table import AttentionSetting, AttentionTable, mean_length
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +37,14 @@ class Preference:
         return all(one.longest >= self.least and (one.recur or not self.plans) for one in lengths)
 
 
-# From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s); `python -m app.bench.gpu`
-# measures them. cuDNN plans each new shape on the host, tens of milliseconds for each direction, which short sequences
-# do not earn back, nor those that hold a caption of any length.
-PREFERENCES = (
-    Preference("flash3"),
-    Preference("cudnn", least=1024, plans=True),
-    Preference("flash"),
-    Preference("sdpa"),
-)
+# cuDNN plans each new shape on the host, tens of milliseconds for each direction, which short sequences do not earn
+# back, nor those that hold a caption of any length. FlexAttention's mask is found on the host for each pack.
+_CUDNN, _FLEX = Preference("cudnn", least=1024, plans=True), Preference("flex", plans=True)
+
+# From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s); where a table of
+# `python -m app.bench.gpu` is given, what it measured comes first.
+PREFERENCES = (Preference("flash3"), _CUDNN, Preference("flash"), Preference("sdpa"))
+_MEASURED: dict[BackendName, Preference] = {"cudnn": _CUDNN, "flex": _FLEX}  # costs that a table does not show
 
 
 # The kernels of flash and of scaled_dot_product_attention have sequences in a dimension of CUDA's grid that ends here.
@@ -64,20 +65,21 @@ def standing_in(backend: Backend | None) -> Iterator[None]:
         _stand_in = before
 
 
+@opaque
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     q_lengths: Lengths,
     k_lengths: Lengths,
-    backend: AttentionName = "auto",
+    backend: AttentionSetting = "auto",
     *,
     most_sequences: int = MOST_SEQUENCES,
 ) -> Tensor:
     """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows. One
     call of a backend has up to `most_sequences`.
 
-    Raises ValueError when the named backend cannot serve this call; `auto` always finds one.
+    Raises ValueError when the named backend cannot serve this call; `auto`, also by a table, always finds one.
     """
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
@@ -89,10 +91,12 @@ def attention(
     lengths = q_lengths, k_lengths
     if _stand_in is not None:
         return _stand_in.run(q, k, v, q_lengths, k_lengths)
-    chosen = choose(q, lengths) if backend == "auto" else backend_of(backend)
-    if backend != "auto" and (reason := chosen.why_not(q, lengths)):
+    if backend == "auto" or isinstance(backend, AttentionTable):
+        return choose(q, lengths, table=_table_of(backend)).run(q, k, v, q_lengths, k_lengths)
+    named = backend_of(backend)
+    if reason := named.why_not(q, lengths):
         raise ValueError(reason)
-    return chosen.run(q, k, v, q_lengths, k_lengths)
+    return named.run(q, k, v, q_lengths, k_lengths)
 
 
 def _parts(
@@ -130,16 +134,56 @@ def backend_of(name: BackendName) -> Backend:
     raise ValueError(f"attention {name!r} is none of auto, {', '.join(BACKEND_NAMES)}.")
 
 
-def choose(q: Tensor, lengths: Pair, backends: Callable[[BackendName], Backend] = backend_of) -> Backend:
-    """What `auto` means for this call, of the `backends` by their names."""
+def _table_of(setting: AttentionSetting) -> AttentionTable | None:
+    return setting if isinstance(setting, AttentionTable) else None
+
+
+def choose(
+    q: Tensor,
+    lengths: Pair,
+    backends: Callable[[BackendName], Backend] = backend_of,
+    table: AttentionTable | None = None,
+) -> Backend:
+    """What `auto` means for this call, of the `backends` by their names: the fastest of the table that can serve it, or
+    what the rules say where it knows of no such call."""
+    for backend in map(backends, _measured(table, q, lengths) if table is not None else ()):
+        if backend.why_not(q, lengths) is None:
+            return backend
     if not q.is_cuda:  # nothing else computes gradients there
         return backends("sdpa")
     candidates = (p for p in PREFERENCES if p.suits(lengths))
     return next(b for b in (backends(p.backend) for p in candidates) if b.why_not(q, lengths) is None)
 
 
-def serving(q: Tensor, backends: Callable[[BackendName], Backend] = backend_of) -> list[BackendName]:
-    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call."""
+def _measured(table: AttentionTable, q: Tensor, lengths: Pair) -> Iterator[BackendName]:
+    """Backends of the table for this call, fastest first. It holds for self-attention in its own precision: of queries
+    and keys with lengths of their own it says nothing."""
+    queries, keys = lengths
+    if not _covers(table, q) or not queries.longest or queries.host != keys.host:
+        return
+    length = float(queries.longest) if queries.equal else mean_length(queries.host)
+    gradient = q.requires_grad and torch.is_grad_enabled()
+    for name in table.fastest(q.shape[-1], queries.equal, length, gradient):
+        if _MEASURED.get(name, Preference(name)).suits(lengths):
+            yield name
+
+
+def _covers(table: AttentionTable, q: Tensor) -> bool:
+    return table.on_cuda == q.is_cuda and table.dtype == str(q.dtype).removeprefix("torch.")
+
+
+def serving(
+    q: Tensor, backends: Callable[[BackendName], Backend] = backend_of, table: AttentionTable | None = None
+) -> list[BackendName]:
+    """What `auto` chooses from for queries like `q` [N, H, d], best first, up to one that serves every call; what a
+    table adds to these comes after them."""
+    found = _by_rules(q, backends)
+    if table is not None and _covers(table, q):
+        found += [name for name in table.backends if name not in found and backends(name).why_not(q) is None]
+    return found
+
+
+def _by_rules(q: Tensor, backends: Callable[[BackendName], Backend]) -> list[BackendName]:
     if not q.is_cuda:
         return ["sdpa"]
     possible = [p for p in PREFERENCES if backends(p.backend).why_not(q) is None]
@@ -148,13 +192,22 @@ def serving(q: Tensor, backends: Callable[[BackendName], Backend] = backend_of) 
 
 
 def check_backend(
-    name: AttentionName, device: torch.device, dtype: torch.dtype, head_dim: int, training: bool = True
+    name: AttentionSetting, device: torch.device, dtype: torch.dtype, head_dim: int, training: bool = True
 ) -> None:
-    """Raises ValueError, before any work, when a model with heads of this size can never use the named backend here.
+    """Raises ValueError, before any work, when a model with heads of this size can never use the named backend here,
+    or when a table is of another device.
 
     `dtype` is that of the queries: autocast's where it is on, else the parameters'.
     """
     if name == "auto":
+        return
+    if isinstance(name, AttentionTable):
+        here = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
+        if name.device != here:
+            raise ValueError(
+                f"model.dit.attention is a table of {name.device}, and this device is {here}. Give one that python -m "
+                f"app.bench.gpu wrote on {here}, or set attention: auto."
+            )
         return
     probe = torch.empty(0, 1, head_dim, device=device, dtype=dtype, requires_grad=training)
     if reason := backend_of(name).why_not(probe):

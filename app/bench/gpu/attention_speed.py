@@ -17,9 +17,11 @@ PACKS = {  # lengths of the real run, then of the rehearsal; keys are as long, o
     "packed-32k": ((10155, 7207, 5569, 3931, 2948, 1965, 985), (9, 8, 4, 3)),
     "4x8190": ((8190,) * 4, (6,) * 4),
     "16x1024": ((1024,) * 16, (3,) * 8),
+    "packed-8k": ((2304, 1536, 1536, 1024, 768, 576, 256), (5, 4, 2)),
     "cross-32760": ((32760,), (24,)),
 }
 TEXT = 512
+DTYPE = torch.bfloat16
 BACKWARD_PRODUCTS = 2.5  # of the forward's: five matrix products instead of two
 
 
@@ -35,9 +37,14 @@ class AttentionSpeed:
     def name(self) -> str:
         return f"attention.{self.backend}.{self.pack}"
 
+    @property
+    def is_cross(self) -> bool:
+        """Whether keys are those of captions."""
+        return self.pack.startswith("cross")
+
     def why_not(self, place: Place) -> str | None:
         q_lengths, k_lengths = self._lengths(place)
-        probe = torch.empty(0, 12, 128, dtype=torch.bfloat16, device=place.device)
+        probe = torch.empty(0, 12, 128, dtype=DTYPE, device=place.device)
         return backend_of(self.backend).why_not(probe, (q_lengths, k_lengths))
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
@@ -50,7 +57,7 @@ class AttentionSpeed:
         q_lengths, k_lengths = self._lengths(place)
         heads, backend = place.pick(WIDTH // size, 2), backend_of(self.backend)
         q, k, v = (
-            torch.randn(n.total, heads, size, device=place.device, dtype=torch.bfloat16)
+            torch.randn(n.total, heads, size, device=place.device, dtype=DTYPE)
             for n in (q_lengths, k_lengths, k_lengths)
         )
         products = 4.0 * heads * size * sum(a * b for a, b in zip(q_lengths.host, k_lengths.host, strict=True))
@@ -74,7 +81,7 @@ class AttentionSpeed:
 
     def _lengths(self, place: Place) -> tuple[Lengths, Lengths]:
         host = place.pick(*PACKS[self.pack])
-        keys = (place.pick(TEXT, 5),) * len(host) if self.pack.startswith("cross") else host
+        keys = (place.pick(TEXT, 5),) * len(host) if self.is_cross else host
         return Lengths.of(host, place.device), Lengths.of(keys, place.device)
 
 

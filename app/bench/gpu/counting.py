@@ -336,7 +336,7 @@ def as_on_a_gpu() -> Iterator[None]:
         return memory
 
     with (
-        patch.object(varlen, "choose", lambda q, lengths: flash),
+        patch.object(varlen, "choose", lambda q, lengths, table: flash),
         patch.object(noise, "normal", drawn),
         patch.object(sync, "_BUCKET_CPU", sync._BUCKET_CUDA),
         patch.object(sync, "check_weight", lambda *weights: None),

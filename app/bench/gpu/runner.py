@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from app.bench.gpu.attention_table import write_table
 from app.bench.gpu.lines import Facts, ResultLine, append_line, begin_mark, end_mark, good_figures, read_lines
 from app.bench.gpu.measurement import Measurement, Place, expected_seconds
 from app.bench.gpu.report import cell, report
@@ -80,14 +81,21 @@ def run_all(
         append_line(folder, line)
         new.append(line)
         say(_said(line, budget))
-        (folder / REPORT).write_text(report(read_lines(folder), skipped), encoding="utf-8")
+        _write(folder, skipped)
         if line.error is not None and not _answers(place):
             dead = True
             break
     if skipped and not any(line.good or line.error for line in [*before, *new]):
         raise TooLittleTime(_too_little(missing, place, budget, skipped))
-    (folder / REPORT).write_text(report(read_lines(folder), skipped), encoding="utf-8")
+    _write(folder, skipped)
     return Round(lines=tuple(new), skipped=tuple(skipped), dead=dead)
+
+
+def _write(folder: Path, skipped: Sequence[str]) -> None:
+    """What is made of all lines so far."""
+    lines = read_lines(folder)
+    (folder / REPORT).write_text(report(lines, skipped), encoding="utf-8")
+    write_table(lines, folder)
 
 
 def _measured(one: Measurement, place: Place, folder: Path, facts: Facts) -> ResultLine:

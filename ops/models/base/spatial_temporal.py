@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.attention.lengths import Lengths
-from ops.attention.names import AttentionName
+from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.kernels.base.segments import Segments
@@ -55,7 +55,7 @@ class StackInputs:
             device=modulation.device,
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int, backend: AttentionName) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, length: int, count: int, backend: AttentionSetting) -> Tensor:
         """Self-attention within `count` sequences of `length` rows [n, H, d], n = length count, or within the whole
         frames of which these are rows -> [n, H, d]."""
         if self.spread is not None:
