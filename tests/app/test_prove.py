@@ -75,7 +75,7 @@ def test_another_colour_or_shape_is_not_kept() -> None:
 
 @pytest.mark.parametrize(("name", "captions"), [("learn", False), ("learn-i2v", False), ("learn-i2v", True)])
 def test_clips_of_a_run_of_the_shipped_configs_are_made_and_counted(name: str, captions: bool, tmp_path: Path) -> None:
-    """Of untrained weights, so nothing of what they show is asked."""
+    """The weights are untrained, so nothing of what clips show is asked."""
     config = RunConfig.load(CONFIGS / f"{name}.yaml", ["sample.steps=2"])
     proof, videos, _ = prove(saved_model(write_checkpoint(tmp_path, config)), samples=2, seed=0, captions=captions)
     assert len(videos) == proof.samples == len(proof.answers) == 2
