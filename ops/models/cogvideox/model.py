@@ -39,7 +39,6 @@ class CogVideoXBlockInputs(NamedTuple):
 
 class CogVideoXDiT(PackedTransformer):
     config: CogVideoXConfig
-    block_parts = ("joint_exchange", "stream_segments")
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__(config)
