@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -422,8 +423,13 @@ class FlatSync:
             self.gradients = gradients_in(gradients)(self._parameters, self.layout, self._state_dtype)
 
     def _received_hook(self, index: int) -> Callable[[Tensor], None]:
+        # A parameter's hooks are no part of what the garbage collector sees: one that held the engine, which holds the
+        # parameter, would keep all of the model's memory for good.
+        engine = weakref.ref(self)
+
         def received(parameter: Tensor) -> None:
-            self.gradients.received(index)
+            if (here := engine()) is not None:
+                here.gradients.received(index)
 
         return received
 

@@ -104,10 +104,12 @@ def _peak_cpu_bytes(call: Closure) -> int:
 
 
 def ceilings(device: torch.device, repeats: int) -> dict[str, float]:
-    """Bytes per second of a copy (1 read, 1 write) and a triad (2 reads, 1 write) of bf16 tensors."""
+    """Bytes per second of a copy (1 read, 1 write) and a triad (2 reads, 1 write) of bf16 tensors.
+
+    The copy is made by a kernel: in a graph `copy_` is a copy of the driver's, at 0.62 of the speed on an H200."""
     elements = 2**29 if device.type == "cuda" else 2**23
     a, b, c = (torch.randn(elements, device=device, dtype=torch.bfloat16) for _ in range(3))
     size = 2 * elements
-    copy = measure(lambda _: lambda: c.copy_(a), size * 2, device, repeats)
+    copy = measure(lambda _: lambda: torch.neg(a, out=c), size * 2, device, repeats)
     triad = measure(lambda _: lambda: torch.add(a, b, out=c), size * 3, device, repeats)
     return {"copy": 2 * size / copy.seconds, "triad": 3 * size / triad.seconds}

@@ -30,6 +30,12 @@ def blocks_that_fit(config: DiTConfig, clips: Sequence[PackedSequence], free: fl
     return max(0, min(config.num_layers, 1 + int((free - one) // (two - one))))
 
 
+def kept_bytes(config: DiTConfig, clips: Sequence[PackedSequence]) -> float:
+    """What blocks keep of attention beside that (ops.kept_attention), of models whose blocks attend to video and to
+    text: output in half precision, and the logarithm of a sum for every head, of a row and each of both."""
+    return config.num_layers * 2 * sum(clip.tokens for clip in clips) * config.num_heads * (2 * config.head_dim + 4)
+
+
 @cache
 def _counted(config: DiTConfig, clips: tuple[PackedSequence, ...]) -> int:
     from ops.models.forecast import Precision, pass_bytes, states_bytes

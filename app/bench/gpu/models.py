@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ops.models.base.config import DiTConfig
+from ops.models.base.transformer import PackedTransformer
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
@@ -36,11 +37,12 @@ def small(config: DiTConfig, layers: int) -> DiTConfig:
     return with_layers(narrow, layers)
 
 
-def build(config: DiTConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def build(config: DiTConfig, device: torch.device, dtype: torch.dtype) -> PackedTransformer:
     """Random weights, drawn on the device itself: a 14B model takes minutes on a CPU core."""
     with torch.device(device):
-        module = FAMILIES[config.architecture].model()(config)
-    return module.to(dtype)
+        module = FAMILIES[config.architecture].model()(config).to(dtype)
+    assert isinstance(module, PackedTransformer)
+    return module
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

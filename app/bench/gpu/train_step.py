@@ -18,7 +18,7 @@ from app.bench.gpu.ceilings import matmul_peak
 from app.bench.gpu.flops import step_flops
 from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
-from app.bench.gpu.memory import blocks_that_fit, step_bytes
+from app.bench.gpu.memory import blocks_that_fit, kept_bytes, step_bytes
 from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
@@ -27,6 +27,7 @@ from ops.config import OptimizerConfig
 from ops.flow import flow_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
+from ops.models.base.transformer import PackedTransformer
 from ops.packing import Sequence as PackedSequence
 from ops.parameters import ParameterMemory
 from ops.sync import FlatSync, StepResult
@@ -42,6 +43,7 @@ class StepSettings:
     fused: bool = True
     attention: AttentionName = "auto"
     checkpointing: bool = True
+    keeps: bool = False  # what attention gives is not computed again
     compiled: bool = False
     fetched: bool = False  # weights lie in host memory, and blocks are fetched (train.memory.parameters: node)
 
@@ -49,6 +51,7 @@ class StepSettings:
 AS_TRAINED = StepSettings()
 SETTINGS = {
     "as-trained": AS_TRAINED,
+    "attention-kept": replace(AS_TRAINED, keeps=True),
     "compiled-blocks": replace(AS_TRAINED, compiled=True),
     "fetched-blocks": replace(AS_TRAINED, fetched=True),
     "without-checkpointing": replace(AS_TRAINED, checkpointing=False),
@@ -56,6 +59,7 @@ SETTINGS = {
     "without-fused-ops": replace(AS_TRAINED, fused=False),
     "attention-sdpa": replace(AS_TRAINED, attention="sdpa"),
 }
+LARGE = ("as-trained", "attention-kept", "compiled-blocks", "attention-flash", "without-fused-ops")  # of 14B blocks
 MODELS = {"wan-1.3b": WAN_1_3B, "wan-14b": WAN_14B}
 
 
@@ -108,7 +112,7 @@ def measurements(model: str) -> list[TrainStep]:
     return [
         TrainStep(model=model, setting=setting, estimate_s=seconds * (2.5 if settings.compiled else 1.0))
         for setting, settings in SETTINGS.items()
-        if model == "wan-1.3b" or setting in ("as-trained", "compiled-blocks", "attention-flash", "without-fused-ops")
+        if model == "wan-1.3b" or setting in LARGE
     ]
 
 
@@ -144,10 +148,11 @@ def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[
     return step_over(dit, sync, call), sync.total
 
 
-def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[nn.Module, FlatSync]:
+def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[PackedTransformer, FlatSync]:
     """A model on the device, and what sums its gradients and updates it."""
     torch.manual_seed(0)  # steps of one model are compared
     dit = build(config, place.device, torch.bfloat16).train()
+    dit.keeps_attention = settings.keeps
     parameters: ParameterMemory = "node" if settings.fetched else "replicated"
     sync = FlatSync(dit, OptimizerConfig(), total_steps=1000, parameters=parameters)
     gc.collect()  # the weights that the flat vector replaced
@@ -212,6 +217,8 @@ def _shares(
     clip = [place.pick(CLIP_480P81, SMALL_CLIP)]
     model = step_flops(config, clip, recompute=False)
     hardware = step_flops(config, clip, recompute=settings.checkpointing)
+    if settings.keeps:
+        hardware -= sum(config.flops.attention(one.tokens, one.text_tokens, one.grid[0]) for one in clip)
     return {
         "TFLOP of the model": model / 1e12,
         "TFLOP/s": model / seconds / 1e12,
@@ -222,7 +229,8 @@ def _shares(
 
 def _memory(config: DiTConfig, settings: StepSettings, place: Place, peak: float | None) -> dict[str, float | None]:
     counts = settings.fused and settings.attention == "auto" and not (settings.compiled or settings.fetched)
-    model = step_bytes(config, [place.pick(CLIP_480P81, SMALL_CLIP)]) / 2**30 if counts else None
+    clips = [place.pick(CLIP_480P81, SMALL_CLIP)]
+    model = (step_bytes(config, clips) + settings.keeps * kept_bytes(config, clips)) / 2**30 if counts else None
     return {
         "peak GiB": peak,
         "memory model GiB": model,

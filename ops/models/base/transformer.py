@@ -14,10 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
+from ops.kept_attention import keeping_attention
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
 from ops.spatial_temporal.choice import SliceRates, SlicingRule
@@ -58,6 +59,7 @@ class PackedTransformer(nn.Module):
         super().__init__()
         self.config = config
         self.patch_size = math.prod(config.patch)
+        self.keeps_attention = False  # with gradient checkpointing: a pass may keep what attention gives
         self.rates: SliceRates | None = None  # by which a bag slices spatial-temporal blocks; equal on all its ranks
         # what runs a block whose weights lie elsewhere (ops.node_parameters); None: they are on the device
         self.fetched: Callable[[nn.Module], Callable[..., Any]] | None = None
@@ -105,7 +107,8 @@ class PackedTransformer(nn.Module):
             call = self.fetched(block)
         if (self.config.gradient_checkpointing or self.fetched is not None) and torch.is_grad_enabled():
             # there is no dropout
-            outputs: R = checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False)
+            contexts = keeping_attention if self.keeps_attention else noop_context_fn
+            outputs: R = checkpoint(call, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
             return outputs
         return call(*inputs)
 

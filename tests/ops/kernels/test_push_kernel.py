@@ -34,13 +34,14 @@ def test_memory_gets_the_exact_sum_of_all_pushes(device: str, dtype: torch.dtype
     assert (memory[: ALIGN + 4] == -1).all() and (memory[-ALIGN:] == -1).all()
 
 
-def test_the_library_path_is_the_same_sum() -> None:
+def test_the_library_path_is_the_same_sum(device: str) -> None:
+    """The library's is the CPU's alone."""
     found = []
-    for choice in ("triton", "library"):
-        target = torch.zeros(BLOCKS * ALIGN)
+    for choice, where in (("triton", device), ("library", "cpu")):
+        target = torch.zeros(BLOCKS * ALIGN, device=where)
         with backend.forced(choice):
-            push(integers(1, "cpu", torch.bfloat16), target.data_ptr())
-        found.append(target)
+            push(integers(1, where, torch.bfloat16), target.data_ptr())
+        found.append(target.cpu())
     assert torch.equal(*found)
 
 
@@ -56,26 +57,31 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
         push(torch.zeros(2 * ALIGN, device=device)[::2], memory.data_ptr())
 
 
-def test_parts_of_a_node_add_up_by_the_kernel() -> None:
+def test_parts_of_a_node_add_up_by_the_kernel(device: str) -> None:
     """Four GPUs' worth of `PeerSum`, whose pushes are the kernel's: pieces, leads and tails land where they belong."""
     sizes, stage = (3, 700, 2 * ALIGN, 1500, 1), 1000
-    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in sizes]
+    parameters = [torch.nn.Parameter(torch.zeros(n, device=device)) for n in sizes]
     layout = slots([(str(index), parameter) for index, parameter in enumerate(parameters)])
     total = layout[-1].hi
     bounds = shard_bounds(total, RANKS)
 
     class Here(NodePeers):
+        def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(elements, dtype=dtype, device=self.device)
+
         def push(self, staged: Tensor, address: int, turn: int) -> None:
             push(staged, address, 2)
 
-    sums = [PeerSum(total, torch.float32, torch.bfloat16, Here(), stage) for _ in range(RANKS)]
+    sums = [
+        PeerSum(total, torch.float32, torch.bfloat16, Here(device=torch.device(device)), stage) for _ in range(RANKS)
+    ]
     for rank, one in enumerate(sums):
         one.reserve(rank, bounds, [()] * RANKS)
     targets = [(*bounds[rank], one.memory.data_ptr()) for rank, one in enumerate(sums)]
     for rank, one in enumerate(sums):
         one._targets = targets
         for slot in layout:
-            one.add(slot, integers(rank, "cpu", torch.bfloat16)[: slot.hi - slot.lo])
+            one.add(slot, integers(rank, device, torch.bfloat16)[: slot.hi - slot.lo])
     found = torch.cat([one.part(*bounds[rank]) for rank, one in enumerate(sums)])
-    everyone = torch.stack([integers(rank, "cpu", torch.float32) for rank in range(RANKS)]).sum(0)
+    everyone = torch.stack([integers(rank, device, torch.float32) for rank in range(RANKS)]).sum(0)
     assert torch.equal(found, torch.cat([everyone[:n] for n in sizes]))
