@@ -237,6 +237,7 @@ class Span:
     wait_s: float = 0.0  # for the others of the bag to come
     exposed_s: float = 0.0  # of its work: nothing was computed because the result of a collective was awaited
     first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
+    kept_attention: bool = False  # its attention was not computed again for the backward
 
     @property
     def item(self) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 GradientSetting = Literal["auto", "own", "node", "host"]
 GradientPlace = Literal["own", "node", "host"]
 StateSetting = Literal["auto", "device", "host"]
+AttentionMemory = Literal["auto", "kept", "recomputed"]
 StatePlace = Literal["device", "host"]
 ParameterSetting = Literal["auto", "replicated", "node"]
 ParameterPlace = Literal["replicated", "node"]

@@ -25,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.messages import Piece, Span, StepReport
 from actors.plan.costs.flops import DiTWork
@@ -258,6 +258,11 @@ class SampleSize:
     length: int  # text and video tokens
     trained_tflop: float = 0.0  # of its forward and backward; 0 where nobody counts
     computed_tflop: float = 0.0  # the same with recomputation
+    attention_tflop: float = 0.0  # of it, attention that is computed again where it is not kept
+
+    def with_kept_attention(self) -> SampleSize:
+        """The same for a cascade that kept what attention gave."""
+        return replace(self, computed_tflop=self.computed_tflop - self.attention_tflop, attention_tflop=0.0)
 
 
 def sizes_of(
@@ -273,14 +278,19 @@ def sizes_of(
                 length=tokens + text,
                 trained_tflop=work.model_tflop(1, tokens, text, frames) if work else 0.0,
                 computed_tflop=work.computed_tflop(1, tokens, text, frames) if work else 0.0,
+                attention_tflop=work.attention_again_tflop(tokens, text, frames) if work else 0.0,
             )
     return found
 
 
 def worker_load(spans: Iterable[Span], sizes: Mapping[str, SampleSize]) -> list[tuple[float, SampleSize]]:
     """(samples, one of them) of a worker's DiT cascades; of a bag of k its part is 1 / k of every sample."""
-    dits = (span for span in spans if span.module == "dit")
-    return [(piece.batch / span.degree, sizes[piece.item]) for span in dits for piece in span.pieces]
+    found = []
+    for span in (span for span in spans if span.module == "dit"):
+        for piece in span.pieces:
+            size = sizes[piece.item]
+            found.append((piece.batch / span.degree, size.with_kept_attention() if span.kept_attention else size))
+    return found
 
 
 def wait_of(cascades: Sequence[Sequence[Span]], finish: Sequence[Span]) -> list[float]:

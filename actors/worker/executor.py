@@ -32,6 +32,7 @@ from actors.messages import (
     SumStart,
     shapes_of,
 )
+from actors.worker.attention_room import AttentionRoom
 from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
 from actors.worker.loading import Modules
 from actors.worker.meter import Meter, NoMeter, freed, ran_out, release
@@ -42,7 +43,7 @@ from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.flow import sequence_losses
 from ops.groups import Groups
-from ops.models.experts import slice_by, transformers
+from ops.models.experts import keep_attention, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
@@ -78,6 +79,9 @@ class Executor:
         self.meter, self.name = meter or NoMeter(), name
         self.frame = FirstFrame.of(modules.config)
         self.objective = objective_of(modules.config.dit.diffusion, train.flow)
+        self.attention = AttentionRoom.of(
+            modules.config.dit, train.memory.attention, self._activation_bytes(), device.type == "cuda"
+        )
         self.store = EncodeStore()
         self.generation = -1
         self.groups: Groups | None = None
@@ -249,6 +253,7 @@ class Executor:
             )
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}
+            keep_attention(modules.dit, self.attention.begin(layout, measure.room_gib))
             done = train_pass(
                 transformers(modules.dit)[expert],
                 [
@@ -338,6 +343,12 @@ class Executor:
         images = torch.cat([self.frame.image_of(tail) for tail in tails]) if self.frame.tail else None
         return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
 
+    def _activation_bytes(self) -> int:
+        """Bytes of an element that attention gives."""
+        if self.train.autocast == "bfloat16":
+            return 2
+        return next(self.modules.dit.parameters()).element_size()
+
     def _compute_dtype(self) -> torch.dtype:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""
         parameter = next(self.modules.dit.parameters())
@@ -383,7 +394,7 @@ class CascadeMeasure:
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
-        self._room_gib = self._executor.meter.start() or 0.0
+        self.room_gib = self._executor.meter.start()
         self._came = self._met = self._executor._watch.mark()
         return self
 
@@ -443,12 +454,17 @@ class CascadeMeasure:
     ) -> None:
         task, executor = self._task, self._executor
         need_gib = executor.meter.stop()
+        kept = task.module == "dit" and executor.attention.keeps
         if error is not None:
             executor.broken = f"{task.name}: {error!r}"
-            if ran_out(error):
+            if kept and ran_out(error):
+                executor.attention.give_up()  # no limit of the cascade, which runs again without
+            elif ran_out(error):
                 executor._exceeded = self._exceeded(need_gib or 0.0)
                 raise OutOfMemory(executor._exceeded)
             return
+        if task.module == "dit":
+            need_gib = executor.attention.end(need_gib)
         worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
@@ -482,6 +498,7 @@ class CascadeMeasure:
                 wait_s=wait_s,
                 exposed_s=exposed_s,
                 first_here=first_here,
+                kept_attention=kept,
             )
         )
         if self._outlasting is not None:
@@ -513,5 +530,5 @@ class CascadeMeasure:
             degree=len(task.bag),
             pieces=task.pieces,
             peak_gib=peak_gib,
-            room_gib=self._room_gib,
+            room_gib=self.room_gib or 0.0,
         )

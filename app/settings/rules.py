@@ -264,6 +264,11 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "train.memory.gradients host is host memory beside GPUs; workers.device is cpu. Set gradients to node, "
             "which is host memory there, or auto."
         )
+    if train.memory.attention == "recomputed" and not model.dit.gradient_checkpointing:
+        raise ConfigError(
+            "train.memory.attention recomputed is a way of gradient checkpointing; model.dit.gradient_checkpointing is "
+            "false, which keeps everything. Set it to true, or attention to auto."
+        )
     if train.memory.parameters == "node" and not model.dit.gradient_checkpointing:
         raise ConfigError(
             "train.memory.parameters node fetches a block's weights again in backward, where its activations are "

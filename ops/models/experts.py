@@ -34,6 +34,13 @@ def slice_by(module: nn.Module, rates: SliceRates | None) -> None:
             one.rates = rates
 
 
+def keep_attention(module: nn.Module, keeps: bool) -> None:
+    """From now on gradient checkpointing keeps what attention gives, or computes it again. Each rank for itself."""
+    for one in transformers(module):
+        if isinstance(one, PackedTransformer):
+            one.keeps_attention = keeps
+
+
 def parts_of(module: nn.Module) -> tuple[str, ...]:
     """What the names of parameters of each of the `transformers` begin with."""
     return tuple(f"{name}." for name in EXPERTS) if isinstance(module, ExpertPair) else ("",)

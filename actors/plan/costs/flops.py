@@ -128,6 +128,10 @@ class DiTWork:
         linear, attention = self.forward.linear(tokens, text), self.forward.attention(tokens, text, frames)
         return samples * ((2.0 if self.frozen else 3.0) * linear + 3.0 * attention) / 1e12
 
+    def attention_again_tflop(self, tokens: int, text: int = 0, frames: int = 1) -> float:
+        """TFLOP of the attention of one sample that checkpointing computes again, unless a cascade keeps it."""
+        return self.recomputes * self.forward.attention(tokens, text, frames) / 1e12
+
     def computed_tflop(self, samples: int, tokens: int, text: int = 0, frames: int = 1) -> float:
         """The same with what checkpointing computes again, F of F + 2F + F (KnapFormer sec. 4.2): what HFU counts."""
         again = self.forward.linear(tokens, text) + self.forward.attention(tokens, text, frames)

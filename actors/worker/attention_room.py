@@ -1,0 +1,94 @@
+"""Whether a cascade keeps what attention gives (ops.kept_attention): where the device has room for it beside the rest.
+
+Each rank of a bag decides alone: what is computed again has the same bits, and its exchanges come in the same order
+either way. Plans do not count on it: what a cascade needs is what it takes without.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from actors.plan.places import AttentionMemory
+from ops.models.base.config import DiTConfig
+from ops.packing import Layout
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+WORTH_ROWS = 8192  # of the longest sequence: below, the host takes as long for it as the device for the attention
+SHARE = 0.9  # of the room that is left; blocks of the allocator are not as large as what lies in them
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassSize:
+    """What a pass's need of memory depends on, on one rank."""
+
+    degree: int
+    rows: int
+    text_rows: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> PassSize:
+        return cls(degree=layout.degree, rows=layout.local_tokens, text_rows=sum(layout.text_lengths))
+
+
+@dataclass(kw_only=True, slots=True)
+class AttentionRoom:
+    """Decides by what passes of the same size took before. `begin` and `end` bracket a pass."""
+
+    setting: AttentionMemory
+    gib_per_row: float
+    cuda: bool
+    _needs: dict[PassSize, float] = field(default_factory=dict)  # GiB without it
+    _full: set[PassSize] = field(default_factory=set)  # with it the allocator had to try again
+    _off: bool = False
+    _size: PassSize | None = None
+    _room_gib: float | None = None
+    keeps: bool = False  # in the pass that was begun last
+
+    @classmethod
+    def of(cls, dit: DiTConfig, setting: AttentionMemory, element_bytes: int, cuda: bool) -> AttentionRoom:
+        """Decisions for a transformer whose activations have elements of `element_bytes`."""
+        if not dit.gradient_checkpointing:
+            setting = "recomputed"  # everything is kept
+        calls = (
+            1 if dit.flops.within else 2
+        )  # of a block: text goes through attention with the video, or is attended to
+        row = calls * sum(dit.block_counts) * dit.num_heads * (dit.head_dim * element_bytes + 4)
+        return cls(setting=setting, gib_per_row=row / GIB, cuda=cuda)
+
+    def begin(self, layout: Layout, room_gib: float | None) -> bool:
+        """Whether this pass keeps it, of `room_gib` for the whole pass (None: no limit is known)."""
+        self._size, self._room_gib = PassSize.of(layout), room_gib
+        self.keeps = self.setting == "kept" or (self.setting == "auto" and self._fits(layout, room_gib))
+        return self.keeps
+
+    def _fits(self, layout: Layout, room_gib: float | None) -> bool:
+        size = self._size
+        need = self._needs.get(size) if size is not None else None
+        if not self.cuda or self._off or size is None or size in self._full or need is None or room_gib is None:
+            return False
+        kept = self.gib_per_row * (size.rows + size.text_rows)
+        return max(layout.lengths, default=0) >= WORTH_ROWS and kept <= SHARE * (room_gib - need)
+
+    def end(self, need_gib: float | None) -> float | None:
+        """The pass took `need_gib`; returns what it needs without what it kept, None where that is not known."""
+        size, self._size = self._size, None
+        if size is None or need_gib is None:
+            return need_gib
+        if not self.keeps:
+            self._needs[size] = max(need_gib, self._needs.get(size, 0.0))
+            return need_gib
+        if self._room_gib is not None and need_gib >= self._room_gib:
+            self._full.add(size)
+        return self._needs.get(size)
+
+    def give_up(self) -> None:
+        """Memory ran out in a pass that kept it: this worker keeps it in none any more."""
+        log.warning(
+            "memory ran out in a pass that kept what attention gives; this worker computes it again from now on"
+        )
+        self._off, self._size = True, None
+        if self.setting == "kept":
+            self.setting = "auto"

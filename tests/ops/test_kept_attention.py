@@ -1,0 +1,77 @@
+"""Gradient checkpointing that keeps what attention gives: the same bits, without the attention of the recomputation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ops.comm import Group
+from ops.kept_attention import KEPT
+from ops.models.base.config import DiTConfig
+from tests.ops.test_sequence_parallel import HUNYUAN, MIXED, SHORT, WAN, Case
+
+torch.set_num_threads(1)
+
+
+class CountedAttention(TorchDispatchMode):
+    """How often attention is computed, forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := str(func).rpartition(".")[0]) in KEPT:
+            self.calls[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def checkpointed(config: DiTConfig, sequences: Any = MIXED) -> Case:
+    return Case(replace(config, gradient_checkpointing=True), sequences, torch.float32)
+
+
+@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
+def test_attention_is_computed_once_and_gradients_are_the_same_bits(config: DiTConfig) -> None:
+    case, runs = checkpointed(config), {}
+    for keeps in (False, True):
+        case.model.keeps_attention = keeps
+        with CountedAttention() as counted:
+            _, loss, gradients = case.run(Group.solo())
+        runs[keeps] = (counted.calls.total(), loss, gradients)
+    plain = replace(config, gradient_checkpointing=False)
+    case.model.config = plain
+    with CountedAttention() as counted:
+        case.run(Group.solo())
+    once = counted.calls.total()
+    assert once > 0 and runs[True][0] == once
+    assert runs[False][0] > once  # a refiner outside of the blocks is computed once in any case
+    assert torch.equal(runs[True][1], runs[False][1])
+    _equal(runs[True][2], runs[False][2])
+
+
+@pytest.mark.parametrize("sequences", [MIXED, SHORT], ids=["mixed", "short"])
+@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
+def test_ranks_of_a_bag_decide_each_for_itself(config: DiTConfig, sequences: Any, run_ranks: Any) -> None:
+    """Exchanges come in the same order on those that keep it and those that do not."""
+    case = checkpointed(config, sequences)
+    expected = run_ranks(3, case.run)
+    keeping = checkpointed(config, sequences)
+    keeping.model.keeps_attention = True
+
+    def run(group: Group) -> Any:
+        return (keeping if group.rank != 1 else case).run(group)
+
+    for (_, loss, gradients), (_, wanted_loss, wanted) in zip(run_ranks(3, run), expected, strict=True):
+        assert torch.equal(loss, wanted_loss)
+        _equal(gradients, wanted)
+
+
+def _equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    for name, gradient in wanted.items():
+        assert (gradient is None and found[name] is None) or torch.equal(found[name], gradient), name
