@@ -91,12 +91,16 @@ def candidate(space: Space, source: random.Random) -> tuple[np.ndarray, np.ndarr
 
 @needs_compiler
 @settings(max_examples=150, deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from([1e-9, 0.002]), st.sampled_from([1.0, 0.5]))
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from([1e-9, 0.002]),
+    st.sampled_from([(1.0,), (0.5,), (0.5, 0.8, 1.0)]),
+)
 def test_a_found_schedule_takes_as_long_as_the_listing_of_its_order_and_bags(
-    source: random.Random, budget_s: float, speed: float
+    source: random.Random, budget_s: float, speeds: tuple[float, ...]
 ) -> None:
-    """Forward or from its end, any candidate or the best of many."""
-    problem = drawn(source, [speed])
+    """Forward or from its end, any candidate or the best of many; workers of unequal speed, too."""
+    problem = drawn(source, speeds)
     for context, jobs in variants(problem):
         space = build(problem, jobs, context)
         if space is None or space.bags is None:
@@ -147,7 +151,9 @@ def least(problem: Problem) -> float:
     return best
 
 
-def small(seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = "") -> Problem:
+def small(
+    seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = "", speed: tuple[float, ...] = ()
+) -> Problem:
     """Two clips; or one that has two encoders."""
     source = random.Random(seed)
     frames = source.sample([17, 33, 49, 65], 2)
@@ -162,7 +168,7 @@ def small(seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = 
     profile.cross_island = CrossIsland(penalty=0.4)
     items = [Item(id=str(f), batch=1, frames=f, height=64, width=64) for f in frames[: 1 if both else 2]]
     places = places_in(nodes, islands=islands) if islands else ()
-    return Problem([items], profile, Cluster(nodes=nodes, places=places), counted())
+    return Problem([items], profile, Cluster(nodes=nodes, places=places, speed=speed), counted())
 
 
 def searched(problem: Problem, budget_s: float = 0.05) -> ListSchedule:
@@ -178,6 +184,18 @@ def searched(problem: Problem, budget_s: float = 0.05) -> ListSchedule:
 @pytest.mark.parametrize(("nodes", "both"), [((3,), False), ((2, 1), False), ((3,), True), ((2, 2), True)])
 def test_small_steps_with_handoffs_are_planned_as_well_as_can_be(seed: int, nodes: tuple[int, ...], both: bool) -> None:
     problem = small(seed, nodes, both)
+    assert max(searched(problem).end) == pytest.approx(least(problem))
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("nodes", "speed"), [((3,), (1.0, 0.6, 1.0)), ((2, 1), (0.8, 1.0, 1.0)), ((1, 2), (1.0, 0.5, 0.8))]
+)
+def test_small_steps_on_workers_of_unequal_speed_are_planned_as_well_as_can_be(
+    seed: int, nodes: tuple[int, ...], speed: tuple[float, ...]
+) -> None:
+    problem = small(seed, nodes, speed=speed)
     assert max(searched(problem).end) == pytest.approx(least(problem))
 
 

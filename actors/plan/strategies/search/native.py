@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
 TREE = Path(__file__).parents[4]
-VERSION = 2  # of what crosses to C, as in annealer.c
+VERSION = 3  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE, EDGES = 96, 32, 64, 128  # of the arrays in annealer.c
 # Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
@@ -53,10 +53,10 @@ class _Space(ctypes.Structure):
                 "worth slack free counts waits encode",
             ),
             (ctypes.c_double, "barrier workers"),
-            (ctypes.c_int, "named holds rails"),
+            (ctypes.c_int, "named holds rails paces"),
             (
                 ctypes.c_void_p,
-                "who delay early_from early_end early_bag over detour fall rail island_from island",
+                "who delay early_from early_end early_bag over detour fall rail island_from island pace quick",
             ),
         )
         for name in names.split()
@@ -252,6 +252,7 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
         named=space.bags is not None,
         holds=space.bags is not None and space.bags.holds,
         rails=len(space.bags.rails[0]) if space.bags is not None else 0,
+        paces=len(space.bags.paces) if space.bags is not None else 1,
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     return given, arrays, before
@@ -272,6 +273,8 @@ def _named(bags: BagCosts) -> dict[str, np.ndarray]:
         "rail": np.array(bags.rails, dtype=np.uint64),
         "island_from": np.cumsum([0, *(len(own) for own in bags.islands)]).astype(np.int32),
         "island": np.array([island for own in bags.islands for island in own] or [0], dtype=np.uint64),
+        "pace": np.array(bags.paces),
+        "quick": np.array(bags.quick, dtype=np.uint64),
     }
 
 
