@@ -1,11 +1,11 @@
 """A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-Where handoffs or NVLink islands cost time, or workers are of unequal speed, the compiled engine decides on every worker.
-Elsewhere an engine decides node and time of every job, not which worker of the node runs it: workers of a node are equal
-but for PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules decide
-(earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at random at
-the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since the found
-schedule never needs more than there are.
+Where handoffs or NVLink islands cost time, or workers are of unequal speed, the compiled engine decides on every
+worker. Elsewhere an engine decides node and time of every job, not which worker of the node runs it: workers of a node
+are equal but for PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules
+decide (earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at
+random at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since
+the found schedule never needs more than there are.
 """
 
 from __future__ import annotations
