@@ -23,6 +23,7 @@ from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import EncodeKey, Mapper, PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
+from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved, realise
 from actors.plan.strategies.search.space import Space, build
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices, own_jobs
@@ -315,7 +316,8 @@ def test_a_part_of_a_cluster_counts_workers_of_early_encodes_from_its_own_first(
 
 
 @needs_compiler
-def test_cells_of_a_large_cluster_plan_with_early_encodes_and_handoffs() -> None:
+@pytest.mark.parametrize("slow", [1.0, 0.6])
+def test_cells_of_a_large_cluster_plan_with_early_encodes_handoffs_and_a_slow_worker(slow: float) -> None:
     profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
     profile.handoff = Handoff(latency_s=0.5)
     step = [
@@ -323,6 +325,22 @@ def test_cells_of_a_large_cluster_plan_with_early_encodes_and_handoffs() -> None
         for n, (b, f, h, w) in enumerate(SHAPES * 5)
     ]
     done = [EarlyEncode(item=item.id, module="vae", workers=(8 * n % 32,)) for n, item in enumerate(step[:8])]
-    cluster, options = Cluster(nodes=(8,) * 4), counted(budget_s=0.05)
+    speed = () if slow == 1.0 else (1.0,) * 10 + (slow,) + (1.0,) * 21
+    cluster, options = Cluster(nodes=(8,) * 4, speed=speed), counted(budget_s=0.05)
     plan = make_plan([step], profile, cluster, options, done=done)
     check(plan, [step], profile, cluster, done=done)
+
+
+def test_cells_plan_a_part_of_the_cluster_with_the_speeds_of_its_workers() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
+    step = [
+        Item(id=str(n), batch=b, frames=f, height=h, width=w, text_tokens=60)
+        for n, (b, f, h, w) in enumerate(SHAPES * 5)
+    ]
+    cluster = Cluster(nodes=(8,) * 4, speed=(1.0,) * 10 + (0.5,) + (1.0,) * 21)
+    assert cluster.part(0, 2).speed + cluster.part(2, 2).speed == cluster.speed
+    problem = Problem([step], profile, cluster, PlanOptions())
+    jobs = problem.jobs()
+    found = plan_cells(problem, jobs, problem.start, 0, 0.0)
+    assert found is not None and len(found.placed) == len(jobs)
+    assert end_of_dits(problem, jobs, found) == pytest.approx(max(found.end))
