@@ -5,8 +5,8 @@
    nodes). Placement is greedy, as in space.py: the node with the earliest start, best fit among its workers. A mode
    beyond a job's own ones lets the placement choose: the mode that ends first, GPU-seconds weighed in.
 
-   Where it matters who is in a bag (handoffs, rails, NVLink islands, workers of unequal speed), every worker is placed by
-   name: see place_bag.
+   Where it matters who is in a bag (handoffs, rails, NVLink islands, unequal speeds), every worker is placed by name:
+   see place_bag.
 
    Every second restart of a step on idle workers runs backwards: dits first, then their encodes, which fill the ragged
    end; the schedule is read from its end. Threads do not share anything. */
@@ -400,15 +400,15 @@ static Group group_of(const Space *p, const Clock *c, int n, int share, int pace
   return (Group){own, 0};
 }
 
-/* A bag of one node, or of this node's share: when it may begin, and when it ends if nothing but its pace delays it. */
-typedef struct { int node; Group group; double begin, score; } Option;
+/* A bag of a node: its rank falls with the score; its workers are known where the score needed them. */
+typedef struct { int node; Group group; double score; uint64_t bag; } Option;
 
 /* The `rank`-th best of bags by node and pace; on ties those that hold more. Returns the start. `more`: seconds longer
    than at best. */
 static double place_on_node(const Space *p, const Clock *c, const Inputs *in, int at, int share, int rank, int *node,
                             double *more, uint64_t *bag) {
   Option found[RANKS];
-  uint64_t trial[NODES], settled[RANKS];
+  uint64_t trial[NODES];
   int count = 0, late;
   for (int n = 0; n < p->nodes; n++)
     for (int pace = 0; pace < p->paces; pace++) {
@@ -431,14 +431,14 @@ static double place_on_node(const Space *p, const Clock *c, const Inputs *in, in
       int place = count < RANKS ? count++ : RANKS;
       for (; place > 0 && (score < found[place - 1].score || (score == found[place - 1].score &&
              count_of(in->held[n]) > count_of(in->held[found[place - 1].node]))); place--)
-        if (place < RANKS) { found[place] = found[place - 1]; settled[place] = settled[place - 1]; }
-      if (place < RANKS) { found[place] = (Option){n, group, begin, score}; settled[place] = known; }
+        if (place < RANKS) found[place] = found[place - 1];
+      if (place < RANKS) found[place] = (Option){n, group, score, known};
     }
   const Option *best = found + (rank < count ? rank : count - 1);
   *node = best->node;
   *more = 0.0;
   if (best->score >= NEVER) return NEVER;
-  bag[*node] = settled[best - found];
+  bag[*node] = best->bag;
   if (!bag[*node]) {
     settle_node(p, c, in, *node, share, best->group, p->detour[at], trial);
     bag[*node] = trial[*node];
@@ -446,8 +446,9 @@ static double place_on_node(const Space *p, const Clock *c, const Inputs *in, in
   if (p->detour[at] > 0.0 && strays(p, *node, share, bag[*node])) *more = p->detour[at];
   return started(c, in, node, 1, bag, &late);
 }
-/* Of these nodes, or with the best of those that made the inputs for which the bag would wait: the bag that starts first,
-   and its start. Leaves the nodes that it is on in `picked`. */
+
+/* Of these nodes, or with the best of those that made the inputs for which the bag would wait: the bag that starts
+   first, and its start. Leaves the nodes that it is on in `picked`. */
 static double settle_over(const Space *p, const Clock *c, const Inputs *in, int *picked, int span, int share, int pace,
                           const double *score, uint64_t *bag) {
   Group group[NODES];
