@@ -636,6 +636,11 @@ static void fresh(const Space *p, Genes *g) {
   }
 }
 
+static void given(const Space *p, const double *keys, const int32_t *modes, int which, Genes *g) {
+  memcpy(g->key, keys + which * p->jobs, sizeof(double) * p->jobs);
+  for (int j = 0; j < p->jobs; j++) { g->mode[j] = modes[which * p->jobs + j]; g->rank[j] = 0; }
+}
+
 static void mutate(const Space *p, Genes *g) {
   for (int changes = uniform() < 0.3 ? 2 : 1; changes > 0; changes--) {
     const double kind = uniform();
@@ -667,6 +672,13 @@ long anneal(const Space *p, const double *keys, const int32_t *modes, int num_st
   const double deadline = now() + seconds;
   long done = 0, improved = 0;
   best.cost = best.makespan = 1e300;
+  double least = 0.0;
+  int foremost = 0; /* the given candidate that the first restart takes: the best where workers are of unequal speed */
+  for (int which = 0; which < num_starts && p->paces > 1; which++) {
+    given(p, keys, modes, which, &trial);
+    decode(p, &trial, 0, &found);
+    if (!which || found.cost < least) { least = found.cost; foremost = which; }
+  }
   for (long restart = 0; done < evaluations; restart++) {
     if (restart > patience + 2 * improved) break;
     state = (seed + 1) * 2654435761u + (uint64_t)restart * 0x9E3779B97F4A7C15u + 88172645463325252u;
@@ -676,8 +688,7 @@ long anneal(const Space *p, const double *keys, const int32_t *modes, int num_st
     fresh(p, &current);
     if (!back && num_starts > 0 && (restart / 3 % 2 == 0 || p->ahead)) {
       const int which = (int)((p->ahead ? restart : restart / 3) % num_starts);
-      memcpy(current.key, keys + which * p->jobs, sizeof(double) * p->jobs);
-      for (int j = 0; j < p->jobs; j++) current.mode[j] = modes[which * p->jobs + j];
+      given(p, keys, modes, which == 0 ? foremost : which == foremost ? 0 : which, &current);
     }
     double cost = 0.0;
     for (long step = 0; step < steps; step++) {
