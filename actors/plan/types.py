@@ -191,10 +191,11 @@ class Cluster:
         raise PlanError(f"worker {worker} does not exist in a cluster of {self.num_workers}.")
 
     def part(self, first: int, count: int) -> Cluster:
-        """Nodes [first, first + count) alone, as places of their bags: without figures of single workers."""
+        """Nodes [first, first + count) alone, as places of their bags: without what their workers have of memory."""
         nodes, start = self.nodes[first : first + count], sum(self.nodes[:first])
         places = self.places[start : start + sum(nodes)]
-        return Cluster(nodes=nodes, places=places, island_gbps=self.island_gbps)
+        speed = self.speed[start : start + sum(nodes)]
+        return Cluster(nodes=nodes, places=places, speed=speed, island_gbps=self.island_gbps)
 
     @classmethod
     def parse(cls, spec: str) -> Cluster:

@@ -14,6 +14,7 @@ from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
+from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.adapt import adapted
 from actors.planning.batching import best_sizes
@@ -45,7 +46,7 @@ class Planner:
         """Plan of the window's first step. Raises PlanError (never a plan that breaks a rule)."""
         started = time.perf_counter()
         told: tuple[str, ...] = ()
-        options = options_of(self._config, budget_s=budget_s, replans=True)
+        options = self.options(budget_s)
         if self._config.misfit == "adapt":
             options, told = adapted(options, window, self._profile, cluster)
         plan = make_plan(window, self._profile, cluster, options, first_step=step, done=done)
@@ -58,6 +59,10 @@ class Planner:
             adapted=told,
             rates=self._profile.slice_rates() if self._profile.sliced is not None else None,
         )
+
+    def options(self, budget_s: float) -> PlanOptions:
+        """What its plans are made with."""
+        return options_of(self._config, budget_s=budget_s, replans=True)
 
     def observe(
         self,

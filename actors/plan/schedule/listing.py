@@ -388,28 +388,40 @@ def _busy(schedule: ListSchedule) -> list[list[tuple[float, float]]]:
 def _gap(
     schedule: ListSchedule, busy: list[list[tuple[float, float]]], job: PlannedJob, degree: int, end_s: float
 ) -> tuple[float, tuple[int, ...]] | None:
-    """Earliest (start, workers) of one node, of workers with little idle time to lose."""
-    topology, best, seconds = schedule.topology, None, job.seconds(degree)
-    for node, workers in enumerate(topology.workers):
-        if len(workers) < degree:
-            continue
-        starts = sorted(
-            {end for w in workers for _, end in busy[w]} | {min(schedule.context.free_s[w] for w in workers)}
-        )
-        for start in starts:
-            if start + seconds > end_s + EPS or (best is not None and start >= best[0]):
-                break
-            idle = [
-                w
-                for w in workers
-                if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])
-            ]
-            idle = [w for w in idle if topology.speed[w] == 1.0] if not topology.uniform else idle
-            if len(idle) >= degree:
-                near = topology.near[node]
-                bag = tuple(idle[:degree]) if near.alike else near.nearest(idle, degree)
-                if job.detour(degree) and topology.strays(bag):  # it would take longer than the gap is known to be
-                    continue
-                best = (start, bag)
-                break
+    """Earliest (start, workers) of one node, of workers with little idle time to lose; of equally early ones, of the
+    quicker workers."""
+    topology, best = schedule.topology, None
+    for of_node in topology.workers:
+        for pace in sorted({topology.speed[w] for w in of_node}, reverse=True):
+            workers = [w for w in of_node if topology.speed[w] >= pace]
+            if len(workers) >= degree:
+                best = _gap_of(schedule, busy, job, degree, end_s, workers, job.seconds(degree) / pace, best)
+    return best
+
+
+def _gap_of(
+    schedule: ListSchedule,
+    busy: list[list[tuple[float, float]]],
+    job: PlannedJob,
+    degree: int,
+    end_s: float,
+    workers: Sequence[int],
+    seconds: float,
+    best: tuple[float, tuple[int, ...]] | None,
+) -> tuple[float, tuple[int, ...]] | None:
+    """The earliest gap of these workers, in which the job takes `seconds`, where it is earlier than the `best`."""
+    topology = schedule.topology
+    starts = sorted({end for w in workers for _, end in busy[w]} | {min(schedule.context.free_s[w] for w in workers)})
+    for start in starts:
+        if start + seconds > end_s + EPS or (best is not None and start >= best[0]):
+            break
+        idle = [
+            w for w in workers if all(end <= start + EPS or begin >= start + seconds - EPS for begin, end in busy[w])
+        ]
+        if len(idle) >= degree:
+            near = topology.near[topology.node[workers[0]]]
+            bag = tuple(idle[:degree]) if near.alike else near.nearest(idle, degree)
+            if job.detour(degree) and topology.strays(bag):  # it would take longer than the gap is known to be
+                continue
+            return start, bag
     return best

@@ -23,6 +23,7 @@ from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.listing import ListSchedule
 from actors.plan.schedule.problem import EncodeKey, Mapper, PlannedJob, PlanOptions, Problem, StepContext
 from actors.plan.strategies.search import native
+from actors.plan.strategies.search.cells import plan_cells
 from actors.plan.strategies.search.improve import improved, realise
 from actors.plan.strategies.search.space import Space, build
 from actors.plan.strategies.search.step_jobs import StepsAhead, choices, own_jobs
@@ -91,12 +92,16 @@ def candidate(space: Space, source: random.Random) -> tuple[np.ndarray, np.ndarr
 
 @needs_compiler
 @settings(max_examples=150, deadline=None)
-@given(st.randoms(use_true_random=False), st.sampled_from([1e-9, 0.002]), st.sampled_from([1.0, 0.5]))
+@given(
+    st.randoms(use_true_random=False),
+    st.sampled_from([1e-9, 0.002]),
+    st.sampled_from([(1.0,), (0.5,), (0.5, 0.8, 1.0)]),
+)
 def test_a_found_schedule_takes_as_long_as_the_listing_of_its_order_and_bags(
-    source: random.Random, budget_s: float, speed: float
+    source: random.Random, budget_s: float, speeds: tuple[float, ...]
 ) -> None:
-    """Forward or from its end, any candidate or the best of many."""
-    problem = drawn(source, [speed])
+    """Forward or from its end, any candidate or the best of many; workers of unequal speed, too."""
+    problem = drawn(source, speeds)
     for context, jobs in variants(problem):
         space = build(problem, jobs, context)
         if space is None or space.bags is None:
@@ -147,7 +152,9 @@ def least(problem: Problem) -> float:
     return best
 
 
-def small(seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = "") -> Problem:
+def small(
+    seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = "", speed: tuple[float, ...] = ()
+) -> Problem:
     """Two clips; or one that has two encoders."""
     source = random.Random(seed)
     frames = source.sample([17, 33, 49, 65], 2)
@@ -162,7 +169,7 @@ def small(seed: int, nodes: tuple[int, ...], both: bool = False, islands: str = 
     profile.cross_island = CrossIsland(penalty=0.4)
     items = [Item(id=str(f), batch=1, frames=f, height=64, width=64) for f in frames[: 1 if both else 2]]
     places = places_in(nodes, islands=islands) if islands else ()
-    return Problem([items], profile, Cluster(nodes=nodes, places=places), counted())
+    return Problem([items], profile, Cluster(nodes=nodes, places=places, speed=speed), counted())
 
 
 def searched(problem: Problem, budget_s: float = 0.05) -> ListSchedule:
@@ -178,6 +185,18 @@ def searched(problem: Problem, budget_s: float = 0.05) -> ListSchedule:
 @pytest.mark.parametrize(("nodes", "both"), [((3,), False), ((2, 1), False), ((3,), True), ((2, 2), True)])
 def test_small_steps_with_handoffs_are_planned_as_well_as_can_be(seed: int, nodes: tuple[int, ...], both: bool) -> None:
     problem = small(seed, nodes, both)
+    assert max(searched(problem).end) == pytest.approx(least(problem))
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("nodes", "speed"), [((3,), (1.0, 0.6, 1.0)), ((2, 1), (0.8, 1.0, 1.0)), ((1, 2), (1.0, 0.5, 0.8))]
+)
+def test_small_steps_on_workers_of_unequal_speed_are_planned_as_well_as_can_be(
+    seed: int, nodes: tuple[int, ...], speed: tuple[float, ...]
+) -> None:
+    problem = small(seed, nodes, speed=speed)
     assert max(searched(problem).end) == pytest.approx(least(problem))
 
 
@@ -297,7 +316,8 @@ def test_a_part_of_a_cluster_counts_workers_of_early_encodes_from_its_own_first(
 
 
 @needs_compiler
-def test_cells_of_a_large_cluster_plan_with_early_encodes_and_handoffs() -> None:
+@pytest.mark.parametrize("slow", [1.0, 0.6])
+def test_cells_of_a_large_cluster_plan_with_early_encodes_handoffs_and_a_slow_worker(slow: float) -> None:
     profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
     profile.handoff = Handoff(latency_s=0.5)
     step = [
@@ -305,6 +325,22 @@ def test_cells_of_a_large_cluster_plan_with_early_encodes_and_handoffs() -> None
         for n, (b, f, h, w) in enumerate(SHAPES * 5)
     ]
     done = [EarlyEncode(item=item.id, module="vae", workers=(8 * n % 32,)) for n, item in enumerate(step[:8])]
-    cluster, options = Cluster(nodes=(8,) * 4), counted(budget_s=0.05)
+    speed = () if slow == 1.0 else (1.0,) * 10 + (slow,) + (1.0,) * 21
+    cluster, options = Cluster(nodes=(8,) * 4, speed=speed), counted(budget_s=0.05)
     plan = make_plan([step], profile, cluster, options, done=done)
     check(plan, [step], profile, cluster, done=done)
+
+
+def test_cells_plan_a_part_of_the_cluster_with_the_speeds_of_its_workers() -> None:
+    profile = Profile.from_flops(WanConfig(num_heads=8), tflops=1.0, degrees=(1, 2, 4, 8))
+    step = [
+        Item(id=str(n), batch=b, frames=f, height=h, width=w, text_tokens=60)
+        for n, (b, f, h, w) in enumerate(SHAPES * 5)
+    ]
+    cluster = Cluster(nodes=(8,) * 4, speed=(1.0,) * 10 + (0.5,) + (1.0,) * 21)
+    assert cluster.part(0, 2).speed + cluster.part(2, 2).speed == cluster.speed
+    problem = Problem([step], profile, cluster, PlanOptions())
+    jobs = problem.jobs()
+    found = plan_cells(problem, jobs, problem.start, 0, 0.0)
+    assert found is not None and len(found.placed) == len(jobs)
+    assert end_of_dits(problem, jobs, found) == pytest.approx(max(found.end))

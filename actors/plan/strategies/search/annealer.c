@@ -5,7 +5,8 @@
    nodes). Placement is greedy, as in space.py: the node with the earliest start, best fit among its workers. A mode
    beyond a job's own ones lets the placement choose: the mode that ends first, GPU-seconds weighed in.
 
-   Where it matters who is in a bag (handoffs, rails, NVLink islands), every worker is placed by name: see place_bag.
+   Where it matters who is in a bag (handoffs, rails, NVLink islands, unequal speeds), every worker is placed by name:
+   see place_bag.
 
    Every second restart of a step on idle workers runs backwards: dits first, then their encodes, which fill the ragged
    end; the schedule is read from its end. Threads do not share anything. */
@@ -14,12 +15,12 @@
 #include <string.h>
 #include <time.h>
 
-enum { JOBS = 96, NODES = 32, SIZE = 64, EDGES = 128, AUTO = 2 }; /* as in native.py */
+enum { JOBS = 96, NODES = 32, SIZE = 64, EDGES = 128, AUTO = 2, RANKS = 3 }; /* as in native.py */
 static const double WEIGHT[AUTO] = {0.004, 0.03}; /* seconds of end that a GPU-second is worth */
 static const double FIT = 1e-5, SELF = 0.4, FREE = 1e-9, NEVER = 1e15;
 
 /* Raise it, here and in native.py, with every change of Space, of the arrays' sizes or of what anneal takes and leaves. */
-int annealer_version(void) { return 2; }
+int annealer_version(void) { return 3; }
 
 typedef struct {
   int jobs, nodes, size, modes, chains, reversible, ahead;
@@ -32,7 +33,7 @@ typedef struct {
   const int32_t *counts, *waits, *encode;         /* [J]; encode: may take a mode of its own choice */
   double barrier, workers;
   /* Only where workers are placed by name. A worker is a bit of its node's word. */
-  int named, holds, rails;                        /* holds: bags are drawn to the workers that have their inputs */
+  int named, holds, rails, paces;                 /* holds: bags are drawn to the workers that have their inputs */
   const int32_t *who;                             /* [G,S] workers in the order of free */
   const double *delay;                            /* [J] of inputs that none of its bag holds; 0 where nothing is */
   const int32_t *early_from;                      /* CSR: what was encoded before this step for j */
@@ -43,6 +44,8 @@ typedef struct {
   const uint64_t *rail;                           /* [G,R] workers of a rail */
   const int32_t *island_from;                     /* CSR: NVLink islands of a node, the largest first */
   const uint64_t *island;
+  const double *pace;                             /* [P] speeds of workers, ascending; 1 where all are equal */
+  const uint64_t *quick;                          /* [P,G] workers that are at least so quick */
 } Space;
 
 typedef struct { double key[JOBS]; int mode[JOBS], rank[JOBS]; } Genes;
@@ -58,6 +61,10 @@ typedef struct { double free[NODES][SIZE], of[NODES][SIZE]; int who[NODES][SIZE]
 /* Inputs of a job: the earliest start of a bag that shares no worker with the one that made them. */
 typedef struct { double at; const uint64_t *bag; } Edge;
 typedef struct { Edge edge[EDGES]; int count; uint64_t held[NODES]; double ready; } Inputs;
+
+/* Who of a node may be in a bag, and who has to be. */
+typedef struct { uint64_t of, must; } Group;
+static const Group ANYONE = {~0ull, 0};
 
 static _Thread_local uint64_t state;
 static uint64_t draw(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return state; }
@@ -169,13 +176,13 @@ static uint64_t pick(const Clock *c, int size, int n, int share, double start, u
 /* Of several nodes the share of each: first the rails of those that must be in it, then those that most workers of
    every node are on, those that hold inputs, the first. */
 static void pick_over(const Space *p, const Clock *c, const Inputs *in, const int *nodes, int span, int share,
-                      double start, uint64_t *bag) {
+                      const Group *group, double start, uint64_t *bag) {
   uint64_t usable[NODES];
   int order[SIZE], rank[SIZE][4];
   for (int i = 0; i < span; i++) {
     usable[i] = 0;
     for (int at = 0; at < p->size && c->free[nodes[i]][at] <= start + FREE; at++)
-      usable[i] |= 1ull << c->who[nodes[i]][at];
+      usable[i] |= 1ull << c->who[nodes[i]][at] & group[i].of;
   }
   for (int r = 0; r < p->rails; r++) {
     int *own = rank[r], at = r;
@@ -200,8 +207,8 @@ static void pick_over(const Space *p, const Clock *c, const Inputs *in, const in
   }
   for (int i = 0; i < span; i++)
     for (int at = 0; at < p->rails; at++)
-      bag[nodes[i]] = pick(c, p->size, nodes[i], share, start, p->rail[nodes[i] * p->rails + order[at]], bag[nodes[i]],
-                           in->held[nodes[i]]);
+      bag[nodes[i]] = pick(c, p->size, nodes[i], share, start, p->rail[nodes[i] * p->rails + order[at]] & group[i].of,
+                           bag[nodes[i]], in->held[nodes[i]]);
 }
 
 /* The start of a bag of these nodes: its workers are free, and its inputs are there. `late` is the edge that it waits
@@ -223,24 +230,24 @@ static double started(const Clock *c, const Inputs *in, const int *nodes, int sp
 }
 
 /* The bag of these nodes that starts first: by best fit; or with a worker that made the inputs that it would wait for,
-   and one of the next such. `group` is of one node. Leaves `bag` where it starts before `best`; returns the start. */
+   and one of the next such. `group` [span]. Leaves `bag` where it starts before `best`; returns the start. */
 static double settle(const Space *p, const Clock *c, const Inputs *in, const int *nodes, int span, int share,
-                     uint64_t group, double best, uint64_t *bag) {
+                     const Group *group, double best, uint64_t *bag) {
   uint64_t must[NODES], trial[NODES];
-  for (int i = 0; i < span; i++) must[nodes[i]] = 0;
+  for (int i = 0; i < span; i++) must[nodes[i]] = group[i].must;
   for (;;) {
     double open = in->ready;
     int late, later;
     for (int i = 0; i < span; i++) {
-      const double at = opening(c, p->size, nodes[i], share, group, must[nodes[i]]);
+      const double at = opening(c, p->size, nodes[i], share, group[i].of, must[nodes[i]]);
       if (at > open) open = at;
     }
     if (open >= best) return best;
     double start = open;
     for (int turn = 0; turn < 2; turn++) { /* a bag that waits for inputs leaves those alone that are free long before */
       for (int i = 0; i < span; i++) trial[nodes[i]] = must[nodes[i]];
-      if (span > 1) pick_over(p, c, in, nodes, span, share, start, trial);
-      else trial[nodes[0]] = pick(c, p->size, nodes[0], share, start, group, must[nodes[0]], in->held[nodes[0]]);
+      if (span > 1) pick_over(p, c, in, nodes, span, share, group, start, trial);
+      else trial[nodes[0]] = pick(c, p->size, nodes[0], share, start, group->of, must[nodes[0]], in->held[nodes[0]]);
       const double found = started(c, in, nodes, span, trial, turn ? &later : &late);
       if (found < best || (turn && found <= start && start == best)) {
         best = found;
@@ -255,7 +262,7 @@ static double settle(const Space *p, const Clock *c, const Inputs *in, const int
     for (int i = 0; i < span; i++) {
       const int n = nodes[i];
       if (count_of(must[n]) == share) continue;
-      for (uint64_t left = in->edge[late].bag[n] & group & ~must[n]; left; left &= left - 1)
+      for (uint64_t left = in->edge[late].bag[n] & group[i].of & ~must[n]; left; left &= left - 1)
         if (where < 0 || c->of[n][__builtin_ctzll(left)] < c->of[where][__builtin_ctzll(one)]) {
           one = left & -left;
           where = n;
@@ -278,22 +285,27 @@ static int strays(const Space *p, int n, int share, uint64_t bag) {
   return count > 1 && used > least;
 }
 
-/* The bag of one node that ends first: of all its workers; where islands cost time also of every island that is large
-   enough, and of the few that have most workers free. Returns its start with what it takes longer. */
-static double settle_node(const Space *p, const Clock *c, const Inputs *in, int n, int share, double detour,
-                          uint64_t *bag) {
+/* The bag of one node that ends first: of all workers of a group; where islands cost time also of every island that is
+   large enough, and of the few that have most workers free. Returns its start with what it takes longer. */
+static double settle_node(const Space *p, const Clock *c, const Inputs *in, int n, int share, Group group,
+                          double detour, uint64_t *bag) {
   const uint64_t *island = p->island + p->island_from[n];
   const int count = detour > 0.0 ? p->island_from[n + 1] - p->island_from[n] : 0;
-  double best = settle(p, c, in, &n, 1, share, ~0ull, NEVER, bag);
-  if (!count || !strays(p, n, share, bag[n])) return best;
+  double best = settle(p, c, in, &n, 1, share, &group, NEVER, bag);
+  if (!count || best >= NEVER || !strays(p, n, share, bag[n])) return best;
   best += detour;
-  const double open = fmax(in->ready, opening(c, p->size, n, share, ~0ull, 0));
+  const double open = fmax(in->ready, opening(c, p->size, n, share, group.of, group.must));
   uint64_t few = 0, groups[SIZE + 1], trial[NODES];
-  for (int room = 0; room < share;) {
+  int room = 0;
+  for (int i = 0; i < count && group.must; i++) if (island[i] & group.must) {
+    few |= island[i];
+    room += count_of(pick(c, p->size, n, SIZE, open, island[i] & group.of, 0, 0));
+  }
+  while (room < share) {
     int most = 0, which = 0;
     for (int i = 0; i < count; i++) {
       if (island[i] & few) continue;
-      const int usable = count_of(pick(c, p->size, n, SIZE, open, island[i], 0, 0));
+      const int usable = count_of(pick(c, p->size, n, SIZE, open, island[i] & group.of, 0, 0));
       if (usable > most) { most = usable; which = i; }
     }
     few |= island[which];
@@ -301,9 +313,11 @@ static double settle_node(const Space *p, const Clock *c, const Inputs *in, int 
   }
   int found = 0;
   groups[found++] = few;
-  for (int i = 0; i < count; i++) if (count_of(island[i]) >= share) groups[found++] = island[i];
+  for (int i = 0; i < count; i++)
+    if (count_of(island[i] & group.of) >= share && !(group.must & ~island[i])) groups[found++] = island[i];
   for (int i = 0; i < found; i++) {
-    const double at = settle(p, c, in, &n, 1, share, groups[i], NEVER, trial);
+    const Group own = {groups[i] & group.of, group.must};
+    const double at = settle(p, c, in, &n, 1, share, &own, NEVER, trial);
     const double end = at + (at < NEVER && strays(p, n, share, trial[n]) ? detour : 0.0);
     if (end < best) { best = end; bag[n] = trial[n]; }
   }
@@ -364,60 +378,151 @@ static void nodes_of(const Space *p, const double *score, const Inputs *in, int 
   }
 }
 
-/* Workers by name, for a mode of j: of the best node, or of several nodes; these also with the best node of those that
-   made the inputs for which the bag would wait. */
+/* Speed of the slowest worker of a bag on these nodes. */
+static double pace_of(const Space *p, const int *nodes, int span, const uint64_t *bag) {
+  int pace = p->paces - 1;
+  for (int i = 0; i < span; i++) while (pace > 0 && bag[nodes[i]] & ~p->quick[pace * p->nodes + nodes[i]]) pace--;
+  return p->pace[pace];
+}
+
+/* Workers of a node of which a bag has this pace: none slower, and, where there are quicker ones, the one of it that is
+   free first. No one where the node has no bag of `share` workers with this pace. */
+static Group group_of(const Space *p, const Clock *c, int n, int share, int pace) {
+  const uint64_t own = p->quick[pace * p->nodes + n];
+  const uint64_t quicker = pace + 1 < p->paces ? p->quick[(pace + 1) * p->nodes + n] : 0;
+  if (p->paces == 1) return ANYONE;
+  if (own == quicker || count_of(own) < share) return (Group){0, 0};
+  if (quicker)
+    for (int i = 0; i < p->size; i++) {
+      const uint64_t one = 1ull << c->who[n][i];
+      if (one & own & ~quicker) return (Group){own, one};
+    }
+  return (Group){own, 0};
+}
+
+/* A bag of a node: its rank falls with the score; its workers are known where the score needed them. */
+typedef struct { int node; Group group; double score; uint64_t bag; } Option;
+
+/* The `rank`-th best of bags by node and pace; on ties those that hold more. Returns the start. `more`: seconds longer
+   than at best. */
+static double place_on_node(const Space *p, const Clock *c, const Inputs *in, int at, int share, int rank, int *node,
+                            double *more, uint64_t *bag) {
+  Option found[RANKS];
+  uint64_t trial[NODES];
+  int count = 0, late;
+  for (int n = 0; n < p->nodes; n++)
+    for (int pace = 0; pace < p->paces; pace++) {
+      const Group group = group_of(p, c, n, share, pace);
+      if (!group.of) continue;
+      const double free = opening(c, p->size, n, share, group.of, group.must);
+      double begin = free > in->ready ? free : in->ready;
+      uint64_t known = 0; /* the bag, where it had to be settled */
+      int open = p->detour[at] > 0.0; /* whether it matters who of the node is taken */
+      for (int e = 0; e < in->count; e++) {
+        if (in->edge[e].bag[n]) open |= in->edge[e].at > begin;
+        else if (in->edge[e].at > begin) begin = in->edge[e].at;
+      }
+      if (open && free < NEVER) {
+        begin = settle_node(p, c, in, n, share, group, p->detour[at], trial);
+        known = trial[n];
+      }
+      double score = begin + FIT * (begin - free);
+      if (p->paces > 1) score += p->seconds[at] / p->pace[pace];
+      int place = count < RANKS ? count++ : RANKS;
+      for (; place > 0 && (score < found[place - 1].score || (score == found[place - 1].score &&
+             count_of(in->held[n]) > count_of(in->held[found[place - 1].node]))); place--)
+        if (place < RANKS) found[place] = found[place - 1];
+      if (place < RANKS) found[place] = (Option){n, group, score, known};
+    }
+  const Option *best = found + (rank < count ? rank : count - 1);
+  *node = best->node;
+  *more = 0.0;
+  if (best->score >= NEVER) return NEVER;
+  bag[*node] = best->bag;
+  if (!bag[*node]) {
+    settle_node(p, c, in, *node, share, best->group, p->detour[at], trial);
+    bag[*node] = trial[*node];
+  }
+  if (p->detour[at] > 0.0 && strays(p, *node, share, bag[*node])) *more = p->detour[at];
+  return started(c, in, node, 1, bag, &late);
+}
+
+/* Of these nodes, or with the best of those that made the inputs for which the bag would wait: the bag that starts
+   first, and its start. Leaves the nodes that it is on in `picked`. */
+static double settle_over(const Space *p, const Clock *c, const Inputs *in, int *picked, int span, int share, int pace,
+                          const double *score, uint64_t *bag) {
+  Group group[NODES];
+  uint64_t trial[NODES];
+  int late, best = -1;
+  for (int i = 0; i < span; i++)
+    group[i] = p->paces > 1 ? (Group){p->quick[pace * p->nodes + picked[i]], 0} : ANYONE;
+  double start = settle(p, c, in, picked, span, share, group, NEVER, bag);
+  started(c, in, picked, span, bag, &late);
+  for (int n = 0; n < p->nodes && late >= 0 && p->holds; n++)
+    if (in->edge[late].bag[n] && c->free[n][share - 1] < NEVER && (best < 0 || score[n] < score[best])) best = n;
+  for (int i = 0; i < span && best >= 0; i++) if (picked[i] == best) best = -1;
+  if (best < 0) return start;
+  int other[NODES];
+  memcpy(other, picked, sizeof(int) * span);
+  other[span - 1] = best;
+  if (p->paces > 1) group[span - 1].of = p->quick[pace * p->nodes + best];
+  const double found = settle(p, c, in, other, span, share, group, start, trial);
+  if (found >= start) return start;
+  memset(bag, 0, sizeof(uint64_t) * p->nodes);
+  for (int i = 0; i < span; i++) bag[other[i]] = trial[other[i]];
+  memcpy(picked, other, sizeof(int) * span);
+  return found;
+}
+
+/* The bag of several nodes, after the `rank` best of them, that ends first: of all their workers, or of the quick ones
+   alone. Returns the start. `more`: seconds longer than at best. */
+static double place_over_nodes(const Space *p, const Clock *c, const Inputs *in, int at, int span, int share, int rank,
+                               int *picked, double *more, uint64_t *bag) {
+  double score[NODES], start = NEVER, first = NEVER;
+  int best[NODES];
+  uint64_t trial[NODES];
+  for (int n = 0; n < p->nodes; n++) {
+    score[n] = 2 * NEVER;
+    for (int pace = 0; pace < p->paces; pace++) {
+      const Group group = group_of(p, c, n, share, pace);
+      if (!group.of) continue;
+      const double free = opening(c, p->size, n, share, group.of, group.must);
+      const double begin = free > in->ready ? free : in->ready;
+      double own = begin + FIT * (begin - free);
+      if (p->paces > 1) own += p->seconds[at] / p->pace[pace];
+      if (own < score[n]) score[n] = own;
+    }
+  }
+  nodes_of(p, score, in, rank, span, best);
+  memcpy(picked, best, sizeof(int) * span);
+  for (int pace = 0; pace < p->paces; pace++) {
+    int own[NODES];
+    memcpy(own, best, sizeof(int) * span);
+    memset(trial, 0, sizeof(uint64_t) * p->nodes);
+    const double found = settle_over(p, c, in, own, span, share, pace, score, trial);
+    if (found >= NEVER) continue;
+    const double longer = (fall(p, own, span, trial) - p->fall[p->rails * (p->rails + 1) + p->rails]) * p->over[at];
+    const double end = found + (p->seconds[at] + longer) / pace_of(p, own, span, trial);
+    if (end >= first) continue;
+    first = end;
+    start = found;
+    *more = longer;
+    memcpy(picked, own, sizeof(int) * span);
+    memcpy(bag, trial, sizeof(uint64_t) * p->nodes);
+  }
+  return start;
+}
+
+/* Workers by name, for a mode of j. */
 static void place_bag(const Space *p, Clock *c, const Inputs *in, int j, int m, int rank, Schedule *s) {
   const int at = j * p->modes + m, span = p->span[at], share = p->degree[at] / span;
-  double score[NODES], start = NEVER;
-  int picked[NODES], late;
-  uint32_t settled = 0; /* nodes whose bag is known */
-  uint64_t *bag = s->bag[j], trial[NODES];
-  memset(bag, 0, sizeof(uint64_t) * p->nodes);
-  for (int n = 0; n < p->nodes; n++) {
-    const double free = c->free[n][share - 1];
-    double begin = free > in->ready ? free : in->ready;
-    int open = p->detour[at] > 0.0; /* whether it matters who of the node is taken */
-    for (int e = 0; e < in->count && span == 1; e++) {
-      if (in->edge[e].bag[n]) open |= in->edge[e].at > begin;
-      else if (in->edge[e].at > begin) begin = in->edge[e].at;
-    }
-    if (span == 1 && open && free < NEVER) {
-      begin = settle_node(p, c, in, n, share, p->detour[at], trial);
-      settled |= 1u << n;
-    }
-    score[n] = begin + FIT * (begin - free);
-  }
-  nodes_of(p, score, in, rank, span, picked);
+  uint64_t *bag = s->bag[j];
   double more = 0.0;
-  if (span == 1) {
-    if (c->free[picked[0]][share - 1] < NEVER) {
-      if (!(settled >> picked[0] & 1)) settle_node(p, c, in, picked[0], share, p->detour[at], trial);
-      bag[picked[0]] = trial[picked[0]];
-      start = started(c, in, picked, 1, bag, &late);
-      if (p->detour[at] > 0.0 && strays(p, picked[0], share, bag[picked[0]])) more = p->detour[at];
-    }
-  } else {
-    start = settle(p, c, in, picked, span, share, ~0ull, NEVER, bag);
-    started(c, in, picked, span, bag, &late);
-    int best = -1;
-    for (int n = 0; n < p->nodes && late >= 0 && p->holds; n++)
-      if (in->edge[late].bag[n] && c->free[n][share - 1] < NEVER && (best < 0 || score[n] < score[best])) best = n;
-    for (int i = 0; i < span && best >= 0; i++) if (picked[i] == best) best = -1;
-    if (best >= 0) {
-      int other[NODES];
-      memcpy(other, picked, sizeof(int) * span);
-      other[span - 1] = best;
-      const double found = settle(p, c, in, other, span, share, ~0ull, start, trial);
-      if (found < start) {
-        start = found;
-        memset(bag, 0, sizeof(uint64_t) * p->nodes);
-        for (int i = 0; i < span; i++) bag[other[i]] = trial[other[i]];
-        memcpy(picked, other, sizeof(int) * span);
-      }
-    }
-    more = (fall(p, picked, span, bag) - p->fall[p->rails * (p->rails + 1) + p->rails]) * p->over[at];
-  }
-  const double end = start + p->seconds[at] + more;
+  int picked[NODES];
+  memset(bag, 0, sizeof(uint64_t) * p->nodes);
+  const double start = span == 1 ? place_on_node(p, c, in, at, share, rank, picked, &more, bag)
+                                 : place_over_nodes(p, c, in, at, span, share, rank, picked, &more, bag);
+  const double end = start + (p->seconds[at] + more) / pace_of(p, picked, span, bag);
   for (int i = 0; i < span; i++) engage(c, p->size, picked[i], bag[picked[i]], end);
   s->start[j] = start;
   s->end[j] = end;
@@ -453,11 +558,15 @@ static int own_choice(const Space *p, const Clock *c, const Inputs *in, int j, d
     if (p->span[j * p->modes + option] > 1) continue;
     const int k = p->degree[j * p->modes + option];
     const double seconds = p->seconds[j * p->modes + option];
-    for (int n = 0; n < p->nodes; n++) {
-      const double at = c->free[n][k - 1], start = at > ready[n] ? at : ready[n];
-      const double score = start + seconds + weight * k * seconds + FIT * (start - at);
-      if (score < best) { best = score; m = option; }
-    }
+    for (int n = 0; n < p->nodes; n++)
+      for (int pace = 0; pace < (p->named ? p->paces : 1); pace++) {
+        const Group group = p->named ? group_of(p, c, n, k, pace) : ANYONE;
+        if (!group.of) continue;
+        const double at = opening(c, p->size, n, k, group.of, group.must), start = at > ready[n] ? at : ready[n];
+        const double took = p->named ? seconds / p->pace[pace] : seconds;
+        const double score = start + took + weight * k * took + FIT * (start - at);
+        if (score < best) { best = score; m = option; }
+      }
   }
   return m;
 }
@@ -527,6 +636,11 @@ static void fresh(const Space *p, Genes *g) {
   }
 }
 
+static void given(const Space *p, const double *keys, const int32_t *modes, int which, Genes *g) {
+  memcpy(g->key, keys + which * p->jobs, sizeof(double) * p->jobs);
+  for (int j = 0; j < p->jobs; j++) { g->mode[j] = modes[which * p->jobs + j]; g->rank[j] = 0; }
+}
+
 static void mutate(const Space *p, Genes *g) {
   for (int changes = uniform() < 0.3 ? 2 : 1; changes > 0; changes--) {
     const double kind = uniform();
@@ -558,6 +672,13 @@ long anneal(const Space *p, const double *keys, const int32_t *modes, int num_st
   const double deadline = now() + seconds;
   long done = 0, improved = 0;
   best.cost = best.makespan = 1e300;
+  double least = 0.0;
+  int foremost = 0; /* the given candidate that the first restart takes: the best where workers are of unequal speed */
+  for (int which = 0; which < num_starts && p->paces > 1; which++) {
+    given(p, keys, modes, which, &trial);
+    decode(p, &trial, 0, &found);
+    if (!which || found.cost < least) { least = found.cost; foremost = which; }
+  }
   for (long restart = 0; done < evaluations; restart++) {
     if (restart > patience + 2 * improved) break;
     state = (seed + 1) * 2654435761u + (uint64_t)restart * 0x9E3779B97F4A7C15u + 88172645463325252u;
@@ -567,8 +688,7 @@ long anneal(const Space *p, const double *keys, const int32_t *modes, int num_st
     fresh(p, &current);
     if (!back && num_starts > 0 && (restart / 3 % 2 == 0 || p->ahead)) {
       const int which = (int)((p->ahead ? restart : restart / 3) % num_starts);
-      memcpy(current.key, keys + which * p->jobs, sizeof(double) * p->jobs);
-      for (int j = 0; j < p->jobs; j++) current.mode[j] = modes[which * p->jobs + j];
+      given(p, keys, modes, which == 0 ? foremost : which == foremost ? 0 : which, &current);
     }
     double cost = 0.0;
     for (long step = 0; step < steps; step++) {

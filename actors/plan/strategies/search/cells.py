@@ -78,7 +78,6 @@ def _worth_cells(problem: Problem, jobs: Sequence[PlannedJob], num_chains: int) 
     return (
         len(nodes) > 1
         and len(set(nodes)) == 1
-        and problem.topology.uniform
         and workers >= 2 * CELL_WORKERS
         and num_chains * CELL_WORKERS >= 4 * workers
         and max(min(k for k, _ in job.modes) for job in jobs) <= max(nodes)

@@ -1,5 +1,6 @@
-"""Search for workers of unequal speed or nodes of unequal size: one schedule is changed in small ways, and a change
-that does no harm is kept. Slower than the population search, but it sees every worker."""
+"""Search for what no other engine takes: jobs that only unequal shares over unequal nodes can hold; workers of unequal
+speed where the compiled search is missing or too small. One schedule is changed in small ways, and a change that does
+no harm is kept. Far slower than the others, but it sees every worker."""
 
 from __future__ import annotations
 

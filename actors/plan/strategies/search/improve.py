@@ -1,11 +1,11 @@
 """A step's jobs, searched from constructive starts: the best candidate of an engine, placed on workers.
 
-Where handoffs or NVLink islands cost time, the compiled engine decides on every worker. Elsewhere an engine decides
-node and time of every job, not which worker of the node runs it: workers of a node are equal but for PCIe and their NIC
-rails, which a bag over several nodes wants in common. First the placement rules decide (earliest start, near workers or
-common rails, best fit). Where rails are then missing later, bags are drawn at random at the found times, rail by rail,
-so that whole rails stay free: within a node any free workers will do, since the found schedule never needs more than
-there are.
+Where handoffs or NVLink islands cost time, or workers are of unequal speed, the compiled engine decides on every
+worker. Elsewhere an engine decides node and time of every job, not which worker of the node runs it: workers of a node
+are equal but for PCIe and their NIC rails, which a bag over several nodes wants in common. First the placement rules
+decide (earliest start, near workers or common rails, best fit). Where rails are then missing later, bags are drawn at
+random at the found times, rail by rail, so that whole rails stay free: within a node any free workers will do, since
+the found schedule never needs more than there are.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ def improved(
     """What the search makes of the jobs; None when the clock ended it before it found anything.
 
     The compiled engine where it can be used, else the vectorised one with `population` candidates. That one does not
-    know who is in a bag: where this costs time, it has half of the budget, and a climb goes on from what it found.
+    know who is in a bag: where this costs time, it has half of the budget, and a climb goes on from what it found; it
+    has all of it where workers are of unequal speed.
     """
     space = build(problem, jobs, context)
-    if space is None or not problem.topology.uniform:
+    by_name = space is not None and space.bags is not None and native.fits(space)
+    if space is None or not (problem.topology.uniform or by_name):
         return climb(problem, jobs, context, starts, budget_s, seed, until)
     candidates = [space.candidate(order, degrees) for order, degrees in starts]
     bound = least_end(problem, jobs, context)

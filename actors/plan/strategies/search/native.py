@@ -27,11 +27,12 @@ log = logging.getLogger(__name__)
 
 BUILT = Path("actors", "plan", "strategies", "search", f"_annealer{sysconfig.get_config_var('EXT_SUFFIX')}")
 TREE = Path(__file__).parents[4]
-VERSION = 2  # of what crosses to C, as in annealer.c
+VERSION = 3  # of what crosses to C, as in annealer.c
 JOBS, NODES, SIZE, EDGES = 96, 32, 64, 128  # of the arrays in annealer.c
 # Calibration on one busy core: seconds that placing one job takes, and that looking at one node adds to it.
 JOB_S, NODE_S = 6.2e-8, 6e-9
 NAMED_JOB_S, NAMED_NODE_S = 1.1e-7, 2e-8  # where workers are placed by name
+PACED_JOB_S, PACED_NODE_S = 2.8e-7, 2.2e-8  # where they are of unequal speed; the latter for every speed of a node
 LENGTH = 30  # a restart has this many evaluations, times the square of the number of jobs
 ENOUGH = 4  # a budget allows at least this many restarts: where it is small, restarts are shorter
 PATIENCE = 4  # a search ends after twice the restarts that its best plan took, and this many more for every job
@@ -53,10 +54,10 @@ class _Space(ctypes.Structure):
                 "worth slack free counts waits encode",
             ),
             (ctypes.c_double, "barrier workers"),
-            (ctypes.c_int, "named holds rails"),
+            (ctypes.c_int, "named holds rails paces"),
             (
                 ctypes.c_void_p,
-                "who delay early_from early_end early_bag over detour fall rail island_from island",
+                "who delay early_from early_end early_bag over detour fall rail island_from island pace quick",
             ),
         )
         for name in names.split()
@@ -107,7 +108,13 @@ def fits(space: Space) -> bool:
 def evaluations_for(space: Space, budget_s: float) -> int:
     """How many candidates a budget buys. A constant calibration, deliberately not a measurement."""
     nodes = space.nodes.shape[0]
-    job_s, node_s = (JOB_S, NODE_S) if space.bags is None else (NAMED_JOB_S, NAMED_NODE_S)
+    if space.bags is None:
+        job_s, node_s = JOB_S, NODE_S
+    elif len(space.bags.paces) == 1:
+        job_s, node_s = NAMED_JOB_S, NAMED_NODE_S
+    else:
+        job_s, node_s = PACED_JOB_S, PACED_NODE_S
+        nodes = sum(len(set(words) - {0}) for words in zip(*space.bags.quick, strict=True))
     return max(1, int(budget_s / (space.num_jobs * (job_s + node_s * nodes))))
 
 
@@ -252,6 +259,7 @@ def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]
         named=space.bags is not None,
         holds=space.bags is not None and space.bags.holds,
         rails=len(space.bags.rails[0]) if space.bags is not None else 0,
+        paces=len(space.bags.paces) if space.bags is not None else 1,
         **{name: array.ctypes.data for name, array in arrays.items()},
     )
     return given, arrays, before
@@ -272,6 +280,8 @@ def _named(bags: BagCosts) -> dict[str, np.ndarray]:
         "rail": np.array(bags.rails, dtype=np.uint64),
         "island_from": np.cumsum([0, *(len(own) for own in bags.islands)]).astype(np.int32),
         "island": np.array([island for own in bags.islands for island in own] or [0], dtype=np.uint64),
+        "pace": np.array(bags.paces),
+        "quick": np.array(bags.quick, dtype=np.uint64),
     }
 
 

@@ -4,7 +4,8 @@ A candidate is a key per job (their order is the order of placement), a mode per
 and a rank per job (which of the best nodes). Placement is greedy: the node with the earliest start, best fit among its
 workers. Every semi-active schedule is reachable, so the search over keys and modes is complete for equal workers. Free
 times of a node are kept sorted; which workers of a node take part is decided when the winner is placed for real. Where
-that costs time (handoffs, NVLink islands), the compiled engine places workers by name, and the winner has their bags.
+that costs time (handoffs, NVLink islands, unequal speeds), the compiled engine places workers by name, and the winner
+has their bags.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ class BagCosts:
     fall: np.ndarray  # [R + 1, R + 1] what is left of `over`, by common rails and by most rails of a node
     rails: list[list[int]]  # [G, R] workers of a rail
     islands: list[list[int]]  # [G, islands] workers of an NVLink island, the largest first
+    paces: list[float]  # [P] speeds of workers, ascending; 1 where all are equal, whose seconds are divided by theirs
+    quick: list[list[int]]  # [P, G] workers that are at least so quick
 
 
 @dataclass(slots=True)
@@ -138,7 +141,7 @@ def build(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) ->
             table[:, index, number] = mode
     dits = np.array([job.module == "dit" for job in jobs])
     counts = dits if dits.any() else np.ones(len(jobs), dtype=bool)
-    table[2] /= problem.topology.speed[0]
+    table[2] /= _common_speed(problem)
     nodes = np.full((len(problem.cluster.nodes), max(problem.cluster.nodes)), NEVER)
     for node, workers in enumerate(problem.topology.workers):
         nodes[node, : len(workers)] = sorted(context.free_s[w] for w in workers)
@@ -169,7 +172,8 @@ def _bag_costs(
     context: StepContext,
     size: int,
 ) -> BagCosts | None:
-    """What it costs who is in a bag; None where handoffs and NVLink islands cost nothing, or nodes are not kept to."""
+    """What it costs who is in a bag; None where workers are equally quick and handoffs and NVLink islands cost nothing,
+    or where nodes are not kept to."""
     topology, mapper = problem.topology, problem.options.mapper
     inputs = EarlyInputs(problem, context)
     delay = np.array([inputs.of(job)[0] for job in jobs])
@@ -177,8 +181,8 @@ def _bag_costs(
     for index, job in enumerate(jobs):
         for number, (degree, nodes, _) in enumerate(modes[index]):
             table, seconds = (over, job.penalty(degree)) if nodes > 1 else (detour, job.detour(degree))
-            table[index, number] = seconds / topology.speed[0]
-    if not mapper.nodes or not (delay.any() or detour.any()):
+            table[index, number] = seconds / _common_speed(problem)
+    if not mapper.nodes or (topology.uniform and not (delay.any() or detour.any())):
         return None
 
     def words(workers: Iterable[int]) -> list[int]:
@@ -194,6 +198,7 @@ def _bag_costs(
     names = sorted(set(topology.rail)) if mapper.rails else []
     rails = [words(w for w in everyone if topology.rail[w] == name) for name in names] or [words(everyone)]
     shares = range(len(rails) + 1)
+    paces = [1.0] if topology.uniform else sorted(set(topology.speed))
     return BagCosts(
         who=who,
         holds=mapper.producers,
@@ -204,7 +209,14 @@ def _bag_costs(
         fall=np.array([[topology.cross.fall(min(one / max(most, 1), 1.0)) for most in shares] for one in shares]),
         rails=[[rail[node] for rail in rails] for node in range(len(topology.workers))],
         islands=[[words(island)[node] for island in topology.islands[node]] for node in range(len(topology.workers))],
+        paces=paces,
+        quick=[words(w for w in everyone if topology.uniform or topology.speed[w] >= pace) for pace in paces],
     )
+
+
+def _common_speed(problem: Problem) -> float:
+    """What all seconds are divided by: the speed of all workers; 1 where they have speeds of their own."""
+    return problem.topology.speed[0] if problem.topology.uniform else 1.0
 
 
 def least_end(problem: Problem, jobs: Sequence[PlannedJob], context: StepContext) -> float:
