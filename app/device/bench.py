@@ -82,10 +82,14 @@ class Bench:
     def _bare_dit(self) -> nn.Module:
         import torch
 
+        from ops.models.experts import compile_blocks
         from ops.models.load import build_dit
 
         dtype = getattr(torch, self.config.train.parameter_dtype)
-        return build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+        dit = build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+        if self.model.dit.compile:
+            compile_blocks(dit, self.device)
+        return dit
 
     @cached_property
     def places(self) -> Places:

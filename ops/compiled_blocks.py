@@ -1,0 +1,71 @@
+"""torch.compile of transformer blocks: `model.dit.compile`.
+
+    transformer.compiled = CompiledBlocks(transformer.block_parts)
+
+Fused ops are calls in the compiled code; attention, with the exchanges of a bag, stays outside of it, and cuts a block
+into pieces. Rows, text and sequences of a micro-batch are of any number in one code. What is compiled apart: one
+sequence and several, with a gradient and without. So compiling ends with the first cascades.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+
+from ops.attention.opaque import leave_opaque
+from ops.packing import Layout
+
+R = TypeVar("R")
+
+MOST_CODES = 64  # of one function: kinds of blocks, times what is compiled apart
+
+
+class CompiledBlocks:
+    """Blocks of one transformer as compiled calls, of which all blocks of a kind share one."""
+
+    def __init__(self, parts: Sequence[str], backend: str = "inductor") -> None:
+        """`parts` of a layout are what blocks use of it."""
+        import torch._dynamo
+        import torch.fx.experimental._config as shapes
+
+        leave_opaque()
+        shapes.use_duck_shape = False  # two numbers that happen to be equal stay two numbers
+        shapes.backed_size_oblivious = True  # a number that happens to be 0 or 1 gets no code of its own
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_CODES)
+        self._parts = tuple(parts)
+        self._rows = True  # whether this rank has rows of the pass at hand, of the video and of the text
+        self._call: Callable[..., object] = torch.compile(_call, dynamic=True, backend=backend)
+
+    def prepare(self, layout: Layout) -> None:
+        """Make what blocks use of a layout: its index tensors are inputs of the compiled code, not made in it."""
+        for part in self._parts:
+            getattr(layout, part)
+        self._rows = layout.local_tokens > 0 and layout.local_text_tokens > 0
+
+    def __call__(self, block: Callable[..., R]) -> Callable[..., R]:
+        """The block as a compiled call; as written where this rank has no rows, of which code for any number takes
+        none."""
+        if not self._rows:
+            return block
+
+        def call(*inputs: object) -> R:
+            return cast(R, self._call(block, *inputs))
+
+        return call
+
+
+def _call(block: Callable[..., object], *inputs: object) -> object:
+    return block(*inputs)
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises ValueError where this machine cannot make compiled code for the device."""
+    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise ValueError(
+            "model.dit.compile makes C++ for workers on the CPU, and this machine has no g++ or clang++. Install one, "
+            "or set compile: false."
+        )
