@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import TypeVar, cast
 
 import torch
@@ -23,19 +24,15 @@ R = TypeVar("R")
 
 MOST_CODES = 64  # of one function: kinds of blocks, times what is compiled apart
 
+_settled: ContextVar[bool] = ContextVar("settled", default=False)
+
 
 class CompiledBlocks:
     """Blocks of one transformer as compiled calls, of which all blocks of a kind share one."""
 
     def __init__(self, parts: Sequence[str], backend: str = "inductor") -> None:
         """`parts` of a layout are what blocks use of it."""
-        import torch._dynamo
-        import torch.fx.experimental._config as shapes
-
         leave_opaque()
-        shapes.use_duck_shape = False  # two numbers that happen to be equal stay two numbers
-        shapes.backed_size_oblivious = True  # a number that happens to be 0 or 1 gets no code of its own
-        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_CODES)
         self._parts = tuple(parts)
         self._rows = True  # whether this rank has rows of the pass at hand, of the video and of the text
         self._call: Callable[..., object] = torch.compile(_call, dynamic=True, backend=backend)
@@ -53,9 +50,22 @@ class CompiledBlocks:
             return block
 
         def call(*inputs: object) -> R:
+            if not _settled.get():
+                _settle()
             return cast(R, self._call(block, *inputs))
 
         return call
+
+
+def _settle() -> None:
+    """Settings of the compiler are those of a thread. A backward on CUDA computes blocks again in a thread of its own."""
+    import torch._dynamo
+    import torch.fx.experimental._config as shapes
+
+    shapes.use_duck_shape = False  # two numbers that happen to be equal stay two numbers
+    shapes.backed_size_oblivious = True  # a number that happens to be 0 or 1 gets no code of its own
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_CODES)
+    _settled.set(True)
 
 
 def _call(block: Callable[..., object], *inputs: object) -> object:
