@@ -9,10 +9,14 @@ sequence and several, with a gradient and without. So compiling ends with the fi
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -58,7 +62,7 @@ class CompiledBlocks:
 
 
 def _settle() -> None:
-    """Settings of the compiler are those of a thread. A backward on CUDA computes blocks again in a thread of its own."""
+    """Settings of the compiler are those of a thread, and a backward on CUDA computes blocks again in another."""
     import torch._dynamo
     import torch.fx.experimental._config as shapes
 
@@ -72,10 +76,29 @@ def _call(block: Callable[..., object], *inputs: object) -> object:
     return block(*inputs)
 
 
+def codes_made() -> int:
+    """Pieces of code that this process has compiled by now: blocks, a VAE, attention of the compiler's."""
+    found = sys.modules.get("torch._dynamo.utils")  # importing it takes a second
+    return int(found.counters["stats"]["unique_graphs"]) if found is not None else 0
+
+
 def check_compiler(device: torch.device) -> None:
     """Raises ValueError where this machine cannot make compiled code for the device."""
-    if device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+    if lacking := _lacking(device):
         raise ValueError(
-            "model.dit.compile makes C++ for workers on the CPU, and this machine has no g++ or clang++. Install one, "
-            "or set compile: false."
+            f"model.dit.compile makes code on the machine of each worker, and {lacking}. Install that, or set compile: "
+            f"false."
         )
+
+
+def _lacking(device: torch.device) -> str:
+    """What of a compiler there is not, or ""."""
+    if device.type == "cpu":
+        if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            return "for the CPU this one has no g++ or clang++"
+    elif importlib.util.find_spec("triton") is None:
+        return "for a GPU this one has no Triton (the package triton of the version that its torch asks for)"
+    elif not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+        return "Triton starts its kernels by C, for which this one has no gcc or clang"
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if header.exists() else f"what starts kernels includes {header}, which this one does not have"

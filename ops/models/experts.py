@@ -6,10 +6,9 @@ A forward pass is that of one of them (`transformers`), for clips whose noise le
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
-from ops.compiled_blocks import CompiledBlocks, check_compiler
+from ops.compiled_blocks import CompiledBlocks
 from ops.models.base.transformer import PackedTransformer
 from ops.spatial_temporal.choice import SliceRates
 
@@ -36,10 +35,8 @@ def slice_by(module: nn.Module, rates: SliceRates | None) -> None:
             one.rates = rates
 
 
-def compile_blocks(module: nn.Module, device: torch.device) -> None:
-    """From now on blocks are compiled calls (`ops.compiled_blocks`). Raises ValueError where this machine cannot make
-    code for the device."""
-    check_compiler(device)
+def compile_blocks(module: nn.Module) -> None:
+    """From now on blocks are compiled calls (`ops.compiled_blocks`)."""
     for one in transformers(module):
         assert isinstance(one, PackedTransformer)
         one.compiled = CompiledBlocks(one.block_parts)

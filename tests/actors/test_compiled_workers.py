@@ -10,6 +10,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from actors.plan.types import Cascade, Item
+from actors.worker.work_done import WorkDone
 from ops.compiled_blocks import CompiledBlocks
 from ops.models.base.transformer import PackedTransformer
 from tests.actors.exactness import (
@@ -47,13 +48,17 @@ def items(kinds: Kinds) -> list[Item]:
 
 
 def compiled_hosts(world: int) -> list[Host]:
-    """Their code is traced and not made, which takes a compiler."""
     hosts = make_hosts(world, torch.float32, train_config())
     for host in hosts:
-        dit = host.executor.modules.dit
-        assert isinstance(dit, PackedTransformer)
-        dit.compiled = CompiledBlocks(dit.block_parts, "aot_eager")
+        compile_blocks(host)
     return hosts
+
+
+def compile_blocks(host: Host) -> None:
+    """Code is traced and not made, which takes a compiler."""
+    dit = host.executor.modules.dit
+    assert isinstance(dit, PackedTransformer)
+    dit.compiled = CompiledBlocks(dit.block_parts, "aot_eager")
 
 
 def gradient(hosts: Sequence[Host], given: Sequence[Item], cascades: Sequence[Cascade]) -> torch.Tensor:
@@ -73,6 +78,19 @@ def test_a_worker_compiles_in_its_first_cascades_and_computes_the_same() -> None
         assert (found - expected).norm() < FP32 * expected.norm()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs[0] == graphs[1]
+
+
+def test_seconds_in_which_code_was_made_are_not_those_of_a_cascade() -> None:
+    """Plans learn nothing from them, also where the worker has run the shape before."""
+    (host,) = make_hosts(1, torch.float32, train_config())
+    given, first = items(ONE_AND_SEVERAL), []
+    for compiles in (False, False, True, False):
+        if compiles:
+            compile_blocks(host)
+        host.executor.work = WorkDone()
+        gradient([host], given, one_worker(given))
+        first.append({span.first_here for span in host.executor.work.spans if span.module == "dit"})
+    assert first == [{True}, {False}, {True}, {False}]
 
 
 @pytest.mark.long

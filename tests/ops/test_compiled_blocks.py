@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +22,7 @@ from ops.comm import Group
 from ops.compiled_blocks import CompiledBlocks, check_compiler
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.models.experts import compile_blocks, transformers
+from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit
 from ops.packing import Layout, patchify
@@ -173,11 +175,31 @@ def test_a_family_whose_blocks_are_not_compiled_is_refused_by_name(name: str) ->
     assert name in ("mochi", "latte", "stdit3")
 
 
-def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_compiler(torch.device("cuda"))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with pytest.raises(ValueError, match=r"this machine has no g\+\+ or clang\+\+"):
-        compile_blocks(build_dit(TINY, 0), torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("device", "gone", "said"),
+    [
+        ("cpu", ("g++", "clang++"), r"for the CPU this one has no g\+\+ or clang\+\+. Install that"),
+        ("cuda", ("gcc", "clang"), "for which this one has no gcc or clang"),
+        ("cuda", ("triton",), "for a GPU this one has no Triton"),
+        ("cpu", ("Python.h",), "Python.h, which this one does not have"),
+    ],
+)
+def test_a_machine_without_a_compiler_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, gone: Sequence[str], said: str
+) -> None:
+    there = {"g++", "gcc", "triton", "Python.h"}
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    check_compiler(torch.device(device))
+    there -= set(gone)
+    if "Python.h" in gone:
+        (tmp_path / "Python.h").unlink()
+    with pytest.raises(ValueError, match=said):
+        check_compiler(torch.device(device))
 
 
 @pytest.mark.long
