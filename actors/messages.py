@@ -153,8 +153,10 @@ class CascadeTask:
 
 def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[CascadeShape]:
     """What of a cascade may have to be compiled, tuned or allocated when a process does it for the first time. Kernels
-    of the DiT and of text see one long sequence, those of a VAE a batch of clips."""
-    return {(module, piece.bucket, piece.batch if module == "vae" else 0, degree) for piece in pieces}
+    of the DiT and of text see one long sequence, those of a VAE a batch of clips. Compiled blocks have code for one
+    clip and for several."""
+    several = min(2, sum(piece.batch for piece in pieces)) if module == "dit" else 0
+    return {(module, piece.bucket, piece.batch if module == "vae" else several, degree) for piece in pieces}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +238,7 @@ class Span:
     work_s: float | None = None  # from the moment when all of the bag were there to the end, without the gradient sum
     wait_s: float = 0.0  # for the others of the bag to come
     exposed_s: float = 0.0  # of its work: nothing was computed because the result of a collective was awaited
-    first_here: bool = False  # this process had not run its shape before: compilation and tuning are in it
+    first_here: bool = False  # the process had not run its shape before, or compiled: that and tuning are in it
     kept_attention: bool = False  # its attention was not computed again for the backward
 
     @property

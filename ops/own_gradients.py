@@ -60,7 +60,7 @@ def cut_buckets(layout: Sequence[Slot], elements: int) -> list[ReduceBucket]:
 class OwnGradients:
     """The `Gradients` of a worker that has a whole gradient of its own.
 
-    Parameters of its precision have views of it as `.grad`; what backward leaves of lower precision is added to it.
+    Parameters of its precision have parts of it as `.grad`; what backward leaves of lower precision is added to it.
     After `finish` the own range of the bounds is the sum over the group. A backward pass calls `received` while its
     caller waits for it.
     """
@@ -198,6 +198,8 @@ class OwnGradients:
         total = self._layout[-1].hi
         self._memory = torch.zeros(total + padding(total), dtype=self._dtype, device=self._parameters[0].device)
         self.flat = self._memory[:total]
-        self._views = [self.flat[slot.lo : slot.hi].view(slot.shape) for slot in self._layout]
+        # its memory under a tensor's own name: torch.compile gives sizes of a base to a gradient that is a view, and
+        # guards on them that no input of the code has
+        self._views = [self.flat[slot.lo : slot.hi].view(slot.shape).data for slot in self._layout]
         for parameter in self._parameters:
             parameter.grad = None

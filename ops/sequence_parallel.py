@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ops.attention.opaque import opaque
 from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
 from ops.comm import Group
@@ -24,6 +25,7 @@ from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
 
+@opaque
 def sequence_parallel_attention(
     q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, backend: AttentionSetting = "auto"
 ) -> Tensor:

@@ -40,6 +40,7 @@ from actors.worker.outlasting import OutlastingEncode
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
+from ops.compiled_blocks import codes_made
 from ops.conditions import NOTHING, Conditions
 from ops.flow import sequence_losses
 from ops.groups import Groups
@@ -392,6 +393,7 @@ class CascadeMeasure:
             self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
+        self._codes = codes_made()
         self._start = time.time()
         self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
         self.room_gib = self._executor.meter.start()
@@ -474,7 +476,7 @@ class CascadeMeasure:
         exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
         if executor.device.type == "cuda":
             exposed_s = max(0.0, exposed_s - wait_s)
-        first_here = not self._shapes <= executor._seen
+        first_here = not self._shapes <= executor._seen or codes_made() != self._codes
         executor._seen |= self._shapes
         ended = time.time()
         span = self._with_handoff(

@@ -15,12 +15,13 @@ from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen
 from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
+from ops.compiled_blocks import check_compiler
 from ops.geometry import Geometry
 from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
-from ops.models.experts import parts_of, transformers
+from ops.models.experts import compile_blocks, parts_of, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
@@ -154,12 +155,15 @@ def peak_tflops(device: torch.device, train: TrainConfig) -> float:
 def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     """Text encoder, VAE and DiT on the device; of encoders whose results are in a cache what it takes to make them.
 
-    Raises ValueError, before weights are read, when the device cannot run the attention that the settings name.
+    Raises ValueError, before weights are read, when the device cannot run the attention that the settings name, or this
+    machine cannot compile what they compile.
     """
     model, geometry = resolve(settings.model)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
     queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
+    if model.dit.compile:
+        check_compiler(device)
     if settings.train.flow.first_frame and not model.dit.frame_times:
         raise ValueError(
             f"train.flow.first_frame {settings.train.flow.first_frame:g} gives first frames clean, and the transformer "
@@ -184,6 +188,8 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         image=LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
     )
     modules.dit.train()
+    if model.dit.compile:
+        compile_blocks(modules.dit)
     for module in ENCODED:
         if module not in settings.cached:
             modules.ready(module)

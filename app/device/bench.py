@@ -51,6 +51,7 @@ class Bench:
 
         from ops.attention.varlen import check_backend
         from ops.comm import Group
+        from ops.compiled_blocks import check_compiler
         from ops.models.first_frame import FirstFrame
         from ops.precision import allow_tf32
 
@@ -63,6 +64,8 @@ class Bench:
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
+        if model.dit.compile:
+            check_compiler(device)
         self.frame = FirstFrame.of(model)
 
     @cached_property
@@ -82,10 +85,14 @@ class Bench:
     def _bare_dit(self) -> nn.Module:
         import torch
 
+        from ops.models.experts import compile_blocks
         from ops.models.load import build_dit
 
         dtype = getattr(torch, self.config.train.parameter_dtype)
-        return build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+        dit = build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+        if self.model.dit.compile:
+            compile_blocks(dit)
+        return dit
 
     @cached_property
     def places(self) -> Places:

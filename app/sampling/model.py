@@ -237,7 +237,7 @@ def _export_model(config: RunConfig, folder: Path) -> ModelConfig:
 
 def _for_device(config: RunConfig, device: torch.device) -> ModelConfig:
     """The model of a run. An attention backend that this device lacks becomes `auto`, and a note says so."""
-    model = config.model
+    model = replace(config.model, dit=replace(config.model.dit, compile=False))  # clips are few
     dtype = torch.bfloat16 if config.train.autocast == "bfloat16" else torch.float32
     try:
         check_backend(model.dit.attention, device, dtype, model.dit.head_dim, training=False)

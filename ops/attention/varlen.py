@@ -21,6 +21,7 @@ from torch import Tensor
 from ops.attention.backend import Backend
 from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BACKEND_NAMES, BackendName
+from ops.attention.opaque import opaque
 from ops.attention.table import AttentionSetting, AttentionTable, mean_length
 
 
@@ -64,6 +65,7 @@ def standing_in(backend: Backend | None) -> Iterator[None]:
         _stand_in = before
 
 
+@opaque
 def attention(
     q: Tensor,
     k: Tensor,

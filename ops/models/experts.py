@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ops.compiled_blocks import CompiledBlocks
 from ops.models.base.transformer import PackedTransformer
 from ops.spatial_temporal.choice import SliceRates
 
@@ -39,6 +40,13 @@ def keep_attention(module: nn.Module, keeps: bool) -> None:
     for one in transformers(module):
         if isinstance(one, PackedTransformer):
             one.keeps_attention = keeps
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """From now on blocks are compiled calls (`ops.compiled_blocks`)."""
+    for one in transformers(module):
+        assert isinstance(one, PackedTransformer)
+        one.compiled = CompiledBlocks(one.block_parts)
 
 
 def parts_of(module: nn.Module) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -447,6 +448,29 @@ def test_bags_that_make_room_for_each_other_change_no_loss(lab: Lab, undisturbed
     account = Communicators(1)
     assert sum(account.step([tuple(int(name[1:]) for name in bag)]).made for bag in bags) > 1, "one bag did it all"
     assert not [e for e in run.events if isinstance(e, WorkerDied | StepsLost)]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_workers_in_bags_train_the_same_also_after_a_death(lab: Lab, alone: Alone) -> None:
+    """Another compiles in its place, in steps whose first runs teach plans nothing."""
+    run = lab.start(
+        lab.config(
+            "compiled",
+            model={**MODEL, "dit": {**MODEL["dit"], "compile": True}},
+            train={"steps": OPEN_END},
+            planner={"degrees": [1, 2]},
+            workers={"min": 2, "max": 2},
+        )
+    )
+    run.wait_for_workers(2)
+    run.wait_for_more_steps(6)
+    before = run.generations()
+    run.signal_worker(0)
+    run.wait_for(lambda: run.generations() > before and len(run.active()) == 2, "another in its place")
+    run.wait_for_more_steps(6)
+    run.stop()
+    assert_same_training(run, alone.losses(FEWEST))
 
 
 @pytest.mark.long

@@ -127,6 +127,11 @@ MISTAKES = {
     "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, train_only: [blocks.0]}}": (
         "model.dit.train_only ['blocks.0'] freezes those of the blocks"
     ),
+    "model: {dit: {compile: maybe}}": "model.dit.compile is 'maybe'",
+    "model: {dit: {architecture: mochi, compile: on}}": "blocks of architecture mochi are not compiled",
+    "model: {dit: {compile: on, gradient_checkpointing: true}}\ntrain: {memory: {parameters: node}}": (
+        "model.dit.compile compiles blocks with their weights. Set compile to false"
+    ),
     "train: {memory: {parameters: one}}": "expected one of auto, replicated, node",
     "train: {memory: {gradients: all}}": "expected one of auto, own, node, host",
     "base: missing.yaml": "missing.yaml does not exist",

@@ -23,6 +23,7 @@ from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, Pac
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
 from ops.comm import Group
+from ops.compiled_blocks import CompiledBlocks
 from ops.config import OptimizerConfig
 from ops.flow import flow_loss
 from ops.kernels.base import backend
@@ -141,10 +142,9 @@ def make_step(config: DiTConfig, settings: StepSettings, place: Place) -> tuple[
     """A whole step as one call, and the number of its weights."""
     dit, sync = make_trained(config, settings, place)
     call = PackedCall.of(config, [place.pick(CLIP_480P81, SMALL_CLIP)], place.device, torch.bfloat16)
-    if settings.compiled:
-        with torch.no_grad():  # makes the layout's index tensors, which are no part of a block's code
-            dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-        compile_blocks(dit, place)
+    if settings.compiled:  # a rehearsal traces without making code, which needs a compiler
+        assert isinstance(dit, PackedTransformer)
+        dit.compiled = CompiledBlocks(dit.block_parts, place.pick("inductor", "aot_eager"))
     return step_over(dit, sync, call), sync.total
 
 
@@ -173,14 +173,6 @@ def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], 
         return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
 
     return step
-
-
-def compile_blocks(dit: nn.Module, place: Place) -> None:
-    """torch.compile of every block, in place. A rehearsal traces without making code, which needs a compiler."""
-    for blocks in dit.children():
-        if isinstance(blocks, nn.ModuleList):
-            for block in blocks:
-                block.compile(backend=place.pick("inductor", "aot_eager"), dynamic=place.pick(None, False))
 
 
 @contextmanager

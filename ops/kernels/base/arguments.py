@@ -82,9 +82,9 @@ def check_device(name: str, tensor: Tensor, x_ND: Tensor) -> None:
 
 
 def _check_same_rows(tables: list[Tensor | None]) -> None:
-    rows = {table.shape[0] for table in tables if table is not None}
-    if len(rows) > 1:
-        raise ValueError(f"tables have {sorted(rows)} rows; scale, shift and gate share one index.")
+    rows = [table.shape[0] for table in tables if table is not None]
+    if any(count != rows[0] for count in rows):  # a set would fix the number in code that is compiled for any
+        raise ValueError(f"tables have {sorted(set(rows))} rows; scale, shift and gate share one index.")
 
 
 def check_affine(x_ND: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:

@@ -41,6 +41,9 @@ class DiTConfig:
     # auto: the fastest that serves device and shape; a name: that one or an error; a .json file of python -m
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"
+    # torch.compile of the blocks: a minute or more in the first cascades, then fewer calls of the host and fewer passes
+    # over memory between fused ops, attention and matrix products. Results differ by rounding
+    compile: bool = False
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
@@ -84,6 +87,11 @@ class DiTConfig:
             raise ValueError(
                 f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
                 f"freezes all weights. Leave one of the two out."
+            )
+        if self.compile and not self.compiles:
+            raise ValueError(
+                f"model.dit.compile is true, and blocks of architecture {self.architecture} are not compiled: one code "
+                f"does not serve all their shapes. Set it to false."
             )
         if self.freq_dim % 2:
             raise ValueError(
@@ -285,6 +293,11 @@ class DiTConfig:
     def flops(self) -> ForwardFlops:
         """What its blocks compute of a sample. Prices of plans and the figures of a run follow from it."""
         raise NotImplementedError(f"{type(self).__name__} does not say what its blocks compute.")
+
+    @property
+    def compiles(self) -> bool:
+        """Whether one compiled code serves its blocks for any rows, text and sequences."""
+        return not self.spatial_temporal
 
     @property
     def fetchable(self) -> bool:

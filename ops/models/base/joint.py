@@ -197,6 +197,7 @@ class JointTransformer(PackedTransformer):
     """Rows and text as a family embeds them, double-stream blocks, single-stream ones, and the way out."""
 
     config: JointDiTConfig
+    block_parts = ("joint_exchange", "joint_segments", "segments", "local_text_segments")
 
     def __init__(self, config: JointDiTConfig, x_embedder: nn.Module, context_embedder: nn.Module) -> None:
         super().__init__(config)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ops.comm import Group
+from ops.compiled_blocks import CompiledBlocks
 from ops.conditions import NOTHING, Conditions
 from ops.kept_attention import keeping_attention
 from ops.models.base.config import DiTConfig
@@ -54,6 +55,8 @@ class PackedTransformer(nn.Module):
     """A diffusion transformer over packed sequences, which share one sequence-parallel group."""
 
     config: DiTConfig
+    block_parts: ClassVar[tuple[str, ...]] = ("segments", "video_exchange", "local_lengths", "text", "image")
+    """Parts of a layout that its blocks use, index tensors and lengths."""
 
     def __init__(self, config: DiTConfig) -> None:
         super().__init__()
@@ -63,6 +66,7 @@ class PackedTransformer(nn.Module):
         self.rates: SliceRates | None = None  # by which a bag slices spatial-temporal blocks; equal on all its ranks
         # what runs a block whose weights lie elsewhere (ops.node_parameters); None: they are on the device
         self.fetched: Callable[[nn.Module], Callable[..., Any]] | None = None
+        self.compiled: CompiledBlocks | None = None  # blocks run as written where their weights are fetched
 
     def forward(
         self,
@@ -81,6 +85,8 @@ class PackedTransformer(nn.Module):
         Raises ValueError for shapes that do not fit the layout.
         """
         self._check(tokens, timesteps, text, layout)
+        if self.compiled is not None:
+            self.compiled.prepare(layout)
         return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
 
     def velocity(self, given: ForwardInputs) -> Tensor:
@@ -105,6 +111,9 @@ class PackedTransformer(nn.Module):
         if self.fetched is not None:
             assert isinstance(block, nn.Module), "its weights are known by the module"
             call = self.fetched(block)
+        elif self.compiled is not None:
+            assert isinstance(block, nn.Module), "blocks of a kind share their code"
+            call = self.compiled(block)
         if (self.config.gradient_checkpointing or self.fetched is not None) and torch.is_grad_enabled():
             # there is no dropout
             contexts = keeping_attention if self.keeps_attention else noop_context_fn

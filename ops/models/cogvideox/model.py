@@ -39,6 +39,7 @@ class CogVideoXBlockInputs(NamedTuple):
 
 class CogVideoXDiT(PackedTransformer):
     config: CogVideoXConfig
+    block_parts = ("joint_exchange", "stream_segments")
 
     def __init__(self, config: CogVideoXConfig) -> None:
         super().__init__(config)

@@ -53,6 +53,7 @@ class MochiInputs(NamedTuple):
 
 class MochiDiT(PackedTransformer):
     config: MochiConfig
+    block_parts = ("joint_exchange", "segments", "local_text_segments")
 
     def __init__(self, config: MochiConfig) -> None:
         super().__init__(config)

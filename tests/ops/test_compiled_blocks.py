@@ -1,0 +1,215 @@
+"""Compiled blocks compute what blocks as written compute, in one code for any rows, text and sequences."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from app.export.parity import parity_sample
+from ops.comm import Group
+from ops.compiled_blocks import CompiledBlocks, check_compiler
+from ops.models.base.config import DiTConfig
+from ops.models.base.transformer import PackedTransformer
+from ops.models.experts import transformers
+from ops.models.families import FAMILIES
+from ops.models.load import build_dit
+from ops.packing import Layout, patchify
+from ops.packing import Sequence as PackedSequence
+from tests.families.registry import ONE_EACH, VARIANTS
+from tests.ops.compiled_rank import PACKS, TINY, Parts, compiled, gradients, local_step
+
+torch.set_num_threads(1)
+FP32 = {"atol": 1e-5, "rtol": 1e-5}
+COMPILED = [name for name in ONE_EACH if VARIANTS[name].compiles]
+QUICK = ("wan",)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def run(module: nn.Module, config: DiTConfig, copies: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
+    """The velocity of copies of a family's sample, whole or their first row of patches, and its gradients."""
+    sample = parity_sample(config)
+    conditions, sequences, rows = sample.conditions, [], []
+    for whole in copies:
+        latent = sample.latent if whole else sample.latent[:, :, : config.patch[1]]
+        t, h, w = (size // patch for size, patch in zip(latent.shape[1:], config.patch, strict=True))
+        sequences.append(PackedSequence((t, h, w), len(sample.text), 0, sample.clean_frames))
+        rows.append(patchify(latent, config.patch))
+    out = module(
+        torch.cat(rows),
+        sample.timestep.repeat(len(copies)),
+        sample.text.repeat(len(copies), 1),
+        Layout(sequences),
+        Group.solo(),
+        conditions,
+    )
+    out.square().mean().backward()
+    return out.detach(), gradients(module)
+
+
+WARM_UP: list[Sequence[bool]] = [[True], [True, False]]
+AFTER: list[Sequence[bool]] = [[False], [False] * 3, [True] * 4, [False, True, False], [True]]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=() if one in QUICK else pytest.mark.long) for one in COMPILED]
+)
+@pytest.mark.timeout(600)
+def test_one_code_serves_any_rows_and_sequences_and_computes_the_same(name: str) -> None:
+    """Compiled once for one sequence and once for several, whichever comes first; then never again."""
+    config = replace(VARIANTS[name], gradient_checkpointing=True)
+    ours, theirs = compiled(build_dit(config, 0)), build_dit(config, 0)
+    for copies in WARM_UP:
+        torch.testing.assert_close(run(ours, config, copies), run(theirs, config, copies), **FP32)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs > 0
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for copies in AFTER:
+            torch.testing.assert_close(run(ours, config, copies), run(theirs, config, copies), **FP32)
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_bags_compute_the_same_also_with_ranks_that_have_no_rows(tmp_path: Path) -> None:
+    """Three ranks, which share one head of four."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "tests.ops.compiled_rank"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), "3", str(store.port), str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=280)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0], "\n".join(said)[-3000:]
+    of_ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(3)]
+    whole = build_dit(TINY, 0)
+    for parts, *found in zip(PACKS, *of_ranks, strict=True):
+        for each, *shares in zip(local_step(whole, parts, Group.solo()), *found, strict=True):
+            torch.testing.assert_close(sum(shares), each, atol=1e-5 * float(each.abs().max()), rtol=1e-5)
+
+
+def test_factors_are_trained_the_same() -> None:
+    """LoRA of some projections: the first block's rows need no gradient, and blocks have plain layers beside others."""
+    config = replace(TINY, lora_rank=2, lora_targets=("to_q", "to_v"))
+    ours, theirs = compiled(build_dit(config, 0)), build_dit(config, 0)
+    for module in (ours, theirs):  # factors begin as a product of zero
+        for index, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(index))
+    for parts in ([((1, 3, 3), 4)], [((1, 3, 3), 4), ((2, 2, 2), 1)], [((1, 2, 5), 3)]):
+        found, expected = (local_step(module, parts, Group.solo()) for module in (ours, theirs))
+        assert len(expected) == 2 * 2 * 2 * config.num_layers
+        torch.testing.assert_close(found, expected, **FP32)
+
+
+def test_attention_is_not_looked_into_and_fused_ops_are_calls() -> None:
+    seen: list[str] = []
+
+    def spy(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    module = build_dit(TINY, 0)
+    assert isinstance(module, PackedTransformer)
+    module.compiled = CompiledBlocks(module.block_parts, spy)
+    local_step(module, [((1, 2, 2), 2)], Group.solo())
+    assert any("ln_modulate" in name for name in seen) and any("qk_norm_rope" in name for name in seen)
+    assert any("linear" in name for name in seen) and not any("scaled_dot_product" in name for name in seen)
+
+
+@pytest.mark.parametrize("name", [name for name, config in VARIANTS.items() if config.compiles])
+def test_blocks_use_the_parts_of_a_layout_that_their_transformer_names(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others would be made in compiled code, which then held for this layout alone."""
+    from app.export.parity import our_velocity
+
+    config = VARIANTS[name]
+    module, made = build_dit(config, 0), set[str]()
+    runs = PackedTransformer.run
+
+    def noted(self: PackedTransformer, block: nn.Module, *inputs: object) -> object:
+        layout = next(one.layout for one in inputs if isinstance(getattr(one, "layout", None), Layout))
+        before = set(layout.__dict__)
+        result = runs(self, block, *inputs)
+        made.update(set(layout.__dict__) - before)
+        return result
+
+    monkeypatch.setattr(PackedTransformer, "run", noted)
+    our_velocity(module, parity_sample(config))
+    for one in transformers(module):
+        assert isinstance(one, PackedTransformer)
+        assert made <= set(one.block_parts) | {"sequence_segments"}
+
+
+def test_blocks_whose_weights_are_fetched_run_as_written() -> None:
+    module = compiled(build_dit(TINY, 0))
+    assert isinstance(module, PackedTransformer)
+    module.fetched = lambda block: block
+    local_step(module, [((1, 2, 2), 2)], Group.solo())
+    assert counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in {one.split()[0] for one in COMPILED}])
+def test_a_family_whose_blocks_are_not_compiled_is_refused_by_name(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"blocks of architecture {name} are not compiled"):
+        replace(next(config for one, config in VARIANTS.items() if one.split()[0] == name), compile=True)
+    assert name in ("mochi", "latte", "stdit3")
+
+
+@pytest.mark.parametrize(
+    ("device", "gone", "said"),
+    [
+        ("cpu", ("g++", "clang++"), r"for the CPU this one has no g\+\+ or clang\+\+. Install that"),
+        ("cuda", ("gcc", "clang"), "for which this one has no gcc or clang"),
+        ("cuda", ("triton",), "for a GPU this one has no Triton"),
+        ("cpu", ("Python.h",), "Python.h, which this one does not have"),
+    ],
+)
+def test_a_machine_without_a_compiler_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str, gone: Sequence[str], said: str
+) -> None:
+    there = {"g++", "gcc", "triton", "Python.h"}
+    (tmp_path / "Python.h").touch()
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in there else None)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    check_compiler(torch.device(device))
+    there -= set(gone)
+    if "Python.h" in gone:
+        (tmp_path / "Python.h").unlink()
+    with pytest.raises(ValueError, match=said):
+        check_compiler(torch.device(device))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.timeout(900)
+def test_code_of_the_cpu_computes_the_same() -> None:
+    ours, theirs = compiled(build_dit(TINY, 0), "inductor"), build_dit(TINY, 0)
+    packs: list[Parts] = [[((1, 3, 3), 4)], [((1, 3, 3), 4), ((2, 2, 2), 1)], [((1, 2, 5), 3)], [((1, 1, 1), 1)] * 3]
+    for number, parts in enumerate(packs):
+        with torch._dynamo.config.patch(error_on_recompile=number > 1):
+            found, expected = (local_step(module, parts, Group.solo()) for module in (ours, theirs))
+        for each, one in zip(found, expected, strict=True):
+            assert (each - one).norm() <= 1e-5 * one.norm()
