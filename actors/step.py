@@ -183,7 +183,7 @@ class RunningStep:
     answers: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = field(
         default_factory=dict
     )  # of the finishes that have ended well: each is asked for once
-    ended_well: set[Ref[object]] = field(default_factory=set)  # DiT calls of which no failure has to be expected
+    open_dits: dict[Ref[object], SubmittedCall] = field(default_factory=dict)  # of `calls`; not those that ended well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -148,6 +148,7 @@ class StepRunner:
             data=data[step],
             results=dict(self._results),
             calls=watched,
+            open_dits={call.reference: call for call in watched if call.module == "dit"},
             finishes=finishes,
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
@@ -340,20 +341,17 @@ class StepRunner:
         failed: dict[str, str] = {}
         for running in self.running:
             patience = _ENDED_S if ended and running is self.running[0] else 0.0
-            unknown = (call for call in running.calls if call.reference not in running.ended_well)
-            dits = {call.reference: call for call in unknown if call.module == "dit"}
+            dits = running.open_dits
             done, waiting = wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
             if patience and waiting:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
-            if _taken(done, {}):
-                running.ended_well.update(done)
-                continue
+            well = _taken(done, {})
             for reference in done:
-                if why := failure_of(reference, exceeded):
+                if not well and (why := failure_of(reference, exceeded)):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
                 else:
-                    running.ended_well.add(reference)
+                    del dits[reference]
         return failed
 
     def _pixels_lost(self) -> bool:

@@ -73,7 +73,9 @@ def test_a_step_of_many_workers_is_taken_by_few_questions_to_ray_and_no_answer_t
                         waits=StepWaits(config=WorkersConfig()), asides=AsideTurns(NoAsides(), silent))  # fmt: skip
     calls = [SimpleNamespace(reference=f"dit {n}", module="dit", worker=f"w{n}", name="dit") for n in range(WORKERS)]
     ends: Any = [f"end w{n}" for n in range(WORKERS)]
-    runner.running = [SimpleNamespace(step=0, finishes=ends, answers={}, ended_well=set(), calls=calls)]  # type: ignore[list-item]
+    runner.running = [
+        SimpleNamespace(step=0, finishes=ends, answers={}, calls=calls, open_dits={one.reference: one for one in calls})
+    ]  # type: ignore[list-item]
     assert runner.collect(0.0) is None and runner.collect(0.0) is None
     ready = WORKERS
     done = runner.collect(0.0)
