@@ -13,8 +13,8 @@ _NEW_OBJECTS = (
 
 @contextmanager
 def rare_garbage_collection() -> Iterator[None]:
-    """Inside, what was there before is not looked at, and what is new less often. On 1,024 workers these looks took half
-    of a step's CPU time of the controller. What is in no circle goes at once, as ever."""
+    """Inside, what was there before is not looked at, and what is new less often. What is in no circle goes at once, as
+    ever. On 1,024 workers these looks took half of what a step took of the controller's CPU."""
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS, *before[1:])

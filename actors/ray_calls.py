@@ -42,6 +42,13 @@ def get_all(references: Sequence[Ref[T]], timeout: float | None = None) -> list[
     return values
 
 
+async def answer_of(reference: Ref[T]) -> T:
+    """The same for a method of an asynchronous actor, which does other things meanwhile."""
+    held: Any = reference
+    value: T = await held
+    return value
+
+
 def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None) -> tuple[list[R], list[R]]:
     """(done, not done) after `timeout` seconds, or as soon as `num_returns` are done. `references` are not empty."""
     answer: tuple[list[R], list[R]] = _ray.wait(list(references), num_returns=num_returns, timeout=timeout)

@@ -54,8 +54,9 @@ from actors.records.events import (
 )
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
+from actors.run.failures import has_failed
 from actors.run.forming import Forming
-from actors.run.steps import StepRunner, has_failed
+from actors.run.steps import StepRunner
 from actors.state.survivors import Survivors
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat
 
