@@ -131,7 +131,7 @@ class Relay:
         await _until(ends, failure)
         late = [] if failed.is_set() else await _until(dits, failure, ENDED_S)
         if failed.is_set():
-            await asyncio.sleep(_GRACE_S)
+            await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
         elif late:
             call = next(
                 call for (call, _), task in zip([s for s in sent if s[0].method == "dit"], dits) if task in late

@@ -51,6 +51,11 @@ class Relays:
                 self._known[node] = self.start(node)
         return {node: self._known[node] for node in wanted}
 
+    @property
+    def known(self) -> Mapping[str, RelayHandle]:
+        """Those that live, by node."""
+        return self._known
+
     def lose(self, node: str) -> None:
         """The relay of this node is gone, or has failed."""
         self._without.add(node)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from actors.config import (
     CheckpointConfig,
@@ -23,6 +23,7 @@ from actors.config import (
     WorkersConfig,
 )
 from actors.feed.step_source import FeederHandle, StepSource
+from actors.letters import RelayHandle
 from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
@@ -49,6 +50,8 @@ from app.bench.cluster.parts import (
     VirtualKeepers,
     VirtualLookout,
     VirtualPool,
+    VirtualRelay,
+    VirtualRelays,
     VirtualState,
     VirtualWriter,
 )
@@ -136,6 +139,7 @@ class Setup:
     physics: Physics = field(default_factory=Physics)
     workload: Path = WORKLOAD
     disturbances: tuple[Disturbance, ...] = ()
+    relays: bool = True  # from as many workers on as a run has them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +309,10 @@ def controller_of_virtual(
         new_store=_NoStore,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         skips=Skips(10, events.tell),
+        relays=VirtualRelays(
+            least=config.workers.relay_from if setup.relays else 0,
+            start=lambda node: cast(RelayHandle, VirtualRelay(node, pool.host_of(node))),
+        ),
     )
     return controller, machines
 
@@ -326,6 +334,8 @@ def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequen
     dead = machines.lose(victim.node) if what == "node" else [victim.name]
     for host in hosts:
         host.end.remote(dead)
+        if what == "node":
+            host.end_relay.remote(victim.node)
         host.closed.remote(manager.view.generation)
 
 
