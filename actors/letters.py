@@ -42,6 +42,7 @@ class Letter:
 
     generation: int
     number: int  # from 0 in a generation
+    step: int
     calls: tuple[RelayedCall, ...]
     seats: dict[int, RelaySeat] = field(default_factory=dict)  # by rank; of the first letter
     forming: tuple[Ref[None], ...] = ()  # of the first letter: resolve when these workers have formed the generation

@@ -37,6 +37,7 @@ class Relay:
         self._changed = asyncio.Condition()
         self._seats: dict[int, RelaySeat] = {}
         self._made: dict[str, asyncio.Future[Ref[list[PublishedResult]]]] = {}  # by cascade, of this generation
+        self._steps: dict[str, int] = {}  # of the cascades whose results were not asked for yet
         self._watching: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
 
     async def step(self, letter: Letter) -> NodeAnswer:
@@ -46,6 +47,7 @@ class Relay:
         answer = NodeAnswer()
         for rank, forming in zip(letter.seats, letter.forming, strict=True):
             await self._formed(letter.seats[rank].name, forming, answer)
+        self._forget_before(letter.step - 1)
         sent = [] if answer.has_failed else [(call, self._send(call)) for call in letter.calls]
         async with self._changed:
             if letter.generation == self._generation:
@@ -54,8 +56,8 @@ class Relay:
         return answer if answer.has_failed else await self._watched(sent, answer)
 
     async def published(self, generation: int, cascade: str) -> list[PublishedResult]:
-        """What an encode of a letter leaves for other workers; each is asked for once, also before the letter has come.
-        Raises what the encode has raised, and StaleGeneration once another generation has begun."""
+        """What an encode of a letter leaves for other workers; asked for once, also before the letter has come. Raises
+        what the encode has raised, and StaleGeneration once another generation has begun."""
         if generation > self._generation:
             async with self._changed:
                 await self._changed.wait_for(lambda: generation <= self._generation)
@@ -68,6 +70,7 @@ class Relay:
         finally:
             if generation == self._generation:
                 self._made.pop(cascade, None)
+                self._steps.pop(cascade, None)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -93,6 +96,13 @@ class Relay:
             if not waiting.done():
                 waiting.set_exception(StaleGeneration(f"generation {self._generation} has ended."))
         self._generation, self._next, self._made, self._seats = letter.generation, 0, {}, letter.seats
+        self._steps = {}
+
+    def _forget_before(self, step: int) -> None:
+        """What was encoded for earlier steps and not asked for is needed by nobody: a letter comes when all workers have
+        ended the step two before its own."""
+        for cascade in [cascade for cascade, of in self._steps.items() if of < step]:
+            del self._steps[cascade], self._made[cascade]
 
     async def _formed(self, worker: str, forming: Ref[None], answer: NodeAnswer) -> None:
         try:
@@ -115,6 +125,7 @@ class Relay:
         if call.publishes:
             task = call.arguments[0]
             assert isinstance(task, CascadeTask), "only encodes publish"
+            self._steps[task.cascade] = task.step
             self._result(task.cascade).set_result(_published(seat, task, call.name, reference))
         return reference
 

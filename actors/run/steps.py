@@ -70,6 +70,7 @@ class StepRunner:
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
     _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
+    _at_relays: dict[str, str] = field(default_factory=dict)  # published and not asked for yet: cascade -> node
     _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
     _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
     _planned: bool = False
@@ -156,7 +157,7 @@ class StepRunner:
         ends = [self._submit_end(call, end_s) for call in self._outlasting]
         begun = [one for call, one in submitted if call.task.outlasts]
         self._outlasting_calls = [one for one in (*begun, *ends) if one is not None]
-        letters = self._send_letters()
+        letters = self._send_letters(step)
         running = RunningStep(
             step=step,
             generation=self.generation,
@@ -246,7 +247,7 @@ class StepRunner:
         seat, task = self.world[call.rank], call.task
         shown, publishes = shape_of(task.name), bool(task.publish) and not task.outlasts
         if task.module == "dit":
-            arguments: list[Ref[object]] = [self._results[source] for source in call.needs]
+            arguments: list[Ref[object]] = [self._result(source) for source in call.needs]
             reads_data = any(source.startswith(_CACHED) for source in call.needs)
         else:
             arguments, reads_data = [data[task.step].batches[item] for item in call.items], True
@@ -301,7 +302,7 @@ class StepRunner:
         reads_data: bool = False,
         publishes: bool = False,
     ) -> None:
-        """Put a call into the letter to its worker's node, and ask there for what it publishes."""
+        """Put a call into the letter to its worker's node."""
         node = self.world[rank].node
         self._letters[node].append(
             RelayedCall(
@@ -315,10 +316,17 @@ class StepRunner:
             )
         )
         if publishes:
-            asked = self._relay_of[node].published.options(name="handoff by relay")
-            self._results[task.cascade] = asked.remote(self.generation, task.cascade)
+            self._at_relays[task.cascade] = node
 
-    def _send_letters(self) -> dict[Ref[NodeAnswer], str]:
+    def _result(self, source: str) -> Ref[list[PublishedResult]]:
+        """What a cascade has published. A relay is asked here, for what is needed: ranks turn out to have much of what
+        early encodes leave for all."""
+        if source not in self._results:
+            asked = self._relay_of[self._at_relays.pop(source)].published.options(name="handoff by relay")
+            self._results[source] = asked.remote(self.generation, source)
+        return self._results[source]
+
+    def _send_letters(self, step: int) -> dict[Ref[NodeAnswer], str]:
         """Send the calls of a step to the nodes that have a relay. Returns the answers, with the nodes."""
         sent: dict[Ref[NodeAnswer], str] = {}
         for node, calls in self._letters.items():
@@ -326,6 +334,7 @@ class StepRunner:
             letter = Letter(
                 generation=self.generation,
                 number=self._sent,
+                step=step,
                 calls=tuple(calls),
                 seats={rank: _relay_seat(self.world[rank]) for rank in here},
                 forming=tuple(self._formed_by[rank] for rank in here),
@@ -350,6 +359,7 @@ class StepRunner:
         self._holdings.drop_before(step + 1)
         wanted = set(self._holdings.published.values())
         self._results = {cascade: r for cascade, r in self._results.items() if cascade in wanted}
+        self._at_relays = {cascade: node for cascade, node in self._at_relays.items() if cascade in wanted}
 
     def _check_forming(self) -> None:
         """A worker that could not form the generation leaves the others waiting for it in a collective."""

@@ -52,7 +52,7 @@ class Crew:
 
     def letter(self, number: int, *calls: RelayedCall, generation: int = 1) -> Letter:
         first = number == 0
-        return Letter(generation=generation, number=number, calls=calls, seats=self.seats if first else {},
+        return Letter(generation=generation, number=number, step=number, calls=calls, seats=self.seats if first else {},
                       forming=self.formed if first else ())  # fmt: skip
 
     def form(self) -> None:
@@ -69,8 +69,9 @@ def dit(rank: int, name: str = "d", **more: Any) -> RelayedCall:
     return RelayedCall(rank=rank, method="dit", name=f"dit {name}", arguments=(task_of(name, "dit"),), **more)
 
 
-def encode(rank: int, name: str = "v", **more: Any) -> RelayedCall:
-    return RelayedCall(rank=rank, method="encode_vae", name=f"vae {name}", arguments=(task_of(name, "vae"),),
+def encode(rank: int, name: str = "v", step: int = 0, **more: Any) -> RelayedCall:
+    task = replace(task_of(name, "vae"), step=step)
+    return RelayedCall(rank=rank, method="encode_vae", name=f"vae {name}", arguments=(task,),
                        reads_data=True, **more)  # fmt: skip
 
 
@@ -205,6 +206,20 @@ def test_what_an_encode_publishes_is_had_from_the_relay_also_before_its_letter_h
             await asked[1]
         await step
         assert relay._made == {}, "nothing is kept for those that have had it"
+
+    play(case)
+
+
+def test_what_nobody_has_asked_for_goes_when_its_step_has_ended() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        await relay.step(crew.letter(0, encode(0, publishes=True), encode(1, "x", step=1, publishes=True)))
+        await relay.step(crew.letter(1))
+        assert list(relay._made) == ["v", "x"], "step 0 may still run"
+        await relay.step(crew.letter(2))
+        assert list(relay._made) == ["x"]
+        await relay.step(crew.letter(3))
+        assert relay._made == {}
 
     play(case)
 
