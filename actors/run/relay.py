@@ -99,8 +99,8 @@ class Relay:
         self._steps = {}
 
     def _forget_before(self, step: int) -> None:
-        """What was encoded for earlier steps and not asked for is needed by nobody: a letter comes when all workers have
-        ended the step two before its own."""
+        """What was encoded for these steps and not asked for is needed by nobody: a letter comes when all workers have
+        ended the step two before it."""
         for cascade in [cascade for cascade, of in self._steps.items() if of < step]:
             del self._steps[cascade], self._made[cascade]
 

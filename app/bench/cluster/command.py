@@ -73,7 +73,7 @@ def run(
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
     from app.bench.cluster.ddp import NoDegree
     from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
+    from app.bench.cluster.simulate import RELAY_FROM, Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
 
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
@@ -96,7 +96,7 @@ def run(
                 strategy=name,
                 physics=Physics(speed=speed, seed=seed),
                 disturbances=() if calm else disturbances(steps, count),
-                relays=not direct,
+                relay_from=0 if direct else RELAY_FROM,
             )
             try:
                 if on_ray:

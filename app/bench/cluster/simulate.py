@@ -63,6 +63,7 @@ from ops.models.config import ModelConfig
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
 WORKLOAD = CONFIGS / "bench/A-16gpu.json"
+RELAY_FROM = 128
 TEXT_S = 0.2  # of a text encode, which the profile does not have
 GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs
 _PATIENCE_S = 3600.0
@@ -139,7 +140,7 @@ class Setup:
     physics: Physics = field(default_factory=Physics)
     workload: Path = WORKLOAD
     disturbances: tuple[Disturbance, ...] = ()
-    relays: bool = True  # from as many workers on as a run has them
+    relay_from: int = RELAY_FROM  # workers.relay_from; 0: every worker is called by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +311,7 @@ def controller_of_virtual(
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         skips=Skips(10, events.tell),
         relays=VirtualRelays(
-            least=config.workers.relay_from if setup.relays else 0,
+            least=config.workers.relay_from,
             start=lambda node: cast(RelayHandle, VirtualRelay(node, pool.host_of(node))),
         ),
     )
@@ -348,7 +349,12 @@ def runtime_config(setup: Setup) -> RuntimeConfig:
         data=DataConfig(sources=(SourceConfig(path="nowhere"),)),
         train=TrainConfig(steps=setup.steps),
         workers=WorkersConfig(
-            min=max(1, most // 2), max=most, device="cpu", suspect_s=120.0, collective_timeout_s=600.0
+            min=max(1, most // 2),
+            max=most,
+            device="cpu",
+            suspect_s=120.0,
+            collective_timeout_s=600.0,
+            relay_from=setup.relay_from,
         ),
         planner=planner_config(setup),
         snapshot=SnapshotConfig(every=1),
