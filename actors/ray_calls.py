@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -44,7 +44,8 @@ def get_all(references: Sequence[Ref[T]], timeout: float | None = None) -> list[
 
 async def answer_of(reference: Ref[T]) -> T:
     """The same for a method of an asynchronous actor, which does other things meanwhile."""
-    held: Any = reference
+    held: object = reference
+    assert isinstance(held, Awaitable), f"{held!r} is no reference"
     value: T = await held
     return value
 

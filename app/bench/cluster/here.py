@@ -47,10 +47,10 @@ class LocalCall:
         return self._actor.submit(self._method, arguments)
 
 
-class Answer(Future[T]):
+class AwaitableFuture(Future[T]):
     """A reference that a coroutine can wait for, too, with Ray's errors."""
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         return self._value().__await__()
 
     async def _value(self) -> T:
@@ -75,9 +75,9 @@ class Post:
         self._woken = False
         self._running: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
 
-    def send(self, call: Coroutine[object, object, T]) -> Answer[T]:
+    def send(self, call: Coroutine[object, object, T]) -> AwaitableFuture[T]:
         """The answer of `call`, which runs on the loop after those that this thread sent before."""
-        answer: Answer[T] = Answer()
+        answer: AwaitableFuture[T] = AwaitableFuture()
         self._sent.append(_answered(answer, call))
         if not self._woken:
             self._woken = True
@@ -169,7 +169,7 @@ class LocalCalls:
         return done, waiting
 
     def put(self, value: T) -> Future[T]:
-        made: Answer[T] = Answer()
+        made: AwaitableFuture[T] = AwaitableFuture()
         made.set_result(value)
         return made
 

@@ -19,19 +19,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Concatenate, Generic, TypeVar, cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import RelayHandle
-from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
+from actors.letters import NodeAnswer, RelayHandle
+from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
-from actors.refs import Ref
+from actors.refs import Method, Ref
 from actors.run.relays import Relays
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import KeeperHandle, Standing, place
@@ -42,6 +42,8 @@ from actors.step import DrawnItem, Position, StepBatches
 from app.bench.cluster.host import HostHandle
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -122,26 +124,25 @@ class VirtualRelay:
         self._node, self.host = node, host
 
     @property
-    def step(self) -> OfNode:
+    def step(self) -> OfNode[NodeAnswer]:
         return OfNode(self._node, self.host.relay_step)
 
     @property
-    def published(self) -> OfNode:
+    def published(self) -> OfNode[list[PublishedResult]]:
         return OfNode(self._node, self.host.relay_published)
 
 
-class OfNode:
+class OfNode(Generic[R]):
     """A method of a host that wants the name of a node first."""
 
-    def __init__(self, node: str, method: Any) -> None:  # Ray gives it no type
+    def __init__(self, node: str, method: Method[Concatenate[str, ...], R]) -> None:
         self._node, self._method = node, method
 
-    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode:
+    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
         return OfNode(self._node, self._method.options(name=name))
 
-    def remote(self, *arguments: object) -> Ref[Any]:
-        answer: Ref[Any] = self._method.remote(self._node, *arguments)
-        return answer
+    def remote(self, *arguments: object) -> Ref[R]:
+        return self._method.remote(self._node, *arguments)
 
 
 class VirtualRelays(Relays):
