@@ -65,6 +65,9 @@ class WorkersConfig:
     # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
     # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
     first_step_s: float = 900.0
+    # From this number of workers on they are called through a relay on each node: a letter with all calls of a step
+    # takes the controller as long as one of them. 0: every worker is called by itself.
+    relay_from: int = 128
     stall_factor: float = 10.0  # a cascade this many times over its prediction is reported with its stack
 
     def __post_init__(self) -> None:
@@ -85,6 +88,7 @@ class WorkersConfig:
             state_timeout_s=above(0, SECONDS),
             collective_timeout_s=above(0, SECONDS),
             patience_factor=between(1, 1e9),
+            relay_from=between(0, 1 << 16),
             stall_factor=above(0, 1e9),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -40,6 +40,14 @@ def get_all(references: Sequence[Ref[T]], timeout: float | None = None) -> list[
     listed = list(references)
     values: list[T] = _ray.get(listed) if timeout is None else _ray.get(listed, timeout=timeout)
     return values
+
+
+async def answer_of(reference: Ref[T]) -> T:
+    """The same for a method of an asynchronous actor, which does other things meanwhile."""
+    held: object = reference
+    assert isinstance(held, Awaitable), f"{held!r} is no reference"
+    value: T = await held
+    return value
 
 
 def wait(references: Sequence[R], *, num_returns: int = 1, timeout: float | None) -> tuple[list[R], list[R]]:

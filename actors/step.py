@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
@@ -170,7 +171,7 @@ class RunningStep:
     generation: int
     assignment: StepAssignment
     data: StepData
-    finishes: list[Ref[tuple[StepReport, Snapshot | None]]]  # by rank
+    finishes: dict[Ref[tuple[StepReport, Snapshot | None]], int]  # the ends of its workers -> rank
     results: dict[str, Ref[list[PublishedResult]]]  # by cascade id: what it has published
     calls: list[SubmittedCall]  # until the step has ended: a call that could not be run says so only here
     dispatched_at: float
@@ -180,10 +181,10 @@ class RunningStep:
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
     open_peers: tuple[int, ...] = ()  # of the bags of each worker that are connected when it ends; (): none
-    answers: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = field(
-        default_factory=dict
-    )  # of the finishes that have ended well: each is asked for once
-    ended_well: set[Ref[object]] = field(default_factory=set)  # DiT calls of which no failure has to be expected
+    letters: dict[Ref[NodeAnswer], str] = field(default_factory=dict)  # of relays, with their nodes; calls are there
+    heard: set[Ref[NodeAnswer]] = field(default_factory=set)  # of `letters`: those that have come
+    answers: dict[int, tuple[StepReport, Snapshot | None]] = field(default_factory=dict)  # by rank; each asked for once
+    open_dits: dict[Ref[object], SubmittedCall] = field(default_factory=dict)  # of `calls`; not those that ended well
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

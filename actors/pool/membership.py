@@ -2,7 +2,7 @@
 
 The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
 
-    view, decisions = membership.observe(LoadedWorker(worker=3, info=info), now=time.monotonic())
+    view, decisions = membership.observe([LoadedWorker(worker=3, info=info)], now=time.monotonic())
     for decision in decisions:
         match decision:
             case Form(): self.form(decision.generation, decision.infos)
@@ -93,6 +93,7 @@ class Membership:
         self._waiting_since: float | None = None
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
+        self._others = False  # the workers are others than when some were left out
         self._enough_since: float | None = None
         self._formed = False
         self._clean = True
@@ -103,13 +104,17 @@ class Membership:
         self._why = "start"
         self._out: list[Decision] = []
 
-    def observe(self, event: Event, now: float) -> tuple[View, tuple[Decision, ...]]:
-        """Take in one event at time `now` (seconds, monotonic) and decide. Decisions are to be applied in order."""
+    def observe(self, events: Sequence[Event], now: float) -> tuple[View, tuple[Decision, ...]]:
+        """Take in what was seen by the time `now` (seconds, monotonic), in its order, and decide once: to decide is to
+        look at every member, and a thousand workers that come, or leave their groups, are seen together. Decisions are
+        to be applied in order."""
         before = (self._state, self._generation, self._workers)
         self._out = []
-        if self._state != "failed":
-            self._take(event, now)
-            self._settle(isinstance(event, Boundary), now)
+        for event in events:
+            if not self._has_failed():
+                self._take(event, now)
+        if not self._has_failed():
+            self._settle(any(isinstance(event, Boundary) for event in events), now)
         changed = before != (self._state, self._generation, self._workers)
         return self.view(changed=changed), tuple(self._out)
 
@@ -177,7 +182,7 @@ class Membership:
         member = self._members.get(worker)
         if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
-            self._look_again()
+            self._others = True
 
     def _broken(self, event: Break, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
@@ -213,7 +218,7 @@ class Membership:
         member = self._members.pop(worker, None)
         if member is None:
             return
-        self._look_again()
+        self._others = True
         self._gone.add(worker)
         reason = f"worker {worker} {reason}"
         if member.phase == "active" or (member.phase == "recovering" and not replaced):
@@ -247,11 +252,10 @@ class Membership:
     # Decisions --------------------------------------------------------------------------------------------------
 
     def _settle(self, boundary: bool, now: float) -> None:
-        if self._has_failed():
-            return
         self._replace_silent(now)
         if self._has_failed():
             return
+        self._look_again()
         self._shrink()
         if boundary and self._state == "running":
             self._change(now)
@@ -347,7 +351,10 @@ class Membership:
         self._left_out = found
 
     def _look_again(self) -> None:
-        """The workers are others: those that were left out may fit now."""
+        """If the workers are others, those that were left out may fit now."""
+        if not self._others:
+            return
+        self._others = False
         for member in [member for member in self._members.values() if member.left_out]:
             self._update(member.worker, left_out=False)
 

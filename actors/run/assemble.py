@@ -42,6 +42,7 @@ from actors.run.forming import Forming, Rendezvous
 from actors.run.generations import GenerationManager
 from actors.run.given_cluster import GivenCluster
 from actors.run.recalibrate import Recalibration, stages_of
+from actors.run.relays import Relays
 from actors.run.shortage import Shortage
 from actors.run.skips import Skips, skipped_before
 from actors.run.speeds import Speeds
@@ -161,6 +162,7 @@ def start_controller(
         speeds=Speeds(bags=not model.dit.spatial_temporal),
         recalibration=recalibration,
         asides=asides,
+        relays=Relays(least=config.workers.relay_from),
     )
 
 
@@ -186,8 +188,11 @@ def put_together(
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
     pace: LookPace | None = None,
+    relays: Relays | None = None,
 ) -> Controller:
-    """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device."""
+    """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device. Without `relays`
+    every worker is called by itself."""
+    relays = relays or Relays()
     committer = Committer(
         state=state,
         account=account,
@@ -207,6 +212,7 @@ def put_together(
         new_store=new_store,
         waits=StepWaits(config=config.workers, measured=measured),
         asides=turns,
+        relays=relays,
         given=GivenCluster(config.cluster),
         tell=events.tell,
         shortage=shortage,
@@ -222,7 +228,9 @@ def put_together(
         forming=forming,
         committer=committer,
     )
-    ending = Ending(config=config, events=events, committer=committer, monitor=monitor, parts=(pool, source, planner))
+    ending = Ending(
+        config=config, events=events, committer=committer, monitor=monitor, parts=(relays, pool, source, planner)
+    )
     return Controller(
         config=config,
         events=events,

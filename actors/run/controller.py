@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
+from actors.garbage import rare_garbage_collection
 from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
 from actors.plan.types import PlanError
 from actors.planning.client import PlannerClient
@@ -45,7 +46,7 @@ _STEPS_AHEAD = 2  # dispatched at a time: the running one and the next; a worker
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookPace:
-    """How often the controller looks at what may have changed outside the running step.
+    """How often the controller looks at what may have changed: outside the running step, and in it before it ends.
 
     On a thousand workers a look takes 0.02 s and more of this process; looks are then so far apart that they take
     `share` of the time, but no further than a death may go unnoticed.
@@ -82,6 +83,7 @@ class Controller:
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
     _look_s: float = 0.0  # from that look to the next
+    _vain_s: float = 0.0  # CPU seconds that the last question took whether a step has ended, which had not
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
@@ -94,6 +96,10 @@ class Controller:
     def train(self) -> Outcome:
         """Run to the end. Ray's errors leave the state to the controller that comes next; whatever else ends the run,
         raised or returned, its last committed step is on disk then, or `self.left` says where it is."""
+        with rare_garbage_collection():
+            return self._train()
+
+    def _train(self) -> Outcome:
         try:
             self._begin()
             while self.committer.committed < self.config.train.steps - 1:
@@ -148,7 +154,7 @@ class Controller:
         self._look_for_the_end(now)
         self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self.generations.observe(Tick())
-        self._look_s = self.pace.after(time.thread_time() - began)
+        self._look_s = self.pace.after(time.thread_time() - began + self._vain_s)
 
     def _look_for_the_end(self, now: float) -> None:
         """Raises StopRun when somebody has asked the run to end, or no worker can start."""
@@ -173,9 +179,12 @@ class Controller:
             return
         try:
             self._dispatch(runner)
+            began = time.thread_time()
             done = runner.collect(timeout_s=self._look_s) if runner.running else None
             if done is not None:
                 self._collected(runner, done)
+            else:
+                self._vain_s = time.thread_time() - began
             # The update of the next step waits for this commit, and keepers of one node answer at once.
             held_s = _HELD_S if done is not None else 0.0
             self.committer.settle(runner.world, quiet=not runner.running, timeout_s=held_s)

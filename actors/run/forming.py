@@ -22,6 +22,7 @@ from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
 from actors.run.frozen import disagreement, first_disagreement
 from actors.run.given_cluster import ClusterMismatch, GivenCluster
+from actors.run.relays import Relays
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner, room_of
 from actors.run.waits import StepWaits
@@ -52,6 +53,7 @@ class Forming:
     new_store: Callable[[], Rendezvous]  # one for each generation: what torch leaves in it must not reach the next
     waits: StepWaits
     asides: AsideTurns
+    relays: Relays
     given: GivenCluster
     tell: Tell
     shortage: Shortage | None = None  # None: nobody asks whether there is memory for what is trained
@@ -107,6 +109,7 @@ class Forming:
             lookahead=planning.lookahead,
             waits=self.waits,
             asides=self.asides,
+            relays=self.relays,
             bag_peers=planning.bag_peers,
             bags_gib=self.shortage.room.bags_gib(len(world)) if self.shortage is not None else 0.0,
             exports=state.is_exported,

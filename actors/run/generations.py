@@ -54,8 +54,9 @@ from actors.records.events import (
 )
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
+from actors.run.failures import has_failed
 from actors.run.forming import Forming
-from actors.run.steps import StepRunner, has_failed
+from actors.run.steps import StepRunner
 from actors.state.survivors import Survivors
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat
 
@@ -102,14 +103,15 @@ class GenerationManager:
 
     def look(self) -> None:
         """Take in everything that has changed with the workers, outside the running step."""
+        answered: list[Event] = []
         for parted in self.survivors.poll():  # before any patience is up: they may have answered long ago
             if parted.died:
                 self._remove(worker_name(parted.worker))
-                self.observe(Death(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
+                answered.append(Death(worker=parted.worker, reason=f"died while leaving its groups: {parted.died}"))
             else:
-                self.observe(RecoveredWorker(worker=parted.worker))
-        for event in self.lookout.look():
-            self.observe(event)
+                answered.append(RecoveredWorker(worker=parted.worker))
+        self.observe(*answered)
+        self.observe(*self.lookout.look())
 
     def lost(self, lost: GenerationLost) -> None:
         """The running generation cannot go on."""
@@ -159,9 +161,12 @@ class GenerationManager:
             self._proven = done.running.generation
             self.observe(FirstStep())
 
-    def observe(self, event: Event) -> None:
-        """Let the membership decide what follows, and do it. Raises StopRun when it cannot go on."""
-        self.view, decisions = self.membership.observe(event, self.clock.now())
+    def observe(self, *events: Event) -> None:
+        """Let the membership decide what follows from what was seen at one time, and do it. Raises StopRun when it
+        cannot go on."""
+        if not events:
+            return
+        self.view, decisions = self.membership.observe(events, self.clock.now())
         self.events.begin(self.view.generation)
         for decision in decisions:
             self._apply(decision)

@@ -16,8 +16,9 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.messages import IO, MemoryExceeded, OutOfMemory, PublishedResult, StepReport
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
+from actors.letters import FINISH, Letter, NodeAnswer, RelayedCall, RelayHandle, RelaySeat
+from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, Snapshot, StepReport
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
 from actors.ray_calls import GONE, get, get_all, wait
@@ -25,6 +26,9 @@ from actors.refs import Ref
 from actors.run.asides import AsideTurns
 from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
+from actors.run.failures import exceeded_of, failure_of, has_lost_argument, last_line
+from actors.run.relay import ENDED_S
+from actors.run.relays import Relays
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 from ops.degrees import BagRanks
@@ -34,12 +38,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answer may arrive so much later
+_METHODS: dict[Module, str] = {"text": "encode_text", "vae": "encode_vae", "dit": "dit"}  # of a worker
+
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _ROOM_CHANGE = 0.02  # share of the memory for cascades
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
-# Ray raises the error of the lost argument itself; only these words say that the call never ran.
-_LOST_ARGUMENT = "input arguments for this task could not be computed"
 
 
 @dataclass(kw_only=True)
@@ -60,18 +63,27 @@ class StepRunner:
     first_budget_s: float | None = None  # the same for the first plan of the generation
     waits: StepWaits
     asides: AsideTurns
+    relays: Relays = field(default_factory=Relays)
     bag_peers: int = 0  # that all bags of a worker have together; 0: no limit
     bags_gib: float = 0.0  # of a GPU that their communicators may come to take
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
     _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
+    _at_relays: dict[str, str] = field(default_factory=dict)  # published and not asked for yet: cascade -> node
     _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
     _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
     _planned: bool = False
 
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.bag_peers)
+        self._relay_of: Mapping[str, RelayHandle] = self.relays.of(self.world)
+        self._letters: dict[str, list[RelayedCall]] = {}  # by node: of the step that is being dispatched
+        self._sent = 0  # letters to each node
+        self._formed_by = tuple(self.forming) if self._relay_of else ()  # by rank
+        self._ranks: dict[str, list[int]] = {}  # by node
+        for rank, seat in enumerate(self.world):
+            self._ranks.setdefault(seat.node, []).append(rank)
 
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""
@@ -122,8 +134,9 @@ class StepRunner:
             patience,
             assignment.rates,
         )
+        self._letters = {node: [] for node in self._relay_of}
         self._connect(bags)
-        submitted = [self._submit(call, data) for call in calls]
+        submitted = [(call, self._submit(call, data)) for call in calls]
         outlasted = {call.rank for call in calls if call.task.outlasts}
         self.asides.give(self.generation, step, self.world, assignment.cascades, outlasted, patience)
         export = self.exports(step)
@@ -132,15 +145,19 @@ class StepRunner:
             finish_of(rank, mine[rank], self.generation, step, export, before[rank], patience)
             for rank in range(len(self.world))
         ]
-        finishes = [
-            seat.handle.finish_step.options(name="finish").remote(task)
-            for seat, task in zip(self.world, tasks, strict=True)
-        ]
-        watched = [*self._outlasting_calls, *submitted]
+        finishes: dict[Ref[tuple[StepReport, Snapshot | None]], int] = {}
+        for rank, (seat, task) in enumerate(zip(self.world, tasks, strict=True)):
+            if seat.node in self._letters:
+                self._letters[seat.node].append(RelayedCall(rank=rank, method=FINISH, name="finish", arguments=(task,)))
+            else:
+                finishes[seat.handle.finish_step.options(name="finish").remote(task)] = rank
+        watched = [*self._outlasting_calls, *(one for _, one in submitted if one is not None)]
         self._outlasting = [call for call in calls if call.task.outlasts]
-        self._outlasting_calls = [one for one, call in zip(submitted, calls, strict=True) if call.task.outlasts]
         end_s = end_of(assignment.cascades, step)
-        self._outlasting_calls += [self._submit_end(call, end_s) for call in self._outlasting]
+        ends = [self._submit_end(call, end_s) for call in self._outlasting]
+        begun = [one for call, one in submitted if call.task.outlasts]
+        self._outlasting_calls = [one for one in (*begun, *ends) if one is not None]
+        letters = self._send_letters(step)
         running = RunningStep(
             step=step,
             generation=self.generation,
@@ -148,7 +165,9 @@ class StepRunner:
             data=data[step],
             results=dict(self._results),
             calls=watched,
+            open_dits={call.reference: call for call in watched if call.module == "dit"},
             finishes=finishes,
+            letters=letters,
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
             num_calls=len(calls),
@@ -171,11 +190,12 @@ class StepRunner:
         ConfigError where the workers could not form the generation and no other one would be better."""
         running = self.running[0]
         self._check_forming()
-        ready, waiting = wait(running.finishes, num_returns=len(running.finishes), timeout=timeout_s)
+        asked: list[Ref[object]] = [*running.finishes, *running.letters]
+        ready, waiting = wait(asked, num_returns=len(asked), timeout=timeout_s)
         self._raise_failures(ready, ended=not waiting)
         if waiting:
             return None
-        answers = [running.answers[reference] for reference in running.finishes]
+        answers = [running.answers[rank] for rank in range(len(self.world))]
         self._check_weights([report for report, _ in answers])
         self.waits.finished([report for report, _ in answers])
         self.running.pop(0)
@@ -206,7 +226,13 @@ class StepRunner:
                     of_rank.setdefault(rank, []).append(bag)
         for rank in sorted({*connected, *closed}):
             mine, left = tuple(connected.get(rank, ())), tuple(closed.get(rank, ()))
-            self.world[rank].handle.prepare.remote(self.generation, mine, left)
+            seat, arguments = self.world[rank], (self.generation, mine, left)
+            if seat.node in self._letters:
+                self._letters[seat.node].append(
+                    RelayedCall(rank=rank, method="prepare", name="prepare", arguments=arguments)
+                )
+            else:
+                seat.handle.prepare.remote(*arguments)
 
     def _use_cache(self, data: StepData) -> None:
         """Results that were encoded long ago count as published."""
@@ -216,20 +242,26 @@ class StepRunner:
             for sample in data.items.items[item].samples:
                 self._holdings.published[module, sample.id] = source
 
-    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
+    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall | None:
+        """Make a call; None where it went into a letter, whose answer says what becomes of it."""
         seat, task = self.world[call.rank], call.task
-        handle, shown = seat.handle, shape_of(task.name)
+        shown, publishes = shape_of(task.name), bool(task.publish) and not task.outlasts
         if task.module == "dit":
-            reference: Ref[object] = handle.dit.options(name=shown).remote(
-                task, *[self._results[c] for c in call.needs]
-            )
+            arguments: list[Ref[object]] = [self._result(source) for source in call.needs]
             reads_data = any(source.startswith(_CACHED) for source in call.needs)
         else:
-            batches = [data[task.step].batches[item] for item in call.items]
-            method = handle.encode_text if task.module == "text" else handle.encode_vae
-            encoded = method.options(name=shown).remote(task, *batches)
-            reference, reads_data = encoded, True
-            if not task.outlasts:
+            arguments, reads_data = [data[task.step].batches[item] for item in call.items], True
+        if seat.node in self._letters:
+            self._relay(call.rank, task, _METHODS[task.module], shown, arguments, reads_data, publishes)
+            return None
+        reference: Ref[object]
+        if task.module == "dit":
+            reference = seat.handle.dit.options(name=shown).remote(task, *arguments)
+        else:
+            method = seat.handle.encode_text if task.module == "text" else seat.handle.encode_vae
+            encoded = method.options(name=shown).remote(task, *arguments)
+            reference = encoded
+            if publishes:
                 self._publish(call, encoded)
         return SubmittedCall(
             worker=seat.name,
@@ -239,23 +271,78 @@ class StepRunner:
             reads_data=reads_data,
         )
 
-    def _submit_end(self, call: Call, end_s: float) -> SubmittedCall:
+    def _submit_end(self, call: Call, end_s: float) -> SubmittedCall | None:
         """The end of an encode that outlasts its step, which ends at `end_s`: after the update in its worker's queue.
-        It counts with the next step, and its planned times are from that step's start."""
+        It counts with the next step, and its planned times are from that step's start. None where it is in a letter."""
         seat, planned = self.world[call.rank], call.task
         start_s, over_s = planned.planned_start_s - end_s, planned.planned_end_s - end_s
-        task = replace(planned, planned_start_s=start_s, planned_end_s=over_s)
-        ended = seat.handle.outlasted.options(name=f"end of {shape_of(task.name)}").remote(task)
-        self._publish(call, ended)
+        task, shown = replace(planned, planned_start_s=start_s, planned_end_s=over_s), shape_of(planned.name)
+        if seat.node in self._letters:
+            self._relay(call.rank, task, "outlasted", f"end of {shown}", publishes=bool(task.publish))
+            return None
+        ended = seat.handle.outlasted.options(name=f"end of {shown}").remote(task)
+        if task.publish:
+            self._publish(call, ended)
         return SubmittedCall(worker=seat.name, name=task.name, module=task.module, reference=ended, reads_data=False)
 
     def _publish(self, call: Call, reference: Ref[list[PublishedResult]]) -> None:
-        task, handle, shown = call.task, self.world[call.rank].handle, shape_of(call.task.name)
-        if task.publish and self.world[call.rank].publishes_later:
-            later = handle.published.options(name=f"handoff {shown}", concurrency_group=IO)
-            self._results[task.cascade] = later.remote(task, [reference])
-        elif task.publish:
-            self._results[task.cascade] = reference
+        task, seat, shown = call.task, self.world[call.rank], shape_of(call.task.name)
+        if seat.publishes_later:
+            later = seat.handle.published.options(name=f"handoff {shown}", concurrency_group=IO)
+            reference = later.remote(task, [reference])
+        self._results[task.cascade] = reference
+
+    def _relay(
+        self,
+        rank: int,
+        task: CascadeTask,
+        method: str,
+        shown: str,
+        references: Sequence[Ref[object]] = (),
+        reads_data: bool = False,
+        publishes: bool = False,
+    ) -> None:
+        """Put a call into the letter to its worker's node."""
+        node = self.world[rank].node
+        self._letters[node].append(
+            RelayedCall(
+                rank=rank,
+                method=method,
+                name=shown,
+                arguments=(task,),
+                references=tuple(references),
+                reads_data=reads_data,
+                publishes=publishes,
+            )
+        )
+        if publishes:
+            self._at_relays[task.cascade] = node
+
+    def _result(self, source: str) -> Ref[list[PublishedResult]]:
+        """What a cascade has published. A relay is asked here, for what is needed: ranks turn out to have much of what
+        early encodes leave for all."""
+        if source not in self._results:
+            asked = self._relay_of[self._at_relays.pop(source)].published.options(name="handoff by relay")
+            self._results[source] = asked.remote(self.generation, source)
+        return self._results[source]
+
+    def _send_letters(self, step: int) -> dict[Ref[NodeAnswer], str]:
+        """Send the calls of a step to the nodes that have a relay. Returns the answers, with the nodes."""
+        sent: dict[Ref[NodeAnswer], str] = {}
+        for node, calls in self._letters.items():
+            here = self._ranks[node] if not self._sent else []
+            letter = Letter(
+                generation=self.generation,
+                number=self._sent,
+                step=step,
+                calls=tuple(calls),
+                seats={rank: _relay_seat(self.world[rank]) for rank in here},
+                forming=tuple(self._formed_by[rank] for rank in here),
+            )
+            sent[self._relay_of[node].step.options(name="letter").remote(letter)] = node
+        self._sent += 1
+        self._letters = {}
+        return sent
 
     def _remember_early(self, assignment: StepAssignment, step: int) -> None:
         """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there. Their
@@ -272,6 +359,7 @@ class StepRunner:
         self._holdings.drop_before(step + 1)
         wanted = set(self._holdings.published.values())
         self._results = {cascade: r for cascade, r in self._results.items() if cascade in wanted}
+        self._at_relays = {cascade: node for cascade, node in self._at_relays.items() if cascade in wanted}
 
     def _check_forming(self) -> None:
         """A worker that could not form the generation leaves the others waiting for it in a collective."""
@@ -312,26 +400,57 @@ class StepRunner:
         dead: list[str] = []
         failed: dict[str, str] = {}
         exceeded: list[MemoryExceeded] = []
-        answers = self.running[0].answers
-        ready = set(references)
-        fresh = {one for one in self.running[0].finishes if one in ready and one not in answers}
-        for seat, reference in zip(self.world, self.running[0].finishes) if not _taken(fresh, answers) else ():
-            if reference not in fresh:
-                continue
-            try:
-                answers[reference] = get(reference)
-            except GONE as error:
-                log.debug("%s is gone: %s", seat.name, error)
-                dead.append(seat.name)
-            except ray.exceptions.RayTaskError as error:
-                failed[seat.name] = str(error.cause)
-                exceeded += exceeded_of(error)
+        running, ready = self.running[0], set(references)
+        ends: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = {}
+        fresh = [one for one, rank in running.finishes.items() if one in ready and rank not in running.answers]
+        if not _taken(fresh, ends):
+            for reference in fresh:
+                worker = self.world[running.finishes[reference]].name
+                try:
+                    ends[reference] = get(reference)
+                except GONE as error:
+                    log.debug("%s is gone: %s", worker, error)
+                    dead.append(worker)
+                except ray.exceptions.RayTaskError as error:
+                    failed[worker] = str(error.cause)
+                    exceeded += exceeded_of(error)
+        running.answers.update({running.finishes[reference]: end for reference, end in ends.items()})
+        pixels_lost = self._hear(running, ready, dead, failed, exceeded)
         if not dead:
             failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
         if failed and not dead:  # by a worker that is in no generation, as it could not form this one
             self._check_forming()
         if dead or failed:
-            raise GenerationLost(dead, failed, self._pixels_lost(), exceeded)
+            raise GenerationLost(dead, failed, pixels_lost or self._pixels_lost(), exceeded)
+
+    def _hear(
+        self,
+        running: RunningStep,
+        ready: Collection[Ref[object]],
+        dead: list[str],
+        failed: dict[str, str],
+        exceeded: list[MemoryExceeded],
+    ) -> bool:
+        """Take in the answers of relays that have come. Returns whether one says that pixels are lost. Of a node whose
+        relay is gone, workers that live leave their groups like all others, and are called directly then."""
+        fresh, pixels_lost = [one for one in running.letters if one in ready and one not in running.heard], False
+        answers: dict[Ref[NodeAnswer], NodeAnswer] = {}
+        if not _taken(fresh, answers):
+            for reference in fresh:
+                node = running.letters[reference]
+                try:
+                    answers[reference] = get(reference)
+                except ray.exceptions.RayError as error:
+                    self.relays.lose(node)
+                    failed[f"relay of node {node[:8]}"] = last_line(str(error)) or type(error).__name__
+        for one in answers.values():
+            running.answers.update(one.ends)
+            dead += one.dead
+            failed.update(one.failed)
+            exceeded += one.exceeded
+            pixels_lost |= one.pixels_lost
+        running.heard.update(answers)
+        return pixels_lost
 
     def _failed_calls(self, ended: bool, exceeded: list[MemoryExceeded]) -> dict[str, str]:
         """Workers whose DiT calls failed, and why; adds to what is known to have `exceeded` the memory. A call whose
@@ -339,21 +458,18 @@ class StepRunner:
         waits for its result."""
         failed: dict[str, str] = {}
         for running in self.running:
-            patience = _ENDED_S if ended and running is self.running[0] else 0.0
-            unknown = (call for call in running.calls if call.reference not in running.ended_well)
-            dits = {call.reference: call for call in unknown if call.module == "dit"}
+            patience = ENDED_S if ended and running is self.running[0] else 0.0
+            dits = running.open_dits
             done, waiting = wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
             if patience and waiting:
                 call = dits[waiting[0]]
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
-            if _taken(done, {}):
-                running.ended_well.update(done)
-                continue
+            well = _taken(done, {})
             for reference in done:
-                if why := failure_of(reference, exceeded):
+                if not well and (why := failure_of(reference, exceeded)):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
                 else:
-                    running.ended_well.add(reference)
+                    del dits[reference]
         return failed
 
     def _pixels_lost(self) -> bool:
@@ -372,6 +488,10 @@ def _taken(references: Collection[Ref[T]], into: dict[Ref[T], T]) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+def _relay_seat(seat: Seat) -> RelaySeat:
+    return RelaySeat(name=seat.name, handle=seat.handle, publishes_later=seat.publishes_later)
 
 
 def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:
@@ -423,50 +543,3 @@ def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError |
         if isinstance(error, MemoryError):
             return PlanError(f"{name} could not form the generation: {error}")
     return next((error for error in failed.values() if isinstance(error, ConfigError)), None)
-
-
-def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:
-    """What ran out of memory, if that is why a call failed: itself, or an encode that it needs the result of."""
-    return [error.cause.found] if isinstance(error.cause, OutOfMemory) else []
-
-
-def failure_of(call: Ref[object], exceeded: list[MemoryExceeded] | None = None) -> str:
-    """Why an ended call failed, or "". If a worker it needs is gone, that worker's finish says so instead. What ran out
-    of memory is added to `exceeded`."""
-    try:
-        get(call)
-    except ray.exceptions.RayTaskError as error:
-        if exceeded is not None:
-            exceeded += exceeded_of(error)
-        return "" if isinstance(error.cause, GONE) else _last_line(str(error.cause) or str(error))
-    except GONE as error:
-        log.debug("a call failed: %s", error)
-    except ray.exceptions.RayError as error:
-        return _last_line(str(error))
-    return ""
-
-
-def has_failed(call: Ref[object]) -> bool:
-    """Whether an ended call has raised, or its worker is gone."""
-    try:
-        get(call)
-    except ray.exceptions.RayError:
-        return True
-    return False
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
-
-
-def has_lost_argument(call: Ref[object]) -> bool:
-    """Whether an ended call of a worker never ran because its pixels were lost, or could not be decoded again."""
-    try:
-        get(call)
-    except ray.exceptions.RayTaskError as error:
-        return isinstance(error.cause, ray.exceptions.ObjectLostError) or _LOST_ARGUMENT in str(error)
-    except GONE as error:
-        log.debug("an encode call failed: %s", error)
-    except ray.exceptions.RayError:
-        return True
-    return False

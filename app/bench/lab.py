@@ -299,7 +299,8 @@ class LabRun:
         ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
-        """End the process of the "planner", "feeder", "monitor", of one "keeper" or of all "keepers" without notice."""
+        """End the process of the "planner", "feeder", "monitor", of a "relay" or "keeper", or of all "keepers" without
+        notice."""
         from actors.ray_calls import kill
 
         controller = self.controller
@@ -308,6 +309,7 @@ class LabRun:
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
             "monitor": lambda: [controller.generations.monitor],
+            "relay": lambda: list(controller.generations.forming.relays.known.values())[:1],
             "keeper": lambda: list(keepers().values())[:1],
             "keepers": lambda: list(keepers().values()),
         }[kind]()

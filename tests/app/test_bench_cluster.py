@@ -40,13 +40,15 @@ from app.bench.cluster.tables import curves_of, fitted, ways_of
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
 
-def test_a_run_goes_on_when_a_worker_and_a_node_are_lost_and_another_joins() -> None:
+@pytest.mark.parametrize("relay_from", [0, 2], ids=["direct", "by relays"])
+def test_a_run_goes_on_when_a_worker_and_a_node_are_lost_and_another_joins(relay_from: int) -> None:
     lost = (
         Disturbance(step=1, what="worker"),
         Disturbance(step=4, what="node"),
         Disturbance(step=6, what="join"),
     )
-    found = run_here(Setup(nodes=3, gpus=2, steps=14, budget_s=0.01, physics=FAST, disturbances=lost), timeout_s=120)
+    setup = Setup(nodes=3, gpus=2, steps=14, budget_s=0.01, physics=FAST, disturbances=lost, relay_from=relay_from)
+    found = run_here(setup, timeout_s=120)
     assert found.steps == 14 and found.workers == 6
     assert [seen.what for seen in found.recovered] == ["worker", "node", "join"]
     assert found.recovered[0].workers == 5
@@ -119,15 +121,15 @@ def test_a_worker_runs_calls_in_their_order_and_refuses_a_step_that_it_has_not_r
         keeper: Any = VirtualKeeper("n0000")
         form = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=Origin(step=4), home=keeper, nodes=(0,))
         finish = FinishTask(generation=1, step=0, export=False, cascades=(), weight=0.0)
-        late = asyncio.ensure_future(host.call("w0", 1, "finish_step", [finish]))  # before the call it follows
+        late = asyncio.ensure_future(host.call("w0", "me", 1, "finish_step", [finish]))  # before the call it follows
         await asyncio.sleep(0)
-        await host.call("w0", 0, "form", [form])
+        await host.call("w0", "me", 0, "form", [form])
         report, snapshot = await late
         assert report.step == 0 and snapshot is None
         with pytest.raises(RuntimeError, match="step 1 ends with"):
-            await host.call("w0", 2, "finish_step", [replace(finish, step=1, cascades=("s1/dit/0",))])
+            await host.call("w0", "me", 2, "finish_step", [replace(finish, step=1, cascades=("s1/dit/0",))])
         with pytest.raises(StaleGeneration):
-            await host.call("w0", 3, "finish_step", [replace(finish, step=1)])
+            await host.call("w0", "me", 3, "finish_step", [replace(finish, step=1)])
         await host.end(["w0"])
 
     asyncio.run(play())

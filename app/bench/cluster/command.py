@@ -52,6 +52,7 @@ def run(
     ] = None,
     speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0,
     on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
+    direct: Annotated[bool, typer.Option("--direct", help="Every worker is called by itself, without relays.")] = False,
     calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
     seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
     out: Annotated[
@@ -72,7 +73,7 @@ def run(
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
     from app.bench.cluster.ddp import NoDegree
     from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
+    from app.bench.cluster.simulate import RELAY_FROM, Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
 
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
@@ -95,6 +96,7 @@ def run(
                 strategy=name,
                 physics=Physics(speed=speed, seed=seed),
                 disturbances=() if calm else disturbances(steps, count),
+                relay_from=0 if direct else RELAY_FROM,
             )
             try:
                 if on_ray:
@@ -124,13 +126,19 @@ def run(
                 ("--steps", steps),
                 ("--strategy", ways),
             ]
-            options += [("--speed", f"{speed:g}"), ("--ray", on_ray), ("--calm", calm), ("--seed", seed)]
+            options += [
+                ("--speed", f"{speed:g}"),
+                ("--ray", on_ray),
+                ("--direct", direct),
+                ("--calm", calm),
+                ("--seed", seed),
+            ]
             command = command_of("cluster", [*options, ("--out", path.name)])
             path.write_text(html(compared, found, curves, command, facts_of()), encoding="utf-8")
         else:
             told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
             told["ddp"] = [asdict(one) for one in evaluated]
-            path.write_text(json.dumps({"speed": speed, "ray": on_ray, **told}, indent=1))
+            path.write_text(json.dumps({"speed": speed, "ray": on_ray, "direct": direct, **told}, indent=1))
 
 
 def sizes_of(text: str) -> list[int]:

@@ -15,7 +15,7 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -47,6 +47,25 @@ class LocalCall:
         return self._actor.submit(self._method, arguments)
 
 
+class AwaitableFuture(Future[T]):
+    """A reference that a coroutine can wait for, too, with Ray's errors."""
+
+    def __await__(self) -> Generator[object, None, T]:
+        return self._value().__await__()
+
+    async def _value(self) -> T:
+        try:
+            return await asyncio.shield(asyncio.wrap_future(self))
+        except ray.exceptions.RayError:
+            raise
+        except asyncio.CancelledError:
+            if self.cancelled():
+                raise ray.exceptions.ActorDiedError() from None
+            raise
+        except Exception as error:
+            raise _TASK_ERROR("here", str(error), error) from error
+
+
 class Post:
     """Calls on their way to a loop, which is woken once for many of them: to wake it is a system call."""
 
@@ -56,9 +75,9 @@ class Post:
         self._woken = False
         self._running: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
 
-    def send(self, call: Coroutine[object, object, T]) -> Future[T]:
+    def send(self, call: Coroutine[object, object, T]) -> AwaitableFuture[T]:
         """The answer of `call`, which runs on the loop after those that this thread sent before."""
-        answer: Future[T] = Future()
+        answer: AwaitableFuture[T] = AwaitableFuture()
         self._sent.append(_answered(answer, call))
         if not self._woken:
             self._woken = True
@@ -150,7 +169,7 @@ class LocalCalls:
         return done, waiting
 
     def put(self, value: T) -> Future[T]:
-        made: Future[T] = Future()
+        made: AwaitableFuture[T] = AwaitableFuture()
         made.set_result(value)
         return made
 

@@ -11,10 +11,12 @@ from typing import Protocol
 
 from ray.exceptions import ActorDiedError
 
-from actors.messages import HeldShard, WorkerInfo
+from actors.letters import Letter, NodeAnswer
+from actors.messages import HeldShard, PublishedResult, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
 from actors.refs import Method
+from actors.run.relay import Relay
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
@@ -29,7 +31,13 @@ class HostHandle(Protocol):
     @property
     def add(self) -> Method[[str, str], WorkerInfo]: ...
     @property
-    def call(self) -> Method[[str, int, str, Sequence[object]], object]: ...
+    def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
+    @property
+    def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
+    @property
+    def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
+    @property
+    def end_relay(self) -> Method[[str], None]: ...
     @property
     def end(self) -> Method[[Sequence[str]], None]: ...
     @property
@@ -113,6 +121,8 @@ class Host:
         self._workers: dict[str, VirtualWorker] = {}
         self._hosts: Sequence[HostHandle] = ()
         self._meetings = Meetings()
+        self._relays: dict[str, Relay] = {}  # by node
+        self._relays_gone: dict[str, asyncio.Event] = {}
         self._kept: dict[str, list[HeldShard]] = {}  # by node of the keeper
         self._local: dict[int, set[int]] = {}  # ranks that are here, by generation
 
@@ -128,18 +138,43 @@ class Host:
         worker.idle()
         return WorkerInfo(worker=name, node=node, host=node, pid=os.getpid(), device="virtual", gpu_memory_gib=0.0)
 
-    async def call(self, name: str, number: int, method: str, arguments: Sequence[object]) -> object:
-        """The `number`th call of a worker, from 0; it begins when those before it have ended."""
+    async def call(self, name: str, caller: str, number: int, method: str, arguments: Sequence[object]) -> object:
+        """The `number`th call of a caller to a worker, from 0; it begins when those before it have ended."""
         worker = self._workers.get(name)
         if worker is None:
             raise ActorDiedError()
-        return await worker.take(number, method, arguments)
+        return await worker.take(caller, number, method, arguments)
 
     async def end(self, names: Sequence[str]) -> None:
         """These workers die."""
         for name in names:
             if (worker := self._workers.pop(name, None)) is not None:
                 worker.die()
+
+    async def relay_step(self, node: str, letter: Letter) -> NodeAnswer:
+        """A letter to the relay of a node, which dies with it."""
+        relay, gone = self._relay(node), self._relays_gone.setdefault(node, asyncio.Event())
+        working, lost = asyncio.ensure_future(relay.step(letter)), asyncio.ensure_future(gone.wait())
+        await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not working.done():
+            working.cancel()
+            raise ActorDiedError()
+        return working.result()
+
+    async def relay_published(self, node: str, generation: int, cascade: str) -> list[PublishedResult]:
+        """What an encode of a letter to this node leaves for others."""
+        return await self._relay(node).published(generation, cascade)
+
+    async def end_relay(self, node: str) -> None:
+        """The process of a node's relay is gone."""
+        self._relays.pop(node, None)
+        self._relays_gone.setdefault(node, asyncio.Event()).set()
+
+    def _relay(self, node: str) -> Relay:
+        if (gone := self._relays_gone.get(node)) is not None and gone.is_set():
+            raise ActorDiedError()
+        return self._relays.setdefault(node, Relay())
 
     async def closed(self, generation: int) -> None:
         """A member of this generation is gone: its connections to the others are closed."""

@@ -4,29 +4,35 @@ Real: controller, generations, membership, lookout, monitor, dispatch, waits, co
 client, step source, metrics. With `--ray` every call to a worker, and every answer, goes through Ray, as in a run, to
 an actor that hosts many of them; else to threads of this process, without copies.
 
+Relays are the real ones, but those of many nodes share the process that hosts their workers.
+
 Not real: what the workers compute; training state, of which only ranges are kept and sent; keepers, which take a shard
 at once; checkpoints; the feeder's files and decoding.
 """
 
 from __future__ import annotations
 
+import itertools
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
+from typing import Concatenate, Generic, TypeVar, cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
+from actors.letters import NodeAnswer, RelayHandle
+from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
-from actors.refs import Ref
+from actors.refs import Method, Ref
+from actors.run.relays import Relays
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import KeeperHandle, Standing, place
 from actors.state.keeper_fleet import Base
@@ -36,6 +42,8 @@ from actors.step import DrawnItem, Position, StepBatches
 from app.bench.cluster.host import HostHandle
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
+
+R = TypeVar("R")
 
 
 @dataclass
@@ -88,22 +96,60 @@ class VirtualCall:
     def remote(self, *arguments: object) -> Ref[object]:
         """One call of Ray, as to a worker of its own process."""
         handle = self._handle
-        number = handle.calls
-        handle.calls += 1
+        number = next(handle.calls)
         call = handle.host.call.options(name=self._name) if self._name else handle.host.call
-        return call.remote(handle.name, number, self._method, arguments)
+        return call.remote(handle.name, handle.caller, number, self._method, arguments)
 
 
 class VirtualHandle:
-    """Looks like `actors.messages.WorkerHandle`; counts its calls, which a host answers in this order."""
+    """Looks like `actors.messages.WorkerHandle`; counts its calls, which a host answers in this order. In another
+    process it is another caller."""
 
     def __init__(self, name: str, host: HostHandle) -> None:
-        self.name, self.host, self.calls = name, host, 0
+        self.name, self.host, self.calls, self.caller = name, host, itertools.count(), uuid.uuid4().hex[:8]
+
+    def __reduce__(self) -> tuple[type[VirtualHandle], tuple[str, HostHandle]]:
+        return VirtualHandle, (self.name, self.host)
 
     def __getattr__(self, method: str) -> VirtualCall:
         if method.startswith("_"):
             raise AttributeError(method)
         return VirtualCall(self, method)
+
+
+class VirtualRelay:
+    """Looks like `actors.letters.RelayHandle`: the relay of a node, which is in the process of its workers."""
+
+    def __init__(self, node: str, host: HostHandle) -> None:
+        self._node, self.host = node, host
+
+    @property
+    def step(self) -> OfNode[NodeAnswer]:
+        return OfNode(self._node, self.host.relay_step)
+
+    @property
+    def published(self) -> OfNode[list[PublishedResult]]:
+        return OfNode(self._node, self.host.relay_published)
+
+
+class OfNode(Generic[R]):
+    """A method of a host that wants the name of a node first."""
+
+    def __init__(self, node: str, method: Method[Concatenate[str, ...], R]) -> None:
+        self._node, self._method = node, method
+
+    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
+        return OfNode(self._node, self._method.options(name=name))
+
+    def remote(self, *arguments: object) -> Ref[R]:
+        return self._method.remote(self._node, *arguments)
+
+
+class VirtualRelays(Relays):
+    """The real book of relays."""
+
+    def _end(self, relay: RelayHandle) -> None:
+        """They end with their hosts."""
 
 
 class VirtualPool(Pool):

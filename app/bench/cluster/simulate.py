@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from actors.config import (
     CheckpointConfig,
@@ -23,6 +23,7 @@ from actors.config import (
     WorkersConfig,
 )
 from actors.feed.step_source import FeederHandle, StepSource
+from actors.letters import RelayHandle
 from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
@@ -49,6 +50,8 @@ from app.bench.cluster.parts import (
     VirtualKeepers,
     VirtualLookout,
     VirtualPool,
+    VirtualRelay,
+    VirtualRelays,
     VirtualState,
     VirtualWriter,
 )
@@ -60,6 +63,7 @@ from ops.models.config import ModelConfig
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
 WORKLOAD = CONFIGS / "bench/A-16gpu.json"
+RELAY_FROM = 128
 TEXT_S = 0.2  # of a text encode, which the profile does not have
 GPUS_OF_AN_ITEM = 4  # the workload has four items for 16 GPUs
 _PATIENCE_S = 3600.0
@@ -136,6 +140,7 @@ class Setup:
     physics: Physics = field(default_factory=Physics)
     workload: Path = WORKLOAD
     disturbances: tuple[Disturbance, ...] = ()
+    relay_from: int = RELAY_FROM  # workers.relay_from; 0: every worker is called by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,6 +310,10 @@ def controller_of_virtual(
         new_store=_NoStore,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         skips=Skips(10, events.tell),
+        relays=VirtualRelays(
+            least=config.workers.relay_from,
+            start=lambda node: cast(RelayHandle, VirtualRelay(node, pool.host_of(node))),
+        ),
     )
     return controller, machines
 
@@ -326,6 +335,8 @@ def disturb(what: str, controller: Controller, machines: Machines, hosts: Sequen
     dead = machines.lose(victim.node) if what == "node" else [victim.name]
     for host in hosts:
         host.end.remote(dead)
+        if what == "node":
+            host.end_relay.remote(victim.node)
         host.closed.remote(manager.view.generation)
 
 
@@ -338,7 +349,12 @@ def runtime_config(setup: Setup) -> RuntimeConfig:
         data=DataConfig(sources=(SourceConfig(path="nowhere"),)),
         train=TrainConfig(steps=setup.steps),
         workers=WorkersConfig(
-            min=max(1, most // 2), max=most, device="cpu", suspect_s=120.0, collective_timeout_s=600.0
+            min=max(1, most // 2),
+            max=most,
+            device="cpu",
+            suspect_s=120.0,
+            collective_timeout_s=600.0,
+            relay_from=setup.relay_from,
         ),
         planner=planner_config(setup),
         snapshot=SnapshotConfig(every=1),

@@ -1,6 +1,6 @@
 """A virtual worker: it answers the controller's calls as `actors.worker.worker` does, and waits where that computes.
 
-Kept is what the controller can see of a worker: its calls run one after the other in the order in which they were made;
+Kept is what the controller can see of a worker: calls of one caller run one after the other in their order;
 the members of a bag meet before they begin; a step ends when all workers have come; a worker that has not run what the
 end of its step names, or has run it twice, refuses to end it; calls of a generation that is over are refused. A cascade
 lasts as long as the true profile says, times noise, and now and then half as long again.
@@ -65,8 +65,9 @@ class VirtualWorker:
         self.dead = False
         self.beats: asyncio.Task[None] | None = None
         self.progress = Progress.of_start(name)
-        self._turn = 0
-        self._waiting: dict[int, asyncio.Event] = {}
+        self._turns: Counter[str] = Counter()  # by caller: the number of its next call
+        self._waiting: dict[tuple[str, int], asyncio.Event] = {}
+        self._busy = asyncio.Lock()
         self._running: asyncio.Task[object] | None = None
         self._seat: FormTask | None = None
         self._topology: Topology | None = None
@@ -78,21 +79,22 @@ class VirtualWorker:
 
     # -- calls in their order ------------------------------------------------------------------------------------------
 
-    async def take(self, number: int, method: str, arguments: Sequence[object]) -> object:
-        """Call `method` when all calls with smaller numbers have ended."""
-        if number != self._turn and not self.dead:
-            await self._waiting.setdefault(number, asyncio.Event()).wait()
-        if self.dead:
-            raise ActorDiedError()
-        self._running = asyncio.ensure_future(getattr(self, method)(*arguments))
-        try:
-            return await self._running
-        except asyncio.CancelledError:
-            raise ActorDiedError() from None
-        finally:
-            self._turn += 1
-            if (following := self._waiting.pop(self._turn, None)) is not None:
-                following.set()
+    async def take(self, caller: str, number: int, method: str, arguments: Sequence[object]) -> object:
+        """Call `method` when all calls of this caller with smaller numbers have ended, and none of another runs."""
+        if number != self._turns[caller] and not self.dead:
+            await self._waiting.setdefault((caller, number), asyncio.Event()).wait()
+        async with self._busy:
+            if self.dead:
+                raise ActorDiedError()
+            self._running = asyncio.ensure_future(getattr(self, method)(*arguments))
+            try:
+                return await self._running
+            except asyncio.CancelledError:
+                raise ActorDiedError() from None
+            finally:
+                self._turns[caller] += 1
+                if (following := self._waiting.pop((caller, self._turns[caller]), None)) is not None:
+                    following.set()
 
     def die(self) -> None:
         """The process is gone: whatever was asked of it fails."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,7 @@ from actors.pool.membership_types import (
     Limits,
     LoadedWorker,
     Loading,
+    Member,
     NodeDeath,
     RecoveredWorker,
     Replacement,
@@ -61,9 +63,15 @@ class Pool:
         self.now += after
         decisions: list[Decision] = []
         for event in events:
-            self.view, found = self.membership.observe(event, self.now)
+            self.view, found = self.membership.observe([event], self.now)
             decisions += found
         return decisions
+
+    def see_at_once(self, *events: Event, after: float = 0.0) -> list[Decision]:
+        """In one look of the controller."""
+        self.now += after
+        self.view, found = self.membership.observe(events, self.now)
+        return list(found)
 
     def run(self, *workers: int) -> Pool:
         """Bring up these workers, node = number // 2, and form the first generation."""
@@ -374,9 +382,58 @@ def test_a_gone_worker_never_returns_under_its_number() -> None:
 
 def test_generations_continue_the_numbers_of_an_earlier_controller() -> None:
     membership = Membership(Limits.of(WorkersConfig(min=1, max=1)), generation=41)
-    membership.observe(Arrival(worker=7, node="n"), 0.0)
-    _, decisions = membership.observe(loaded(7), 0.0)
+    membership.observe([Arrival(worker=7, node="n")], 0.0)
+    _, decisions = membership.observe([loaded(7)], 0.0)
     assert decisions == (form(42, (7,), "start", clean=True),)
+
+
+# Many at once -------------------------------------------------------------------------------------------------------
+
+
+def looked_at(count: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How often a member is looked at, or asked what memory it has, until `count` workers have come, been lost with
+    one of them, left their groups, and formed again."""
+    looks = 0
+    overdue = Membership._overdue
+
+    def counted(membership: Membership, member: Member, now: float) -> str:
+        nonlocal looks
+        looks += 1
+        return overdue(membership, member, now)
+
+    def asked(infos: Sequence[WorkerInfo]) -> str:
+        nonlocal looks
+        looks += len(infos)
+        return ""
+
+    monkeypatch.setattr(Membership, "_overdue", counted)
+    pool = Pool(replace(LIMITS, min=2, max=count), asked)
+    pool.see_at_once(Resources(available=count))
+    pool.see_at_once(*(one for n in range(count) for one in (Arrival(worker=n, node=f"n{n // 8}"), loaded(n))))
+    assert pool.view.generation == 1 and len(pool.view.workers) == count
+    pool.see_at_once(Death(worker=0))
+    pool.see_at_once(*(RecoveredWorker(worker=n) for n in range(1, count)))
+    assert pool.view.generation == 2 and len(pool.view.workers) == count - 1
+    return looks
+
+
+def test_what_a_look_has_seen_of_twice_as_many_workers_is_twice_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = looked_at(64, monkeypatch), looked_at(128, monkeypatch)
+    assert few < 8 * 64 and many <= 2 * few + 8
+
+
+def test_workers_that_come_in_one_look_join_one_generation() -> None:
+    pool = Pool().run(0, 1)
+    pool.see(Death(worker=0))
+    found = pool.see_at_once(RecoveredWorker(worker=1), *joined(2, 3))
+    assert [form.workers for form in of(Form, found)] == [(1, 2, 3)], "and do not wait for a boundary"
+
+
+def test_a_worker_that_leaves_its_groups_and_dies_in_one_look_is_in_no_generation() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(Death(worker=0))
+    pool.see_at_once(RecoveredWorker(worker=1), RecoveredWorker(worker=2), Death(worker=1))
+    assert pool.view.state == "waiting" and [member.worker for member in pool.view.members] == [2]
 
 
 # Memory -------------------------------------------------------------------------------------------------------------
@@ -463,6 +520,9 @@ EVENTS = st.one_of(
     st.builds(Tick),
 )
 
+# What a look may see; deaths and breaks come from steps, one at a time.
+SEEN = EVENTS.filter(lambda event: not isinstance(event, Death | NodeDeath | Break | Boundary | FirstStep))
+
 
 class Model:
     """What the outside world knows: which workers are alive, which last said that they are ready. Checks every decision
@@ -538,6 +598,28 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
         if pool.view.state != "running":  # progress: nobody left to wait for means a generation, unless too few
             ready = [m for m in pool.view.members if m.phase == "ready"]
             waits = any(m.phase in ("recovering", "starting") for m in pool.view.members) or pool.view.requested
+            assert waits or len(ready) < limits.min
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.lists(SEEN, min_size=1, max_size=8), st.sampled_from([0.0, 0.1, 4.0, 40.0])), max_size=40))
+def test_storm_of_looks_keeps_every_promise(storm: list[tuple[list[Event], float]]) -> None:
+    """Events of one look are decided on together."""
+    limits = Limits(min=2, max=4, wait_s=1e6, gather_s=5, recover_s=10, first_step_s=10, confirm_s=3, start_s=60,
+                    max_breaks=10**6, max_losses=10**6)  # fmt: skip
+    pool, model = Pool(limits), Model()
+    for look, after in storm:
+        running = set(pool.view.workers)
+        for event in look:
+            model.before(event, pool.view)
+        for decision in pool.see_at_once(*look, after=after):
+            model.check(decision, limits, running)
+        members = pool.view.members
+        assert {m.worker for m in members} <= model.alive
+        assert len([m for m in members if not m.leaving]) <= limits.max
+        if pool.view.state != "running":
+            ready = [m for m in members if m.phase == "ready"]
+            waits = any(m.phase in ("recovering", "starting") for m in members) or pool.view.requested
             assert waits or len(ready) < limits.min
 
 

@@ -390,7 +390,7 @@ def test_dit_calls_that_have_ended_well_are_asked_once_and_together(monkeypatch:
     asked: list[Any] = []
     monkeypatch.setattr(ray, "get", lambda references: asked.append(references) or [None] * len(references))
     calls = [SimpleNamespace(reference=f"dit {n}", module="dit", worker=f"w{n}", name="dit s0") for n in range(3)]
-    runner = SimpleNamespace(running=[SimpleNamespace(calls=calls, ended_well=set())])
+    runner = SimpleNamespace(running=[SimpleNamespace(open_dits={call.reference: call for call in calls})])
     for _ in range(3):
         assert StepRunner._failed_calls(runner, False, []) == {}  # type: ignore[arg-type]
     assert asked == [["dit 0", "dit 1", "dit 2"]]
@@ -402,7 +402,7 @@ def test_of_calls_that_ended_together_each_that_failed_is_named() -> None:
         SimpleNamespace(reference=reference, module="dit", worker=f"w{n}", name="dit s0")
         for n, reference in enumerate((failed[0], "well", failed[1]))
     ]
-    running = SimpleNamespace(calls=calls, ended_well=set())
+    running = SimpleNamespace(open_dits={call.reference: call for call in calls})
     found = StepRunner._failed_calls(SimpleNamespace(running=[running]), False, [])  # type: ignore[arg-type]
     assert found == {"w0": "dit s0 did not run: no room", "w2": "dit s0 did not run: no data"}
-    assert running.ended_well == {"well"}
+    assert list(running.open_dits) == failed

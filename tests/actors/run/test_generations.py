@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,8 @@ def test_a_survivor_may_be_busy_as_long_as_any_step_on_the_workers_allows() -> N
     class Noting(Membership):
         """Decides nothing."""
 
-        def observe(self, event: Event, now: float) -> tuple[View, tuple[Decision, ...]]:
-            heard.append(event)
+        def observe(self, events: Sequence[Event], now: float) -> tuple[View, tuple[Decision, ...]]:
+            heard.extend(events)
             return self.view(), ()
 
     heard: list[Event] = []

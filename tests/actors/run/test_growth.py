@@ -72,8 +72,10 @@ def test_a_step_of_many_workers_is_taken_by_few_questions_to_ray_and_no_answer_t
                         budget_s=0.0, lookahead=1, exports=lambda step: False, next_step=1, last_step=9, forming=[],
                         waits=StepWaits(config=WorkersConfig()), asides=AsideTurns(NoAsides(), silent))  # fmt: skip
     calls = [SimpleNamespace(reference=f"dit {n}", module="dit", worker=f"w{n}", name="dit") for n in range(WORKERS)]
-    ends: Any = [f"end w{n}" for n in range(WORKERS)]
-    runner.running = [SimpleNamespace(step=0, finishes=ends, answers={}, ended_well=set(), calls=calls)]  # type: ignore[list-item]
+    ends: Any = {f"end w{n}": n for n in range(WORKERS)}
+    dits = {one.reference: one for one in calls}
+    running = SimpleNamespace(step=0, finishes=ends, answers={}, letters={}, heard=set(), calls=calls, open_dits=dits)
+    runner.running = [running]  # type: ignore[list-item]
     assert runner.collect(0.0) is None and runner.collect(0.0) is None
     ready = WORKERS
     done = runner.collect(0.0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import ray
 
-from actors.run.steps import has_lost_argument
+from actors.run.failures import has_lost_argument
 from tests.rays import local_ray
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

@@ -1,0 +1,72 @@
+"""What the controller and the relay of a node tell each other: a step's calls, and what became of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, WorkerHandle
+from actors.refs import Method, Ref
+
+FINISH = "finish_step"  # the method of a worker that ends a step
+
+Answer = tuple[StepReport, Snapshot | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayedCall:
+    """A call to a worker. `references` are its last arguments; in here they do not hold a letter up until they are
+    there."""
+
+    rank: int
+    method: str  # of `WorkerHandle`
+    name: str  # on Ray's timeline
+    arguments: tuple[object, ...]
+    references: tuple[Ref[object], ...] = ()
+    reads_data: bool = False  # they come from the feeder
+    publishes: bool = False  # it is asked for by `Relay.published`
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelaySeat:
+    """A worker of the relay's node."""
+
+    name: str
+    handle: WorkerHandle
+    publishes_later: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Letter:
+    """The calls of one step to the workers of a node, in their order."""
+
+    generation: int
+    number: int  # from 0 in a generation
+    step: int
+    calls: tuple[RelayedCall, ...]
+    seats: dict[int, RelaySeat] = field(default_factory=dict)  # by rank; of the first letter
+    forming: tuple[Ref[None], ...] = ()  # of the first letter: resolve when these workers have formed the generation
+
+
+@dataclass(kw_only=True, slots=True)
+class NodeAnswer:
+    """What became of a letter: the ends of the step by rank; or, when something has failed, what is known of it."""
+
+    ends: dict[int, Answer] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)  # workers that are gone
+    failed: dict[str, str] = field(default_factory=dict)  # worker -> why
+    pixels_lost: bool = False
+    exceeded: list[MemoryExceeded] = field(default_factory=list)
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.dead or self.failed)
+
+
+class RelayHandle(Protocol):
+    """A relay as the controller knows it."""
+
+    @property
+    def step(self) -> Method[[Letter], NodeAnswer]: ...
+    @property
+    def published(self) -> Method[[int, str], list[PublishedResult]]: ...

@@ -1,0 +1,262 @@
+"""The relay of a node: calls in their order, answers of a step together, and failures as soon as they are known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from actors.letters import FINISH, Letter, NodeAnswer, RelayedCall, RelaySeat
+from actors.messages import CascadeTask, MemoryExceeded, OutOfMemory, StaleGeneration
+from actors.plan.types import Module
+from actors.run import relay as relays_room
+from actors.run.relay import Relay
+from actors.run.relays import Relays
+
+TASK_ERROR: Any = ray.exceptions.RayTaskError
+
+
+class Crew:
+    """Workers by rank, whose answers are futures that the test resolves; `order` has their calls as they came."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.order: list[tuple[str, str]] = []
+        self.answers: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        self.seats = {
+            n: RelaySeat(name=f"w{n}", handle=self._handle(f"w{n}"), publishes_later=False) for n in range(ranks)
+        }
+        self.formed = tuple(self._future() for _ in range(ranks))
+
+    def _future(self) -> Any:
+        return asyncio.get_running_loop().create_future()
+
+    def _handle(self, worker: str) -> Any:
+        crew = self
+
+        class Handle:
+            def __getattr__(self, method: str) -> Any:
+                def remote(*arguments: Any) -> Any:
+                    what = getattr(arguments[0], "cascade", method)
+                    crew.order.append((worker, what))
+                    crew.answers[worker, what] = crew._future()
+                    return crew.answers[worker, what]
+
+                return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=remote))
+
+        return Handle()
+
+    def letter(self, number: int, *calls: RelayedCall, generation: int = 1) -> Letter:
+        first = number == 0
+        return Letter(generation=generation, number=number, step=number, calls=calls, seats=self.seats if first else {},
+                      forming=self.formed if first else ())  # fmt: skip
+
+    def form(self) -> None:
+        for one in self.formed:
+            one.set_result(None)
+
+
+def task_of(name: str, module: Module) -> CascadeTask:
+    return CascadeTask(generation=1, step=0, cascade=name, name=f"{module} {name}", module=module, bag=(0,), samples=(),
+                       pieces=(), planned_start_s=0.0, planned_end_s=1.0)  # fmt: skip
+
+
+def dit(rank: int, name: str = "d", **more: Any) -> RelayedCall:
+    return RelayedCall(rank=rank, method="dit", name=f"dit {name}", arguments=(task_of(name, "dit"),), **more)
+
+
+def encode(rank: int, name: str = "v", step: int = 0, **more: Any) -> RelayedCall:
+    task = replace(task_of(name, "vae"), step=step)
+    return RelayedCall(rank=rank, method="encode_vae", name=f"vae {name}", arguments=(task,),
+                       reads_data=True, **more)  # fmt: skip
+
+
+def finish(rank: int) -> RelayedCall:
+    return RelayedCall(rank=rank, method=FINISH, name="finish", arguments=(SimpleNamespace(),))
+
+
+def play(case: Callable[[Relay, Crew], Any]) -> None:
+    async def run() -> None:
+        await asyncio.wait_for(case(Relay(), Crew()), 20)
+
+    asyncio.run(run())
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_letters_are_sent_in_their_order_once_the_workers_have_formed() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        second = asyncio.ensure_future(relay.step(crew.letter(1, dit(0, "b"), finish(0))))
+        first = asyncio.ensure_future(relay.step(crew.letter(0, dit(0, "a"), encode(1, "v"))))
+        await settled()
+        assert crew.order == [], "nobody has formed the generation"
+        crew.form()
+        await settled()
+        assert crew.order == [("w0", "a"), ("w1", "v"), ("w0", "b"), ("w0", FINISH)]
+        crew.answers["w0", "a"].set_result(None)
+        assert (await first).ends == {}
+        crew.answers["w0", FINISH].set_result(("report", None))
+        await settled()
+        assert not second.done(), "its DiT cascade has not ended"
+        crew.answers["w0", "b"].set_result(None)
+        answer = await second
+        assert answer.ends == {0: ("report", None)} and not answer.has_failed
+
+    play(case)
+
+
+async def answer_to(relay: Relay, crew: Crew, *calls: RelayedCall, **errors: Exception) -> NodeAnswer:
+    """The answer when these calls of w0 or w1 fail, and no other ever ends."""
+    crew.form()
+    asked = asyncio.ensure_future(relay.step(crew.letter(0, *calls)))
+    await settled()
+    for name, error in errors.items():
+        worker, _, what = name.partition("_")
+        crew.answers[worker, what].set_exception(error)
+    return await asked
+
+
+def test_a_dead_worker_is_named_without_waiting_for_the_others() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        gone = ray.exceptions.ActorDiedError()
+        found = await answer_to(relay, crew, dit(1), finish(0), finish(1), w1_d=gone, w1_finish_step=gone)
+        assert found == NodeAnswer(dead=["w1"])
+
+    play(case)
+
+
+def test_why_a_cascade_did_not_run_is_told_and_what_exceeded_the_memory() -> None:
+    exceeded = MemoryExceeded(
+        worker="w0", step=0, name="dit", module="dit", degree=1, pieces=(), peak_gib=3.0, room_gib=2.0
+    )
+
+    async def case(relay: Relay, crew: Crew) -> None:
+        error = TASK_ERROR("dit", "", OutOfMemory(exceeded))
+        found = await answer_to(relay, crew, dit(0), finish(0), w0_d=error)
+        assert found.exceeded == [exceeded] and not found.dead
+        assert found.failed["w0"].startswith("dit d did not run: ") and not found.pixels_lost
+
+    play(case)
+
+
+def test_pixels_that_are_lost_are_told_at_once_and_other_faults_of_an_encode_by_who_needs_it() -> None:
+    async def lost(relay: Relay, crew: Crew) -> None:
+        error = ray.exceptions.ObjectLostError("00" * 28, None, "")
+        found = await answer_to(relay, crew, encode(0), finish(0), w0_v=error)
+        assert found.pixels_lost and list(found.failed) == ["w0"]
+
+    async def other(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        asked = asyncio.ensure_future(relay.step(crew.letter(0, encode(0), dit(0), finish(0))))
+        await settled()
+        crew.answers["w0", "v"].set_exception(TASK_ERROR("vae", "", ValueError("bad clip")))
+        await settled()
+        assert not asked.done()
+        crew.answers["w0", "d"].set_exception(TASK_ERROR("dit", "", ValueError("no latents")))
+        assert (await asked).failed == {"w0": "dit d did not run: no latents"}
+
+    play(lost)
+    play(other)
+
+
+def test_who_could_not_form_is_named_and_gets_no_call() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.formed[0].set_exception(ray.exceptions.ActorDiedError())
+        crew.formed[1].set_exception(TASK_ERROR("form", "", RuntimeError("a peer has gone")))
+        found = await relay.step(crew.letter(0, dit(0), finish(0)))
+        assert found.dead == ["w0"] and "a peer has gone" in found.failed["w1"] and crew.order == []
+
+    play(case)
+
+
+def test_a_dit_call_that_never_answers_does_not_hold_a_step_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays_room, "ENDED_S", 0.05)
+
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        asked = asyncio.ensure_future(relay.step(crew.letter(0, dit(1), finish(0), finish(1))))
+        await settled()
+        for worker in ("w0", "w1"):
+            crew.answers[worker, FINISH].set_result(("report", None))
+        assert (await asked).failed == {"w1": "dit d has not answered, although its worker has finished the step"}
+
+    play(case)
+
+
+def test_what_an_encode_publishes_is_had_from_the_relay_also_before_its_letter_has_come() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        asked = [asyncio.ensure_future(relay.published(1, name)) for name in ("v", "x")]
+        await settled()
+        crew.form()
+        step = asyncio.ensure_future(
+            relay.step(crew.letter(0, encode(0, publishes=True), encode(1, "x", publishes=True)))
+        )
+        await settled()
+        crew.answers["w0", "v"].set_result(["latents"])
+        crew.answers["w1", "x"].set_exception(TASK_ERROR("vae", "", ValueError("bad clip")))
+        assert await asked[0] == ["latents"]
+        with pytest.raises(ValueError, match="bad clip"):
+            await asked[1]
+        await step
+        assert relay._made == {}, "nothing is kept for those that have had it"
+
+    play(case)
+
+
+def test_what_nobody_has_asked_for_goes_when_its_step_has_ended() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        await relay.step(crew.letter(0, encode(0, publishes=True), encode(1, "x", step=1, publishes=True)))
+        await relay.step(crew.letter(1))
+        assert list(relay._made) == ["v", "x"], "step 0 may still run"
+        await relay.step(crew.letter(2))
+        assert list(relay._made) == ["x"]
+        await relay.step(crew.letter(3))
+        assert relay._made == {}
+
+    play(case)
+
+
+def test_letters_and_questions_of_a_generation_that_is_over_are_refused() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        await relay.step(crew.letter(0))
+        waiting = asyncio.ensure_future(relay.published(1, "v"))
+        never = asyncio.ensure_future(relay.step(crew.letter(2, dit(0))))
+        await settled()
+        await relay.step(replace(crew.letter(0), generation=2))
+        for one in (waiting, never, relay.published(1, "v"), relay.step(crew.letter(1))):
+            with pytest.raises(StaleGeneration, match="generation 1 has ended"):
+                await one
+        assert crew.order == []
+
+    play(case)
+
+
+def test_nodes_of_several_workers_have_relays_from_a_number_of_workers_on_until_theirs_is_lost() -> None:
+    started: list[str] = []
+    ended: list[Any] = []
+
+    class Book(Relays):
+        def _end(self, relay: Any) -> None:
+            ended.append(relay)
+
+    def world(*nodes: str) -> Any:
+        return tuple(SimpleNamespace(node=node) for node in nodes)
+
+    book = Book(least=4, start=lambda node: started.append(node) or node)  # type: ignore[arg-type, func-returns-value, return-value]
+    assert book.of(world("a", "a", "b")) == {} and Book().of(world(*"aabb")) == {}
+    assert book.of(world(*"aabbc")) == {"a": "a", "b": "b"}
+    assert book.of(world(*"aabbc")) == {"a": "a", "b": "b"} and started == ["a", "b"]
+    book.lose("a")
+    assert book.of(world(*"aabbc")) == {"b": "b"}, "its workers are called directly"
+    assert book.of(world(*"aacc")) == {"c": "c"} and ended == ["a", "b"], "b is gone with its node"
+    book.close()
+    assert ended == ["a", "b", "c"] and book.known == {}
