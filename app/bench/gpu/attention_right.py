@@ -29,11 +29,14 @@ class AttentionCheck:
     """One backend on all packs that it accepts; the others are listed."""
 
     backend: BackendName
-    estimate_s: float = 12.0
 
     @property
     def name(self) -> str:
         return f"attention-right.{self.backend}"
+
+    @property
+    def estimate_s(self) -> float:
+        return 27.0 if self.backend == "flex" else 8.0
 
     def why_not(self, place: Place) -> str | None:
         probe = torch.empty(0, HEADS, 128, dtype=torch.bfloat16, device=place.device)

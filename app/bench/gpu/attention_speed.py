@@ -31,11 +31,14 @@ class AttentionSpeed:
 
     backend: BackendName
     pack: str
-    estimate_s: float = 6.0
 
     @property
     def name(self) -> str:
         return f"attention.{self.backend}.{self.pack}"
+
+    @property
+    def estimate_s(self) -> float:
+        return 18.0 if self.backend == "flex" else 2.5  # which is compiled for each length
 
     @property
     def is_cross(self) -> bool:

@@ -17,7 +17,7 @@ class Ceilings:
     """Copy and triad of bf16 tensors far larger than the cache; a product of random square matrices."""
 
     name: str = "ceilings"
-    estimate_s: float = 12.0
+    estimate_s: float = 7.0
 
     def why_not(self, place: Place) -> str | None:
         return None

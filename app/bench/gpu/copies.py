@@ -22,7 +22,7 @@ class SnapshotCopies:
     """Seconds of the copy, of compute, and of compute with the copy beside it."""
 
     name: str = "copies"
-    estimate_s: float = 20.0
+    estimate_s: float = 12.0
 
     def why_not(self, place: Place) -> str | None:
         return None

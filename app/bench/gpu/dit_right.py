@@ -28,7 +28,7 @@ class DiTCheck:
 
     family: str
     config: DiTConfig
-    estimate_s: float = 12.0
+    estimate_s: float = 18.0
 
     @property
     def name(self) -> str:

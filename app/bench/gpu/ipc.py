@@ -44,7 +44,7 @@ class OneSidedAddition:
     """Checks that both find the exact sum of both in their half, in two generations, and measures how fast they add."""
 
     name: str = "ipc"
-    estimate_s: float = 45.0
+    estimate_s: float = 12.0
 
     def why_not(self, place: Place) -> str | None:
         return None

@@ -30,7 +30,7 @@ class OpsSpeed:
     op: str
     width: int
     tokens: int
-    estimate_s: float = 10.0
+    estimate_s: float = 5.0
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ class PushedAddition:
     """Whether the sum is exact, and GB/s by the number of programs."""
 
     name: str = "push"
-    estimate_s: float = 25.0
+    estimate_s: float = 4.0
 
     def why_not(self, place: Place) -> str | None:
         if place.device.type == "cuda" and not backend.has_triton():
