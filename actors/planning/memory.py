@@ -30,6 +30,7 @@ from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
 from ops.geometry import Geometry, PixelShape
+from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.node_routes import peers
@@ -318,6 +319,9 @@ class Forecasts:
         if frozen not in self._encoders:
             self._encoders[frozen] = self._of_encoders(model)
         dit, encoders = self._dit[key], self._encoders[frozen]
+        kept = None
+        if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
+            kept = with_attention_kept(dit, kept_bytes_per_row(model.dit, 2 if precision.autocast else dtype.itemsize))
         return replace(
             sizes_of(model, train, self._cuda),
             vae_gib=encoders.vae_gib,
@@ -325,8 +329,8 @@ class Forecasts:
             image_gib=encoders.image_gib,
             host_encoders_gib=encoders.host_gib,
             needs=Needs(
-                predicted={**dit.predicted, **encoders.predicted},
-                text_rows=dict(dit.text_rows),
+                predicted={**(dit if kept is None else kept).predicted, **encoders.predicted},
+                text_rows=dict((dit if kept is None else kept).text_rows),
                 copied=dit.copied,
                 num_heads=dit.num_heads,
                 batches=dict(encoders.batches),
@@ -360,6 +364,17 @@ class Forecasts:
             image_gib=image.weights_gib if image is not None else 0.0,
             host_gib=few.host_gib if self._cuda else 0.0,
         )
+
+
+def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:
+    """What transformers need whose passes keep so many bytes of attention for every row, of text too."""
+    found = Needs(predicted=dict(needs.predicted), text_rows=dict(needs.text_rows))
+    for key, line in needs.predicted.items():
+        slope = line.gib_per_unit + row_bytes / GIB
+        text_gib = needs.text_rows[key[1]] * line.gib_per_unit + row_bytes / GIB
+        found.predicted[key] = replace(line, gib_per_unit=slope)
+        found.text_rows[key[1]] = text_gib / slope
+    return found
 
 
 def _clip(shape: PixelShape) -> Samples:

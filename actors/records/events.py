@@ -271,8 +271,8 @@ class WeightsFetched(RunEvent, event="weights_fetched"):
     def describe(self) -> str:
         return (
             f"warning: the GPUs have no room for all weights in any other way, so those of the blocks lie once in host "
-            f"memory of each node ({self.gib_per_node:.2f} GiB) and are fetched block by block; on GPUs only short runs "
-            f"have done this so far (train.memory.parameters: auto)"
+            f"memory of each node ({self.gib_per_node:.2f} GiB) and are fetched block by block; on GPUs only "
+            f"short runs have done this so far (train.memory.parameters: auto)"
         )
 
 

@@ -1,7 +1,7 @@
 """Whether a cascade keeps what attention gives (ops.kept_attention): where the device has room for it beside the rest.
 
 Each rank of a bag decides alone: what is computed again has the same bits, and its exchanges come in the same order
-either way. Plans do not count on it: what a cascade needs is what it takes without.
+either way. Plans do not count on it: what a cascade needs is what it takes without, unless it is to be kept always.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 from actors.plan.places import AttentionMemory
+from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
 
@@ -52,11 +53,7 @@ class AttentionRoom:
         """Decisions for a transformer whose activations have elements of `element_bytes`."""
         if not dit.gradient_checkpointing:
             setting = "recomputed"  # everything is kept
-        calls = (
-            1 if dit.flops.within else 2
-        )  # of a block: text goes through attention with the video, or is attended to
-        row = calls * sum(dit.block_counts) * dit.num_heads * (dit.head_dim * element_bytes + 4)
-        return cls(setting=setting, gib_per_row=row / GIB, cuda=cuda)
+        return cls(setting=setting, gib_per_row=kept_bytes_per_row(dit, element_bytes) / GIB, cuda=cuda)
 
     def begin(self, layout: Layout, room_gib: float | None) -> bool:
         """Whether this pass keeps it, of `room_gib` for the whole pass (None: no limit is known)."""
@@ -73,9 +70,10 @@ class AttentionRoom:
         return max(layout.lengths, default=0) >= WORTH_ROWS and kept <= SHARE * (room_gib - need)
 
     def end(self, need_gib: float | None) -> float | None:
-        """The pass took `need_gib`; returns what it needs without what it kept, None where that is not known."""
+        """The pass took `need_gib`; returns what plans are to count on: without what it kept of its own accord. None
+        where memory is not counted."""
         size, self._size = self._size, None
-        if size is None or need_gib is None:
+        if size is None or need_gib is None or self.setting == "kept":
             return need_gib
         if not self.keeps:
             self._needs[size] = max(need_gib, self._needs.get(size, 0.0))

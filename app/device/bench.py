@@ -49,6 +49,7 @@ class Bench:
         """`group`: the bag of which this process is a member."""
         import torch
 
+        from actors.worker.attention_room import AttentionRoom
         from ops.attention.varlen import check_backend
         from ops.comm import Group
         from ops.compiled_blocks import check_compiler
@@ -67,6 +68,11 @@ class Bench:
         if model.dit.compile:
             check_compiler(device)
         self.frame = FirstFrame.of(model)
+        half = config.train.autocast == "bfloat16"
+        self.attention = AttentionRoom.of(
+            model.dit, config.train.memory.attention, 2 if half else dtype.itemsize, device.type == "cuda"
+        )
+        self._room_gib: float | None = None  # of the run that is being measured
 
     @cached_property
     def meter(self) -> Meter:
@@ -252,14 +258,15 @@ class Bench:
         make: Callable[[ProfiledShape], Callable[[], object]] = getattr(self, f"_{module}")
         given = None if module == "dit" else make(shape)
         need_gib = None
-        self.meter.start()
+        self._room_gib = self.meter.start()
         try:
             work = given or make(shape)
             for _ in range(WARM_UP):
                 work()
         finally:
             need_gib = self.meter.stop()
-        return work, need_gib
+        # from the second run on a GPU may keep what attention gives, as in training
+        return work, self.attention.end(need_gib) if module == "dit" else need_gib
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
         from actors.worker.encoding import encode_texts
@@ -297,7 +304,7 @@ class Bench:
 
         from ops.conditions import Conditions
         from ops.flow import flow_loss
-        from ops.models.experts import transformers
+        from ops.models.experts import keep_attention, transformers
         from ops.packing import Layout, Sequence
 
         dit = transformers(self.dit)[0]  # a pass is of one of two experts, which are alike
@@ -328,6 +335,7 @@ class Bench:
         def work() -> None:
             inputs = gather()
             self._gathered.append((inputs.bytes_received, inputs.seconds))
+            keep_attention(dit, self.attention.begin(layout, self._room_gib))
             with cast:
                 predicted = dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
             flow_loss(predicted.float(), target, layout, weights).backward()

@@ -12,8 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.comm import Group
-from ops.kept_attention import KEPT
+from ops.kept_attention import KEPT, kept_bytes_per_row
 from ops.models.base.config import DiTConfig
+from ops.packing import Sequence
+from ops.storages import StorageCount
 from tests.ops.test_sequence_parallel import HUNYUAN, MIXED, SHORT, WAN, Case
 
 torch.set_num_threads(1)
@@ -70,6 +72,24 @@ def test_ranks_of_a_bag_decide_each_for_itself(config: DiTConfig, sequences: Any
     for (_, loss, gradients), (_, wanted_loss, wanted) in zip(run_ranks(3, run), expected, strict=True):
         assert torch.equal(loss, wanted_loss)
         _equal(gradients, wanted)
+
+
+@pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
+def test_what_is_kept_is_counted(config: DiTConfig) -> None:
+    """Of every row of video, and where text goes through with it of every row of text: what the peak grows by."""
+    deep = replace(config, num_layers=6)
+    clips = (Sequence((4, 20, 20), 60),)
+    case, peaks = checkpointed(deep, clips), []
+    for keeps in (False, True):
+        case.model.keeps_attention = keeps
+        with StorageCount() as count:
+            case.run(Group.solo())
+        peaks.append(count.peak_bytes)
+    row = kept_bytes_per_row(deep, element_bytes=4)
+    video, text = clips[0].tokens, clips[0].text_tokens
+    found = (peaks[1] - peaks[0]) / row
+    # the attention of the block whose backward runs is there in any case
+    assert 0.5 * video <= found <= video + text, (found, video, text)
 
 
 def _equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

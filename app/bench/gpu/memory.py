@@ -10,6 +10,7 @@ import torch
 
 from app.bench.gpu.models import with_layers
 from ops.config import OptimizerConfig
+from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence as PackedSequence
 
@@ -31,9 +32,8 @@ def blocks_that_fit(config: DiTConfig, clips: Sequence[PackedSequence], free: fl
 
 
 def kept_bytes(config: DiTConfig, clips: Sequence[PackedSequence]) -> float:
-    """What blocks keep of attention beside that (ops.kept_attention), of models whose blocks attend to video and to
-    text: output in half precision, and the logarithm of a sum for every head, of a row and each of both."""
-    return config.num_layers * 2 * sum(clip.tokens for clip in clips) * config.num_heads * (2 * config.head_dim + 4)
+    """What blocks keep of attention beside that, in half precision."""
+    return kept_bytes_per_row(config, element_bytes=2) * sum(clip.tokens for clip in clips)
 
 
 @cache

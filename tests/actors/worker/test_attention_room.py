@@ -61,6 +61,12 @@ def test_an_allocator_that_had_to_try_again_is_not_asked_twice() -> None:
     assert not one.begin(LONG, 100.0)
 
 
+def test_what_is_always_kept_is_part_of_what_a_pass_needs() -> None:
+    one = room("kept")
+    one.begin(LONG, 100.0)
+    assert one.end(26.0) == 26.0
+
+
 def test_memory_that_runs_out_with_it_ends_it() -> None:
     one = room("kept")
     assert one.begin(LONG, 100.0)
