@@ -120,6 +120,20 @@ def test_factors_are_trained_the_same() -> None:
         torch.testing.assert_close(found, expected, **FP32)
 
 
+def test_passes_that_keep_what_attention_gives_run_the_same_code() -> None:
+    """`train.memory.attention` keeps it in some passes and not in others."""
+    config = replace(VARIANTS["wan"], gradient_checkpointing=True)
+    ours, theirs = compiled(build_dit(config, 0)), build_dit(config, 0)
+    assert isinstance(ours, PackedTransformer)
+    graphs = []
+    for keeps in (True, False, True):
+        ours.keeps_attention = keeps
+        for copies in ([False], [False] * 2, [True] * 3):
+            torch.testing.assert_close(run(ours, config, copies), run(theirs, config, copies), **FP32)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
 def test_attention_is_not_looked_into_and_fused_ops_are_calls() -> None:
     seen: list[str] = []
 

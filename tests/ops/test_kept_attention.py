@@ -16,6 +16,8 @@ from ops.kept_attention import KEPT, kept_bytes_per_row
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence
 from ops.storages import StorageCount
+from tests.families.registry import VARIANTS
+from tests.ops.test_node_parameters import model, passes
 from tests.ops.test_sequence_parallel import HUNYUAN, MIXED, SHORT, WAN, Case
 
 torch.set_num_threads(1)
@@ -55,6 +57,21 @@ def test_attention_is_computed_once_and_gradients_are_the_same_bits(config: DiTC
     assert runs[False][0] > once  # a refiner outside of the blocks is computed once in any case
     assert torch.equal(runs[True][1], runs[False][1])
     _equal(runs[True][2], runs[False][2])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_family_has_the_same_bits(name: str) -> None:
+    dit, found = model(name), []
+    for keeps in (False, True):
+        dit.keeps_attention = keeps
+        dit.zero_grad(set_to_none=True)
+        with CountedAttention() as counted:
+            loss = passes(dit, name, autocast=False, scale=0.5)
+        gradients = {key: parameter.grad for key, parameter in dit.named_parameters()}
+        found.append((counted.calls.total(), loss, gradients))
+    (again, loss, wanted), (once, kept_loss, kept) = found
+    assert once < again and kept_loss == loss
+    _equal(kept, wanted)
 
 
 @pytest.mark.parametrize("sequences", [MIXED, SHORT], ids=["mixed", "short"])
