@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from app.bench.gpu import (
     attention_right,
     attention_speed,
+    cascades,
     counting,
     dit_right,
     kernels_right,
@@ -41,6 +42,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *attention[:FEW],
         *ops[: FEW - 1],
         *small[2:],
+        *cascades.measurements(),
         OneSidedAddition(),
         PushedAddition(),
         SnapshotCopies(),

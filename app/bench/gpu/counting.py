@@ -9,46 +9,31 @@ CUDA copies pageable memory in the stream's order, and PyTorch waits for it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import TYPE_CHECKING, cast
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from actors.config import TrainConfig
-from actors.messages import CascadeTask, FinishTask, StepSample
+from actors.messages import FinishTask
 from actors.worker.executor import Executor
-from actors.worker.handoff import EncodeResult
-from actors.worker.loading import Modules
 from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, build
+from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
-from ops.geometry import Geometry
-from ops.groups import Groups
 from ops.models.base.config import DiTConfig
-from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
-from ops.models.families import FAMILIES
 from ops.noise import NoiseKey
 from ops.packing import Sequence as PackedSequence
-from ops.sync import FlatSync
-from ops.waiting import CancelToken
-
-if TYPE_CHECKING:
-    from ops.models.base.vae import VAE
-    from ops.models.text import TextEncoder
 
 STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
@@ -219,32 +204,9 @@ def counted_step(config: DiTConfig, blocks: bool = True) -> StepCounts:
 
 def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter) -> None:
     """Encode results are in place, as after encodes on the same worker."""
-    model, frame = worker.modules.config, worker.frame
-    pack = [replace(one, grid=(1, *one.grid[1:])) for one in PACK] if model.dit.images_only else PACK
-    samples = [
-        StepSample(step=step, item="i", index=i, key=f"s/{i}", grid=one.grid, weight=1 / len(pack))
-        for i, one in enumerate(pack)
-    ]
-    for sample, one in zip(samples, pack, strict=True):
-        for module, rows, width in (
-            ("vae", one.tokens + frame.tail, frame.width),
-            ("text", one.text_tokens + model.text.tail, model.dit.text_dim),
-        ):
-            encoded = torch.empty(rows, width, dtype=torch.bfloat16, device=STAND_IN)
-            worker.store.keep(module, EncodeResult(id=sample.id, rows=encoded))
-    task = CascadeTask(
-        generation=0,
-        step=step,
-        cascade="d",
-        name=f"dit s{step}",
-        module="dit",
-        bag=(0,),
-        samples=tuple(samples),
-        pieces=(),
-        planned_start_s=0.0,
-        planned_end_s=0.0,
-        sources={"vae": (0,) * len(pack), "text": (0,) * len(pack)},
-    )
+    images = worker.modules.config.dit.images_only
+    pack = [replace(one, grid=(1, *one.grid[1:])) for one in PACK] if images else PACK
+    task = encoded_cascade(worker, step, "d", pack, torch.empty)
     with cascade, patch.object(worker, "_watch", _CountedWatch(cascade)):
         worker.dit(task, {})
     with finish:
@@ -261,14 +223,6 @@ class _CountedWatch(HostWatch):
         self._counter.waits += 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Width:
-    """All that a cascade asks of an encoder."""
-
-    channels: int = 0
-    dim: int = 0
-
-
 def _worker(config: DiTConfig, blocks: bool) -> Executor:
     """In a generation of its own."""
     dit = build(config, STAND_IN, torch.bfloat16)
@@ -277,30 +231,7 @@ def _worker(config: DiTConfig, blocks: bool) -> Executor:
             if isinstance(child, nn.ModuleList):
                 setattr(dit, name, nn.ModuleList())
     dit.register_forward_pre_hook(_as_autocast)
-    model = model_of(config)
-    modules = Modules(
-        config=model,
-        geometry=Geometry(patch=config.patch),
-        dit=dit,
-        vae=cast("VAE", _Width(channels=config.out_channels)),
-        text=cast("TextEncoder", _Width(dim=config.text_dim)),
-    )
-    train = TrainConfig(parameter_dtype="bfloat16", autocast="bfloat16")
-    worker = Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, STAND_IN)
-    worker.form(0, Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1"), (0,), None)
-    return worker
-
-
-def model_of(config: DiTConfig) -> ModelConfig:
-    """The encoders whose results a transformer takes: an image of the first frame, a pooled vector, where it does."""
-    text = TextConfig(d_model=config.text_dim)
-    if config.pooled_width:
-        (kind, *_) = FAMILIES[config.architecture].texts
-        text = replace(text, kind=kind, pooled_dim=config.pooled_width)
-    image = ImageConfig(d_model=config.image_width) if config.image_width else None
-    if image and config.image_rows:  # of two pictures, each of its patches and one more
-        image = replace(image, size=math.isqrt(config.image_rows // 2 - 1) * image.patch)
-    return ModelConfig(dit=config, vae=VAEConfig(channels=config.out_channels), text=text, image=image)
+    return worker_alone(dit, config)
 
 
 def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:

@@ -164,6 +164,13 @@ TARGETS = (
         worst=_most("step.", _is("idle share"), lambda name: name.endswith(".as-trained")),
     ),
     Target(
+        what="idle share of the device between and in a worker's cascades",
+        goal=0.02,
+        least=False,
+        form=".1%",
+        worst=_most("worker.", _is("idle share")),
+    ),
+    Target(
         what="peak memory against the memory model, distance",
         goal=0.10,
         least=False,

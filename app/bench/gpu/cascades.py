@@ -1,0 +1,104 @@
+"""A step as a worker runs it: several cascades one after the other, by its own executor, and the end of the step.
+
+A plain step beside it has the same passes in one go, without what a worker adds: noise, levels, layouts, spans, memory
+counted, and the wait at the end of each cascade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from actors.messages import FinishTask
+from actors.worker.executor import Executor
+from actors.worker.meter import meter_of
+from app.bench.gpu.idle import device_use
+from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
+from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
+from app.bench.gpu.train_step import AS_TRAINED, make_trained
+from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
+from ops.comm import Group
+from ops.flow import flow_loss
+from ops.models.base.config import DiTConfig
+from ops.packing import Sequence
+
+CLIP, SHORT, PICTURE = (Sequence((frames, 30, 52), 512) for frames in (21, 5, 1))  # 81, 17 and 1 frames of 480x832
+CASCADES = ((CLIP,), (SHORT,) * 4, (PICTURE,) * 8, (PICTURE,) * 8, (PICTURE,))  # a clip, short ones, and pictures
+SMALL_CASCADES = ((SMALL_CLIP,), (SMALL_CLIP,) * 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerStep:
+    """Seconds of the step by an executor and without one, the idle share, and which cascades kept their attention."""
+
+    name: str = "worker.wan-1.3b"
+    estimate_s: float = 40.0
+
+    def why_not(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+        config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
+        plain = place.seconds(_plain_step(config, place), place.pick(3, 1), warm_up=place.pick(2, 1))
+        torch.manual_seed(0)
+        worker = worker_alone(build(config, place.device, torch.bfloat16).train(), config, meter_of(place.device, 0.0))
+        steps = _Steps(worker, place)
+        timing = place.seconds(steps.run, place.pick(3, 1), warm_up=place.pick(3, 1))
+        figures: dict[str, Figure] = {
+            "seconds": timing.seconds,
+            "spread": timing.spread,
+            "seconds of the passes alone": plain.seconds,
+            "cascades": len(steps.cascades),
+            "kept attention": steps.kept,
+        }
+        try:
+            use = device_use(steps.twice, place)
+        except RuntimeError as error:
+            figures |= {"idle share": None, "profiler": str(error)}
+        else:
+            figures |= {"idle share": use.idle_share, "longest gap ms": 1e3 * use.longest_gap_s}
+        worker.leave()
+        return figures
+
+
+def measurements() -> list[WorkerStep]:
+    return [WorkerStep()]
+
+
+class _Steps:
+    """Steps of a worker, each with new samples."""
+
+    def __init__(self, worker: Executor, place: Place) -> None:
+        self.worker, self.step, self.kept = worker, 0, 0
+        self.cascades = place.pick(CASCADES, SMALL_CASCADES)
+
+    def run(self) -> None:
+        worker, names = self.worker, [f"c{i}" for i in range(len(self.cascades))]
+        for name, pack in zip(names, self.cascades, strict=True):
+            worker.dit(encoded_cascade(worker, self.step, name, pack, share=1 / len(names)), {})
+        end = FinishTask(generation=0, step=self.step, export=False, cascades=tuple(names), weight=1.0)
+        done = worker.finish(end)
+        self.kept = sum(span.kept_attention for span in done.spans)
+        self.step += 1
+
+    def twice(self) -> None:
+        self.run()
+        self.run()
+
+
+def _plain_step(config: DiTConfig, place: Place) -> Callable[[], None]:
+    """The same passes and the same update, without a worker."""
+    dit, sync = make_trained(config, AS_TRAINED, place)
+    packs = place.pick(CASCADES, SMALL_CASCADES)
+    calls = [PackedCall.of(config, list(pack), place.device, torch.bfloat16) for pack in packs]
+
+    def step() -> None:
+        sync.begin_step()
+        for call in calls:
+            out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+            (flow_loss(out.float(), call.target, call.layout, call.weights) / len(calls)).backward()
+        sync.finish_step(0, 0.0, 1.0, 1.0, lambda phase: None)
+
+    return step
