@@ -45,16 +45,15 @@ class AttentionRoom:
     _off: bool = False
     _size: PassSize | None = None
     _room_gib: float | None = None
-    keeps: bool = False  # in the pass that was begun last
+    keeps: bool = False  # in the pass that was begun and has not ended
 
     @classmethod
     def of(cls, dit: DiTConfig, setting: AttentionMemory, element_bytes: int, cuda: bool) -> AttentionRoom:
         """Decisions for a transformer whose activations have elements of `element_bytes`."""
         if not dit.gradient_checkpointing:
             setting = "recomputed"  # everything is kept
-        calls = (
-            1 if dit.flops.within else 2
-        )  # of a block: text goes through attention with the video, or is attended to
+        # of a block: text goes through attention with the video, or is attended to, and so is an image
+        calls = 1 if dit.flops.within else 2 + (dit.image_width > 0)
         row = calls * sum(dit.block_counts) * dit.num_heads * (dit.head_dim * element_bytes + 4)
         return cls(setting=setting, gib_per_row=row / GIB, cuda=cuda)
 
@@ -74,21 +73,26 @@ class AttentionRoom:
 
     def end(self, need_gib: float | None) -> float | None:
         """The pass took `need_gib`; returns what it needs without what it kept, None where that is not known."""
-        size, self._size = self._size, None
+        (size, self._size), (kept, self.keeps) = (self._size, None), (self.keeps, False)
         if size is None or need_gib is None:
             return need_gib
-        if not self.keeps:
+        if not kept:
             self._needs[size] = max(need_gib, self._needs.get(size, 0.0))
             return need_gib
         if self._room_gib is not None and need_gib >= self._room_gib:
             self._full.add(size)
         return self._needs.get(size)
 
+    def failed(self) -> None:
+        """The pass has failed, or none was begun."""
+        self._size, self.keeps = None, False
+
     def give_up(self) -> None:
         """Memory ran out in a pass that kept it: this worker keeps it in none any more."""
         log.warning(
             "memory ran out in a pass that kept what attention gives; this worker computes it again from now on"
         )
-        self._off, self._size = True, None
+        self.failed()
+        self._off = True
         if self.setting == "kept":
             self.setting = "auto"
