@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, WorkerHandle
+from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
 
-FINISH = "finish_step"  # the method of a worker that ends a step
+FINISH, TURN = "finish_step", "turn"  # methods of a worker: the end of a step, and some work on an aside before it
 
 Answer = tuple[StepReport, Snapshot | None]
 
@@ -53,6 +53,7 @@ class NodeAnswer:
     """What became of a letter: the ends of the step by rank; or, when something has failed, what is known of it."""
 
     ends: dict[int, Answer] = field(default_factory=dict)
+    turns: dict[int, TurnReport] = field(default_factory=dict)  # of asides, by rank
     dead: list[str] = field(default_factory=list)  # workers that are gone
     failed: dict[str, str] = field(default_factory=dict)  # worker -> why
     pixels_lost: bool = False
@@ -70,3 +71,5 @@ class RelayHandle(Protocol):
     def step(self) -> Method[[Letter], NodeAnswer]: ...
     @property
     def published(self) -> Method[[int, str], list[PublishedResult]]: ...
+    @property
+    def here(self) -> Method[[], None]: ...

@@ -15,8 +15,6 @@ from functools import partial
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from ops.models.base.config import DiTConfig
-
 # Operators of PyTorch's attention: of scaled_dot_product_attention on a GPU and on the CPU, and of variable lengths.
 KEPT = frozenset(
     {
@@ -34,13 +32,6 @@ Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextMan
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     kept = isinstance(op, OpOverload) and str(op).rpartition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def kept_bytes_per_row(dit: DiTConfig, element_bytes: int) -> int:
-    """Bytes that all blocks keep of a row: outputs with elements of so many bytes, and a logarithm of a sum for every
-    head. Text goes through attention with the video, or is attended to in a call of its own."""
-    calls = 1 if dit.flops.within else 2
-    return calls * sum(dit.block_counts) * dit.num_heads * (dit.head_dim * element_bytes + 4)
 
 
 # What torch.utils.checkpoint takes as `context_fn`.

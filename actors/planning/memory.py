@@ -30,7 +30,6 @@ from data.buckets import BucketTable
 from data.config import DataConfig
 from ops.degrees import surplus
 from ops.geometry import Geometry, PixelShape
-from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.node_routes import peers
@@ -321,7 +320,7 @@ class Forecasts:
         dit, encoders = self._dit[key], self._encoders[frozen]
         kept = None
         if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
-            kept = with_attention_kept(dit, kept_bytes_per_row(model.dit, 2 if precision.autocast else dtype.itemsize))
+            kept = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
         return replace(
             sizes_of(model, train, self._cuda),
             vae_gib=encoders.vae_gib,
@@ -367,7 +366,7 @@ class Forecasts:
 
 
 def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:
-    """What transformers need whose passes keep so many bytes of attention for every row, of text too."""
+    """What transformers need whose passes keep `row_bytes` of attention for every row, of text too."""
     found = Needs(predicted=dict(needs.predicted), text_rows=dict(needs.text_rows))
     for key, line in needs.predicted.items():
         slope = line.gib_per_unit + row_bytes / GIB

@@ -15,6 +15,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import ray
@@ -26,6 +27,7 @@ from actors.ray_calls import GONE, get, wait
 from actors.records.events import RunEvent
 from actors.refs import Ref
 from actors.run.dispatch import end_of
+from actors.run.failures import failed_turn
 from actors.step import Seat
 from ops.waiting import Patience
 
@@ -180,15 +182,18 @@ class AsideTurns:
         cascades: Sequence[Cascade],
         outlasted: Container[int],
         patience: Patience,
+        elsewhere: Callable[[int, TurnTask], bool] = lambda rank, task: False,
     ) -> None:
         """Ask the workers for turns in this step, whose cascades are dispatched and whose end is not. `outlasted` are
-        ranks with an encode that outlasts it. `deal` comes before."""
+        ranks with an encode that outlasts it. `deal` comes before. `elsewhere` says whether it asks a rank itself; what
+        that answers comes by `hear`."""
         if not self._queue.held:
             return
         gaps = gaps_of(cascades, step, len(world))
         for rank, seat in enumerate(world):
             if rank not in outlasted:
-                self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience)
+                by = partial(elsewhere, rank)
+                self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience, elsewhere=by)
 
     def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> None:
         """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Never raises."""
@@ -221,6 +226,7 @@ class AsideTurns:
         gap_s: float = 0.0,
         patience: Patience | None = None,
         whole: bool = False,
+        elsewhere: Callable[[TurnTask], bool] = lambda task: False,
     ) -> None:
         if (work := self._queue.held.get(seat.name)) is None:
             return
@@ -233,7 +239,13 @@ class AsideTurns:
             whole=whole,
             patience=patience,
         )
-        self._asked[seat.handle.turn.options(name="aside").remote(task)] = seat.name
+        if not elsewhere(task):
+            self._asked[seat.handle.turn.options(name="aside").remote(task)] = seat.name
+
+    def hear(self, worker: str, report: TurnReport) -> None:
+        """What has become of a worker's turn that was asked for elsewhere."""
+        self._take_in(worker, report)
+        self._give_up()
 
     def _hear(self, timeout_s: float) -> set[str]:
         """Take in what workers have answered; returns those that are gone."""
@@ -251,18 +263,23 @@ class AsideTurns:
                 continue
             except ray.exceptions.RayError as error:
                 work = self._queue.held.get(worker)
-                why = " ".join(str(error).split())[-300:]
-                report = TurnReport(aside=work.name if work else "", ended=True, failed=why)
-            if worker in self._practised:
-                self._longest_s = max(self._longest_s, report.took_s)
-            elif report.ended and not report.failed:
-                self._practised.add(worker)
-            if report.ended and self._queue.end(report.aside):
-                self._ended(report)
+                report = failed_turn(work.name if work else "", error)
+            self._take_in(worker, report)
+        self._give_up()
+        return gone
+
+    def _take_in(self, worker: str, report: TurnReport) -> None:
+        if worker in self._practised:
+            self._longest_s = max(self._longest_s, report.took_s)
+        elif report.ended and not report.failed:
+            self._practised.add(worker)
+        if report.ended and self._queue.end(report.aside):
+            self._ended(report)
+
+    def _give_up(self) -> None:
         while self._queue.hopeless:
             why = f"{MAX_LOSSES} workers have died or left while they made it"
             self._ended(TurnReport(aside=self._queue.hopeless.pop().name, ended=True, failed=why))
-        return gone
 
     def _ended(self, report: TurnReport) -> None:
         try:

@@ -6,7 +6,7 @@ import logging
 
 import ray
 
-from actors.messages import MemoryExceeded, OutOfMemory
+from actors.messages import MemoryExceeded, OutOfMemory, TurnReport
 from actors.ray_calls import GONE, get
 from actors.refs import Ref
 
@@ -68,6 +68,11 @@ def lost_argument(error: ray.exceptions.RayError) -> bool:
         log.debug("an encode call failed: %s", error)
         return False
     return True
+
+
+def failed_turn(aside: str, error: ray.exceptions.RayError) -> TurnReport:
+    """What becomes of an aside whose turn has raised."""
+    return TurnReport(aside=aside, ended=True, failed=" ".join(str(error).split())[-300:])
 
 
 def last_line(text: str) -> str:

@@ -17,11 +17,11 @@ from collections.abc import Coroutine
 
 import ray
 
-from actors.letters import FINISH, Letter, NodeAnswer, RelayedCall, RelaySeat
-from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration
+from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelaySeat
+from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration, TurnReport, TurnTask
 from actors.ray_calls import GONE, answer_of
 from actors.refs import Ref
-from actors.run.failures import exceeded_of, last_line, lost_argument, why_of
+from actors.run.failures import exceeded_of, failed_turn, last_line, lost_argument, why_of
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +47,8 @@ class Relay:
         answer = NodeAnswer()
         for rank, forming in zip(letter.seats, letter.forming, strict=True):
             await self._formed(letter.seats[rank].name, forming, answer)
+        if letter.generation != self._generation:  # it was over before its workers had formed it
+            raise StaleGeneration(f"generation {letter.generation} has ended: the relay serves {self._generation}.")
         self._forget_before(letter.step - 1)
         sent = [] if answer.has_failed else [(call, self._send(call)) for call in letter.calls]
         async with self._changed:
@@ -71,6 +73,9 @@ class Relay:
             if generation == self._generation:
                 self._made.pop(cascade, None)
                 self._steps.pop(cascade, None)
+
+    async def here(self) -> None:
+        """Answers at once, whatever it waits for: a sign of life."""
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -137,11 +142,14 @@ class Relay:
         def watch(method: str) -> list[asyncio.Task[None]]:
             return [self._keep(self._watch(call, one, answer, failed)) for call, one in sent if call.method == method]
 
+        turns = watch(TURN)
         ends, dits, failure = watch(FINISH), watch("dit"), self._keep(_is_set(failed))
         for encode in ("encode_text", "encode_vae"):
             watch(encode)
         await _until(ends, failure)
         late = [] if failed.is_set() else await _until(dits, failure, ENDED_S)
+        if not failed.is_set():
+            await _until(turns, failure, ENDED_S)
         if failed.is_set():
             await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
         elif late:
@@ -167,6 +175,9 @@ class Relay:
             if call.method == FINISH:
                 assert isinstance(value, tuple), "a report and a snapshot"
                 answer.ends[call.rank] = value
+            elif call.method == TURN:
+                assert isinstance(value, TurnReport)
+                answer.turns[call.rank] = value
 
     def _keep(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
@@ -195,6 +206,12 @@ def _note(call: RelayedCall, worker: str, error: ray.exceptions.RayError, answer
             answer.exceeded += exceeded_of(error)
         else:
             answer.failed[worker] = last_line(str(error))
+        return
+    if call.method == TURN:  # of an aside, which ends no step
+        task = call.arguments[0]
+        assert isinstance(task, TurnTask), "only a turn is asked for with one"
+        if not isinstance(error, GONE):
+            answer.turns[call.rank] = failed_turn(task.aside.name, error)
         return
     lost = call.reads_data and lost_argument(error)
     answer.pixels_lost |= lost

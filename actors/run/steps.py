@@ -16,8 +16,8 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import FINISH, Letter, NodeAnswer, RelayedCall, RelayHandle, RelaySeat
-from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, Snapshot, StepReport
+from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayHandle, RelaySeat
+from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnTask
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
@@ -138,7 +138,9 @@ class StepRunner:
         self._connect(bags)
         submitted = [(call, self._submit(call, data)) for call in calls]
         outlasted = {call.rank for call in calls if call.task.outlasts}
-        self.asides.give(self.generation, step, self.world, assignment.cascades, outlasted, patience)
+        self.asides.give(
+            self.generation, step, self.world, assignment.cascades, outlasted, patience, elsewhere=self._relay_turn
+        )
         export = self.exports(step)
         mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
         tasks = [
@@ -194,6 +196,7 @@ class StepRunner:
         ready, waiting = wait(asked, num_returns=len(asked), timeout=timeout_s)
         self._raise_failures(ready, ended=not waiting)
         if waiting:
+            self._check_relays()
             return None
         answers = [running.answers[rank] for rank in range(len(self.world))]
         self._check_weights([report for report, _ in answers])
@@ -317,6 +320,14 @@ class StepRunner:
         )
         if publishes:
             self._at_relays[task.cascade] = node
+
+    def _relay_turn(self, rank: int, task: TurnTask) -> bool:
+        """Put a turn into the letter to its worker's node, between its cascades and the end of the step. False where
+        there is none."""
+        if (calls := self._letters.get(self.world[rank].node)) is None:
+            return False
+        calls.append(RelayedCall(rank=rank, method=TURN, name="aside", arguments=(task,)))
+        return True
 
     def _result(self, source: str) -> Ref[list[PublishedResult]]:
         """What a cascade has published. A relay is asked here, for what is needed: ranks turn out to have much of what
@@ -445,12 +456,23 @@ class StepRunner:
                     failed[f"relay of node {node[:8]}"] = last_line(str(error)) or type(error).__name__
         for one in answers.values():
             running.answers.update(one.ends)
+            for rank, report in one.turns.items():
+                self.asides.hear(self.world[rank].name, report)
             dead += one.dead
             failed.update(one.failed)
             exceeded += one.exceeded
             pixels_lost |= one.pixels_lost
         running.heard.update(answers)
         return pixels_lost
+
+    def _check_relays(self) -> None:
+        """A relay that hangs holds up all that its workers say, also that they cannot go on."""
+        hanging = self.relays.silent(time.monotonic())
+        for node in hanging:
+            self.relays.lose(node)
+        if found := {n: s for n, s in hanging.items() if n in self._relay_of}:
+            whys = {f"relay of node {n[:8]}": f"has not answered for {s:.0f} s" for n, s in found.items()}
+            raise GenerationLost([], whys)
 
     def _failed_calls(self, ended: bool, exceeded: list[MemoryExceeded]) -> dict[str, str]:
         """Workers whose DiT calls failed, and why; adds to what is known to have `exceeded` the memory. A call whose

@@ -10,7 +10,6 @@ import logging
 from dataclasses import dataclass, field
 
 from actors.plan.places import AttentionMemory
-from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
 
@@ -46,14 +45,14 @@ class AttentionRoom:
     _off: bool = False
     _size: PassSize | None = None
     _room_gib: float | None = None
-    keeps: bool = False  # in the pass that was begun last
+    keeps: bool = False  # in the pass that was begun and has not ended
 
     @classmethod
     def of(cls, dit: DiTConfig, setting: AttentionMemory, element_bytes: int, cuda: bool) -> AttentionRoom:
         """Decisions for a transformer whose activations have elements of `element_bytes`."""
         if not dit.gradient_checkpointing:
             setting = "recomputed"  # everything is kept
-        return cls(setting=setting, gib_per_row=kept_bytes_per_row(dit, element_bytes) / GIB, cuda=cuda)
+        return cls(setting=setting, gib_per_row=dit.kept_bytes(element_bytes) / GIB, cuda=cuda)
 
     def begin(self, layout: Layout, room_gib: float | None) -> bool:
         """Whether this pass keeps it, of `room_gib` for the whole pass (None: no limit is known)."""
@@ -72,21 +71,26 @@ class AttentionRoom:
     def end(self, need_gib: float | None) -> float | None:
         """The pass took `need_gib`; returns what plans are to count on: without what it kept of its own accord. None
         where memory is not counted."""
-        size, self._size = self._size, None
+        (size, self._size), (kept, self.keeps) = (self._size, None), (self.keeps, False)
         if size is None or need_gib is None or self.setting == "kept":
             return need_gib
-        if not self.keeps:
+        if not kept:
             self._needs[size] = max(need_gib, self._needs.get(size, 0.0))
             return need_gib
         if self._room_gib is not None and need_gib >= self._room_gib:
             self._full.add(size)
         return self._needs.get(size)
 
+    def failed(self) -> None:
+        """The pass has failed, or none was begun."""
+        self._size, self.keeps = None, False
+
     def give_up(self) -> None:
         """Memory ran out in a pass that kept it: this worker keeps it in none any more."""
         log.warning(
             "memory ran out in a pass that kept what attention gives; this worker computes it again from now on"
         )
-        self._off, self._size = True, None
+        self.failed()
+        self._off = True
         if self.setting == "kept":
             self.setting = "auto"

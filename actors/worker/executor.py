@@ -461,7 +461,10 @@ class CascadeMeasure:
             executor.broken = f"{task.name}: {error!r}"
             if kept and ran_out(error):
                 executor.attention.give_up()  # no limit of the cascade, which runs again without
-            elif ran_out(error):
+                return
+            if task.module == "dit":
+                executor.attention.failed()
+            if ran_out(error):
                 executor._exceeded = self._exceeded(need_gib or 0.0)
                 raise OutOfMemory(executor._exceeded)
             return

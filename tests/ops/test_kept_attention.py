@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.comm import Group
-from ops.kept_attention import KEPT, kept_bytes_per_row
+from ops.kept_attention import KEPT
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence
 from ops.storages import StorageCount
@@ -93,7 +93,7 @@ def test_ranks_of_a_bag_decide_each_for_itself(config: DiTConfig, sequences: Any
 
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
 def test_what_is_kept_is_counted(config: DiTConfig) -> None:
-    """Of every row of video, and where text goes through with it of every row of text: what the peak grows by."""
+    """The peak grows by that of every row of video, and of text where it goes through with the video."""
     deep = replace(config, num_layers=6)
     clips = (Sequence((4, 20, 20), 60),)
     case, peaks = checkpointed(deep, clips), []
@@ -102,7 +102,7 @@ def test_what_is_kept_is_counted(config: DiTConfig) -> None:
         with StorageCount() as count:
             case.run(Group.solo())
         peaks.append(count.peak_bytes)
-    row = kept_bytes_per_row(deep, element_bytes=4)
+    row = deep.kept_bytes(element_bytes=4)
     video, text = clips[0].tokens, clips[0].text_tokens
     found = (peaks[1] - peaks[0]) / row
     # the attention of the block whose backward runs is there in any case

@@ -10,7 +10,6 @@ import torch
 
 from app.bench.gpu.models import with_layers
 from ops.config import OptimizerConfig
-from ops.kept_attention import kept_bytes_per_row
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence as PackedSequence
 
@@ -33,7 +32,7 @@ def blocks_that_fit(config: DiTConfig, clips: Sequence[PackedSequence], free: fl
 
 def kept_bytes(config: DiTConfig, clips: Sequence[PackedSequence]) -> float:
     """What blocks keep of attention beside that, in half precision."""
-    return kept_bytes_per_row(config, element_bytes=2) * sum(clip.tokens for clip in clips)
+    return config.kept_bytes(element_bytes=2) * sum(clip.tokens for clip in clips)
 
 
 @cache

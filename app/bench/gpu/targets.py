@@ -164,7 +164,7 @@ TARGETS = (
         worst=_most("step.", _is("idle share"), lambda name: name.endswith(".as-trained")),
     ),
     Target(
-        what="idle share of the device between and in a worker's cascades",
+        what="a worker's cascades: idle share of the device between and in them",
         goal=0.02,
         least=False,
         form=".1%",

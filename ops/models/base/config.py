@@ -299,6 +299,13 @@ class DiTConfig:
         """Whether one compiled code serves its blocks for any rows, text and sequences."""
         return not self.spatial_temporal
 
+    def kept_bytes(self, element_bytes: int) -> int:
+        """Bytes of a row that all blocks keep where the output of attention is kept (`ops.kept_attention`): its
+        elements, and a logarithm of a sum for every head. Text goes through attention with the video, or is attended to
+        in a call of its own, and so is an image."""
+        calls = 1 if self.flops.within else 2 + (self.image_width > 0)
+        return calls * sum(self.block_counts) * self.num_heads * (self.head_dim * element_bytes + 4)
+
     @property
     def fetchable(self) -> bool:
         """Whether weights of its blocks may lie elsewhere and be fetched for a pass, as those that are trained and

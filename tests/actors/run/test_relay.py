@@ -11,12 +11,21 @@ from typing import Any
 import pytest
 import ray
 
-from actors.letters import FINISH, Letter, NodeAnswer, RelayedCall, RelaySeat
-from actors.messages import CascadeTask, MemoryExceeded, OutOfMemory, StaleGeneration
+from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelaySeat
+from actors.messages import (
+    CascadeTask,
+    MemoryExceeded,
+    OutOfMemory,
+    StaleGeneration,
+    TurnReport,
+    TurnTask,
+)
 from actors.plan.types import Module
 from actors.run import relay as relays_room
+from actors.run import relays as relays_book
 from actors.run.relay import Relay
 from actors.run.relays import Relays
+from tests.actors.fakes import Handle
 
 TASK_ERROR: Any = ray.exceptions.RayTaskError
 
@@ -238,6 +247,71 @@ def test_letters_and_questions_of_a_generation_that_is_over_are_refused() -> Non
         assert crew.order == []
 
     play(case)
+
+
+def test_a_letter_whose_generation_ends_before_its_workers_have_formed_is_not_sent() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        late = asyncio.ensure_future(relay.step(crew.letter(0, dit(0), encode(1, publishes=True))))
+        await settled()
+        formed, crew.formed = crew.formed, (crew._future(), crew._future())
+        crew.form()
+        await relay.step(crew.letter(0, generation=2))
+        for one in formed:
+            one.set_result(None)
+        with pytest.raises(StaleGeneration, match="generation 1 has ended"):
+            await late
+        assert crew.order == [] and relay._made == {}, "its calls and results are none of the next generation's"
+
+    play(case)
+
+
+def turn(rank: int) -> RelayedCall:
+    work: Any = SimpleNamespace(name="a")
+    task = TurnTask(generation=1, step=0, aside=work, gap_s=0.0, share=0.05)
+    return RelayedCall(rank=rank, method=TURN, name="aside", arguments=(task,))
+
+
+def test_turns_of_asides_are_sent_in_their_place_and_end_no_step() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        crew.form()
+        calls = (dit(0), turn(0), finish(0), turn(1), finish(1))
+        asked = asyncio.ensure_future(relay.step(crew.letter(0, *calls)))
+        await settled()
+        assert crew.order == [("w0", "d"), ("w0", TURN), ("w0", FINISH), ("w1", TURN), ("w1", FINISH)]
+        crew.answers["w0", TURN].set_result(TurnReport(aside="a", took_s=0.5))
+        crew.answers["w1", TURN].set_exception(TASK_ERROR("turn", "no file", ValueError("no file")))
+        crew.answers["w0", "d"].set_result(None)
+        for worker in ("w0", "w1"):
+            crew.answers[worker, FINISH].set_result(("report", None))
+        answer = await asked
+        assert not answer.has_failed and answer.turns[0] == TurnReport(aside="a", took_s=0.5)
+        assert answer.turns[1].ended and "no file" in answer.turns[1].failed
+
+    play(case)
+
+
+def test_a_relay_that_does_not_answer_is_known_after_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered: set[str] = set()
+    monkeypatch.setattr(
+        relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in answered], [])
+    )
+    monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
+    book = Relays(least=4, start=lambda node: Handle(here=lambda: node))  # type: ignore[arg-type, return-value]
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabb"))  # type: ignore[misc]
+    answered |= {"a", "b"}
+    assert not book.silent(0.0) and not book.silent(5.0)
+    answered.remove("a")
+    found = [set(book.silent(float(now))) for now in range(10, 130, 5)]
+    assert found.index({"a"}) == 11 and found[:11] == [set()] * 11, "asked last at 5 s"
+    book.lose("a")
+    assert not book.silent(200.0)
+
+
+def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
+    book = Relays(least=2, start=lambda node: Handle(here=lambda: node))  # type: ignore[arg-type, return-value]
+    book.of(tuple(SimpleNamespace(node=node) for node in "aa"))  # type: ignore[misc]
+    assert not book.silent(0.0) and not book.silent(599.0) and book.silent(605.0) == {"a": 605.0}
 
 
 def test_nodes_of_several_workers_have_relays_from_a_number_of_workers_on_until_theirs_is_lost() -> None:

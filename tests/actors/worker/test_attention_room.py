@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from actors.plan.places import AttentionMemory
@@ -84,3 +86,16 @@ def test_without_gradient_checkpointing_there_is_nothing_to_keep() -> None:
 def test_text_that_goes_through_attention_with_the_video_is_one_call() -> None:
     joint = HunyuanConfig(num_layers=2, num_single_layers=3, num_heads=4, head_dim=8, gradient_checkpointing=True)
     assert AttentionRoom.of(joint, "auto", 2, True).gib_per_row * GIB == 5 * 4 * (8 * 2 + 4)
+
+
+def test_an_image_that_blocks_attend_to_is_a_call_more() -> None:
+    from_image = replace(WAN, first_frame="channels", image_dim=1280)
+    assert AttentionRoom.of(from_image, "auto", 2, True).gib_per_row == pytest.approx(room().gib_per_row * 3 / 2)
+
+
+def test_a_pass_that_failed_keeps_nothing_for_what_comes_before_the_next() -> None:
+    one = room("kept")
+    for ended in (lambda: one.end(20.0), one.failed, one.give_up):
+        one.begin(LONG, 100.0)
+        ended()
+        assert not one.keeps

@@ -11,13 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from actors.config import TrainMemoryConfig
 from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import USABLE, Item
+from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
 from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, ran_out
 from ops.storages import storage_bytes
 from ops.sync import trainable
-from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
+from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
 
 ITEMS = [Item(id=f"s0.{n}", batch=3, frames=9, height=32, width=32, text_tokens=12) for n in range(2)]
 
@@ -96,6 +98,24 @@ def test_a_cascade_that_does_not_fit_is_named_with_what_it_took_and_frees_it() -
     with pytest.raises(OutOfMemory, match=found.name):  # the end of the step says it, too
         host.executor.admit(1)
     assert all(torch.equal(a, p) for a, (_, p) in zip(before, trainable(host.executor.modules.dit), strict=True))
+
+
+def test_memory_that_runs_out_before_a_pass_is_no_matter_of_what_the_last_one_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A cascade whose inputs alone do not fit is named to the planner at once, and not run again and again."""
+    checkpointed = replace(MODEL, dit=replace(MODEL.dit, gradient_checkpointing=True))
+    train = train_config(memory=TrainMemoryConfig(attention="kept"))
+    (host,) = make_hosts(1, torch.float32, train, config=checkpointed, name="w0")
+    run_step([host], ITEMS, one_worker(ITEMS))
+    assert host.done is not None and {s.kept_attention for s in host.done.spans if s.module == "dit"} == {True}
+
+    def short(*given: Any, **named: Any) -> None:
+        raise torch.OutOfMemoryError("Tried to allocate 9.00 GiB")
+
+    monkeypatch.setattr(executor_room, "gather_inputs", short)
+    with pytest.raises(OutOfMemory):
+        run_step([host], ITEMS, one_worker(ITEMS))
 
 
 def tensors_gib() -> float:
