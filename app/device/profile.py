@@ -54,7 +54,7 @@ _LONGER = 16  # times the longest bucket: longer clips are not tried
 _LARGER = 16  # times the planned batch: larger ones are not tried
 _WIDE = 0.5  # a spread of runs that says that the machine did something else meanwhile
 _JITTER_S = 1e-3  # unless they differ by less than this
-_FIXED = 0.5  # of a batch's seconds: more that does not grow with it is told
+_FIXED = 0.5  # of a batch's seconds: above this a line says what does not grow with it
 
 
 def run_profile(
@@ -359,8 +359,10 @@ def _print_fits(profile: Profile, model: ModelConfig) -> None:
     loads, seconds = profile.points("dit")
     if len(loads) > 1:
         try:
-            _, gamma = knapformer_constants(fit_form("knapformer", loads, seconds, ""), model.dit.dim)
-            print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}")
+            found = fit_form("knapformer", loads, seconds, "")
+            _, gamma = knapformer_constants(found, model.dit.dim)
+            doubt = f"; not to be trusted, its fit is {found.worst:.0%} off" if found.worst > POOR_RESIDUAL else ""
+            print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}{doubt}")
         except ValueError as error:
             print(f"      gamma of KnapFormer: {error}")
     for line in need_lines(profile):
