@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from actors.plan.costs.fit import Fit, fit_form
+from actors.plan.costs.fit import BETTER, LEAST_POINTS, Fit, fit_form
+from actors.plan.costs.forms import Load
+from actors.plan.costs.left_out import LeftOut, left_out
 from actors.plan.costs.profile import Profile
 from data.buckets import batch_size
 from data.config import BatchConfig
@@ -53,11 +55,12 @@ def fitted_limits(
     """(the limits with M_mem, M_comp and p filled in; the fit that gave them), AdaptiveLoad sec. 3.2.
 
     seconds = a + b B S^p is fitted to the DiT's prices of these buckets, p on [1.6, 2.4] for the best R^2, and
-    M_comp = (target_s - a) / b. The paper presets target_s. Where it is 0 it is what one clip of the longest bucket
-    takes by these costs, so that M_comp = S^p of that bucket, and it stays 0: seconds that were found by one cost model
-    are no target for another, such as the costs that a run has measured. M_mem are the rows that fit `room_gib` of a
-    worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where the profile prices
-    nothing, and for a target that no batch can meet.
+    M_comp = (target_s - a) / b. Where that fit is poor, as small batches cost a GPU what their launches do, it is
+    fitted to all measured points, with the p of the limits unless the points tell another. The paper presets target_s.
+    Where it is 0 it is what one clip of the longest bucket takes by these costs, so that M_comp = S^p of that bucket,
+    and it stays 0: seconds that were found by one cost model are no target for another, such as the costs that a run
+    has measured. M_mem are the rows that fit `room_gib` of a worker; where no limit of memory is known, `memory_tokens`
+    stays. Raises ValueError where the profile prices nothing, and for a target that no batch can meet.
     """
     loads, seconds = [], []
     for bucket in buckets:
@@ -73,15 +76,18 @@ def fitted_limits(
             f"with heddle profile, or set data.batch.compute and auto: false."
         )
     fit = fit_form("adaptiveload", loads, seconds, f"fitted to {len(loads)} prices of {profile.device}")
+    if fit.poor:
+        fit = _by_all_points(profile, fit, limits.exponent)
     fixed, slope = fit.coefficients
     longest = max(profile.tokens(b.frames, b.height, b.width) for b in buckets) + limits.text_tokens
-    if slope <= 0:
+    if slope <= 0 and limits.target_s:
         raise ValueError(
             f"seconds of the DiT do not grow with B S^p ({fit.source}), so they limit no batch. Measure more or larger "
             f"buckets with heddle profile, or set data.batch.compute and auto: false."
         )
-    target = limits.target_s or fixed + slope * float(longest) ** fit.exponent
-    if target <= fixed:
+    of_longest = float(longest) ** fit.exponent
+    target = limits.target_s or fixed + slope * of_longest
+    if limits.target_s and target <= fixed:
         raise ValueError(
             f"data.batch.target_s is {target:g} s, and any cascade takes {fixed:g} s (the constant of the fit). "
             f"Set it to more, or to 0 for what one clip of the longest bucket takes."
@@ -89,11 +95,32 @@ def fitted_limits(
     rows = profile.needs.most_rows(room_gib) if isfinite(room_gib) else inf
     found = replace(
         limits,
-        compute=float(f"{(target - fixed) / slope:.6g}"),
+        compute=float(f"{(target - fixed) / slope if slope > 0 else of_longest:.6g}"),
         exponent=fit.exponent,
         memory_tokens=float(int(rows)) if isfinite(rows) and rows >= 1 else limits.memory_tokens,
     )
     return found, fit
+
+
+def _by_all_points(profile: Profile, of_prices: Fit, exponent: float) -> Fit:
+    """The fit to all measured points of the DiT, whatever their batch, at this p or at the one that they tell: where
+    they are noisy, the p of the best R^2 is only noise, and batches would follow it. That `of_prices` where few are
+    measured."""
+    loads, seconds = profile.points("dit")
+    if len(loads) < LEAST_POINTS:
+        return of_prices
+    source = f"fitted to {len(loads)} points of {profile.device}"
+    free = fit_form("adaptiveload", loads, seconds, source)
+    plain = fit_form("adaptiveload", loads, seconds, source, exponents=(exponent,))
+    errors = [_errors(loads, seconds, one.exponent) for one in (free, plain)]
+    found, error = (free, errors[0]) if errors[0].log_error < BETTER * errors[1].log_error else (plain, errors[1])
+    return replace(found, unseen=error)
+
+
+def _errors(loads: Sequence[Load], seconds: Sequence[float], exponent: float) -> LeftOut:
+    return left_out(
+        lambda some, of: fit_form("adaptiveload", some, of, "", exponents=(exponent,)).predict, loads, seconds
+    )
 
 
 def seconds_of(limits: BatchConfig, fit: Fit) -> float:

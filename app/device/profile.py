@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.costs.exchange import exchange_speed
-from actors.plan.costs.fit import RESIDUAL_POINTS, fit_form, knapformer_constants
+from actors.plan.costs.fit import POOR_RESIDUAL, RESIDUAL_POINTS, fit_form, knapformer_constants
 from actors.plan.costs.handoff import Handoff, estimate_of
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
@@ -53,6 +53,8 @@ SWEPT_TOKENS = 20_000
 _LONGER = 16  # times the longest bucket: longer clips are not tried
 _LARGER = 16  # times the planned batch: larger ones are not tried
 _WIDE = 0.5  # a spread of runs that says that the machine did something else meanwhile
+_JITTER_S = 1e-3  # unless they differ by less than this
+_FIXED = 0.5  # of a batch's seconds: above this a line says what does not grow with it
 
 
 def run_profile(
@@ -329,12 +331,18 @@ def _limits(
         return
     batch = found.data.batch
     assert fit is not None
+    fixed, slope = fit.coefficients
     print(
-        f"batches   seconds = {fit.coefficients[0]:.4g} + {fit.coefficients[1]:.4g} B S^{fit.exponent:g}, R^2 "
-        f"{fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%; M_mem {batch.memory_tokens:,.0f} tokens, M_comp "
-        f"{batch.compute:.4g} for {seconds_of(batch, fit):.3g} s a batch"
-        + ("; the fit is poor, and so are these limits" if fit.poor else "")
+        f"batches   seconds = {fixed:.4g} + {slope:.4g} B S^{fit.exponent:g}, {fit.quality}; M_mem "
+        f"{batch.memory_tokens:,.0f} tokens, M_comp {batch.compute:.4g} for {seconds_of(batch, fit):.3g} s a batch"
+        + ("; the fit is poor, and so are these limits" if fit.worst > POOR_RESIDUAL else "")
     )
+    share = fixed / seconds_of(batch, fit)
+    if share > _FIXED:
+        print(
+            f"batches   {share:.0%} of that does not grow with the batch (launches, or what else every cascade takes): "
+            f"larger batches cost little more, and data.batch.target_s above {fixed:.3g} s makes them"
+        )
     if write:
         write_limits(path, batch)
         print(f"written   data.batch of {path}")
@@ -343,25 +351,34 @@ def _limits(
 def _print_fits(profile: Profile, model: ModelConfig) -> None:
     for module in MODULES:
         if fit := profile.model_of(module):
-            quality = f"R^2 {fit.r2:.3f}, worst residual {100 * fit.worst:.0f}%"
-            print(f"{module:4}  missing points: {fit.source}{'' if fit.poor else f', {quality}'}")
+            told = fit.unseen is not None or not fit.poor
+            print(f"{module:4}  missing points: {fit.source}{f', {fit.quality}' if told else ''}")
     _print_figures(profile)
     for line in [*longest_clips(profile), *largest_batches(profile)]:
         print(f"limit {line}")
     loads, seconds = profile.points("dit")
     if len(loads) > 1:
         try:
-            _, gamma = knapformer_constants(fit_form("knapformer", loads, seconds, ""), model.dit.dim)
-            print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}")
+            found = fit_form("knapformer", loads, seconds, "")
+            _, gamma = knapformer_constants(found, model.dit.dim)
+            doubt = f"; not to be trusted, its fit is {found.worst:.0%} off" if found.worst > POOR_RESIDUAL else ""
+            print(f"      gamma of KnapFormer (attention FLOPs cost so much of linear ones): {gamma:.2f}{doubt}")
         except ValueError as error:
             print(f"      gamma of KnapFormer: {error}")
     for line in need_lines(profile):
         print(line)
     wide = [key for key, spread in profile.spread.items() if spread > _WIDE]
-    if wide:
+    busy = [key for key in wide if profile.spread[key] * profile.measured.get(key, 1.0) > _JITTER_S]
+    if busy:
         print(
-            f"note: runs of {len(wide)} of {len(profile.spread)} points differ by more than {_WIDE:.0%} of their "
+            f"note: runs of {len(busy)} of {len(profile.spread)} points differ by more than {_WIDE:.0%} of their "
             f"median: was the machine busy? --fresh measures them again"
+        )
+    if len(wide) > len(busy):
+        print(
+            f"note: runs of {len(wide) - len(busy)} of {len(profile.spread)} points differ by more than {_WIDE:.0%} of "
+            f"their median, but by less than {1e3 * _JITTER_S:g} ms: so short a cascade waits for its launches, which "
+            f"vary"
         )
     for note in profile.notes:
         print(f"note: {note}")
@@ -371,8 +388,8 @@ def need_lines(profile: Profile) -> list[str]:
     """What cascades need of a worker's memory beside the states, by measured peaks: one line for each kind."""
     units = {"dit": "row", "text": "token", "vae": "clip"}
     return [
-        f"needs {module} {kind}: {line.fixed_gib:.3f} GiB and {1024 * line.gib_per_unit:.4g} MiB a {units[module]}, "
-        f"by {len(profile.needs.measured[module, kind])} peaks"
+        f"needs {module} {kind}: {round(line.fixed_gib, 3) + 0.0:.3f} GiB and {1024 * line.gib_per_unit:.4g} MiB "
+        f"a {units[module]}, by {len(profile.needs.measured[module, kind])} peaks"
         for (module, kind), line in sorted(profile.needs.lines().items())
     ]
 

@@ -151,8 +151,7 @@ def _with_limits(config: RunConfig, device: WorkersDevice) -> RunConfig:
     for name, limits in ((name, batch_limits(found)[name]) for name in before):
         source = ""
         if fit is not None and name == "data.batch":
-            quality = f"R^2 {fit.r2:.3f}{', poor' if fit.poor else ''}"
-            source = f" for {seconds_of(limits, fit):.3g} s a batch ({fit.source}, {quality})"
+            source = f" for {seconds_of(limits, fit):.3g} s a batch ({fit.source}, {fit.quality})"
         _note(
             f"{name}: auto is memory_tokens {limits.memory_tokens:,.0f}, compute {limits.compute:.4g}, exponent "
             f"{limits.exponent:g}{source}"

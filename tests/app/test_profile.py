@@ -15,6 +15,7 @@ import pytest
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.max_frames import MaxFrames
+from actors.plan.costs.needs import Footprint
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.worker.meter import TensorMeter
@@ -28,6 +29,7 @@ from app.device.profile import (
     figures_of,
     largest_of,
     longest_of,
+    need_lines,
     offer_residual,
     points_of,
     run_profile,
@@ -558,6 +560,28 @@ def test_who_ran_out_of_memory_is_heard_while_others_of_the_bag_wait_or_fail() -
     with pytest.raises(ConfigError, match="member 0 of a bag of 2 has not answered in 0 s"):
         Pipes(None, (0.0, ONE))._answers(0.2)
     assert Pipes((0.2, ONE), (0.0, "ready"))._answers(120.0) == [ONE, "ready"], "by rank"
+
+
+def test_a_need_of_nothing_has_no_sign() -> None:
+    profile = Profile()
+    for units, gib in ((1.0, 0.9999e-3), (2.0, 2.0e-3)):
+        profile.observe_need(Footprint(module="vae", kind="9f 32x48", units=units), gib)
+    (line,) = need_lines(profile)
+    assert line.startswith("needs vae 9f 32x48: 0.000 GiB and 1.024 MiB a clip, by 2 peaks")
+
+
+def test_short_runs_that_vary_do_not_blame_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(middle: float) -> str:
+        times = PointTimes(seconds=(0.5 * middle, middle, 2.0 * middle))
+        monkeypatch.setattr(Bench, "measure", lambda *of: times)
+        run_profile(DEMO, TINY, tmp_path / "p.json", repeats=3, device="cpu", degrees=[1], fresh=True)
+        return capsys.readouterr().out
+
+    short, busy = told(0.3e-3), told(0.3)
+    assert "was the machine busy" not in short and "waits for its launches" in short
+    assert "was the machine busy" in busy and "waits for its launches" not in busy
 
 
 def test_measurements_that_limit_no_batch_are_kept_and_said(

@@ -9,11 +9,19 @@ from itertools import combinations
 import numpy as np
 
 from actors.plan.costs.forms import FORMS, FORMS_OF, Load
+from actors.plan.costs.left_out import LeftOut, Pricing, left_out
 
-POOR_R2 = 0.9  # a fit below this, or with a residual above POOR_RESIDUAL, is reported and not used
+# A fit below this, or with a residual above POOR_RESIDUAL, is used only if it prices points that were left out better
+# than the scaled FLOP model does.
+POOR_R2 = 0.9
 POOR_RESIDUAL = 0.5
+BETTER = 0.9  # of the error of what has fewer numbers or more physics: above it what is better may be so by luck
 LEAST_POINTS = 6  # fewer are no fit: they scale the prior
 RESIDUAL_POINTS = 24  # of the VAE, from which its residual is tried
+EXPONENTS = tuple(1.6 + 0.05 * step for step in range(17))  # of the AdaptiveLoad form, that are tried
+_ALIKE = 2.0  # times the least of some seconds is the most, where they count as nearly constant
+_ROUNDS = 4  # of a fit whose errors are relative to what it says; the first are to what was measured
+_LEAST_PART = 0.1  # of a measured point is what an error is relative to, at least
 # How far a point may be from its law by noise, and how sure is what is known of a bag apart from its points: by what
 # all-to-alls of their own took, and by how many of them the code has.
 _POINT_DOUBT, _COMM_DOUBT, _CALLS_DOUBT = 0.05, 0.3, 1.0
@@ -36,10 +44,22 @@ class Fit:
     worst: float = 0.0
     points: int = 0
     residual: Callable[[Load], float] | None = None
+    unseen: LeftOut | None = None  # of what was chosen by its errors at points that were left out
 
     @property
     def poor(self) -> bool:
+        """Whether its quality alone does not speak for it."""
         return self.r2 < POOR_R2 or self.worst > POOR_RESIDUAL
+
+    @property
+    def quality(self) -> str:
+        """In words that hold for what is nearly constant, too."""
+        if self.unseen is not None:
+            return f"R^2 {self.r2:.3f}, error at points left out {self.unseen}"
+        if not self.poor:
+            return f"R^2 {self.r2:.3f}, worst residual {self.worst:.0%}"
+        verdict = "poor" if self.worst > POOR_RESIDUAL else "nearly constant, or noisy"
+        return f"R^2 {self.r2:.3f}, worst residual {self.worst:.0%}: {verdict}"
 
     def predict(self, load: Load) -> float:
         """Seconds of a load on one node."""
@@ -60,6 +80,7 @@ class Fit:
             "points": self.points,
             "poor": self.poor,
             "residual_model": self.residual is not None,
+            **({"unseen_median": self.unseen.median, "unseen_worst": self.unseen.worst} if self.unseen else {}),
         }
 
 
@@ -73,10 +94,13 @@ def model_from(
     exchange_s: float = 0.0,
     exchange_calls: float = 0.0,
 ) -> tuple[Fit, list[str]]:
-    """(model, notes for the report): a fit of the points, at least one; the scaled prior where they are few or the fit
-    is poor. `residual`: with trees on what the VAE's fit leaves. `exchange_s` of the transformer, by a measured
-    all-to-all, is what points without a bag cannot say, points of bags say only with their noise, and a prior only
-    assumes; 0: not measured. `exchange_calls`: how many all-to-alls a cascade makes; 0: not known."""
+    """(model, notes for the report): a fit of the points, at least one; the scaled prior where they are few. Where the
+    fit is poor, what prices points that it has not seen best (`_by_points_left_out`).
+
+    `residual`: with trees on what the VAE's fit leaves. `exchange_s` of the transformer, by a measured all-to-all, is
+    what points without a bag cannot say, points of bags say only with their noise, and a prior only assumes; 0: not
+    measured. `exchange_calls`: how many all-to-alls a cascade makes; 0: not known.
+    """
     notes = []
     expected = {
         name: (value, doubt)
@@ -102,11 +126,51 @@ def model_from(
             )
         if not fitted.poor:
             return fitted, notes
-        notes.append(
-            f"{module}: the fit to {fitted.points} points is poor (R^2 {fitted.r2:.3f}, worst residual "
-            f"{fitted.worst:.0%}); missing points use the scaled FLOP model."
-        )
+        chosen, note = _by_points_left_out(module, fitted, prior, loads, seconds, expected, exchange_s)
+        return chosen, [*notes, f"{module}: {note}"]
     return _scaled(prior, loads, seconds, exchange_s), notes
+
+
+def _by_points_left_out(
+    module: str,
+    fitted: Fit,
+    prior: Fit,
+    loads: Sequence[Load],
+    seconds: Sequence[float],
+    expected: Expected,
+    exchange_s: float,
+) -> tuple[Fit, str]:
+    """(what prices left-out points best, a note on it) of a poor fit, the module's other forms, the prior on a constant
+    floor, and the scaled prior. The last has the physics of large shapes, and stays unless another is clearly
+    better."""
+    scaled = _scaled(prior, loads, seconds, exchange_s)
+    by_scale = left_out(lambda some, of: _scaled(prior, some, of, exchange_s).predict, loads, seconds)
+    found = []
+    for form in _tried(module, loads) if prior.form in FORMS_OF[module] else (prior.form,):
+        one = fitted if fitted.form == form else fit_form(form, loads, seconds, fitted.source, expected)
+
+        def refit(some: Sequence[Load], of: Sequence[float], one: Fit = one) -> Pricing:
+            return fit_form(one.form, some, of, "", expected, (one.exponent,)).predict
+
+        found.append(replace(one, unseen=left_out(refit, loads, seconds)))
+    if "constant" in FORMS[prior.form].names:
+        floored = left_out(lambda some, of: _on_a_floor(prior, some, of, exchange_s).predict, loads, seconds)
+        found.append(replace(_on_a_floor(prior, loads, seconds, exchange_s), unseen=floored))
+    best = min(found, key=lambda one: one.unseen.log_error if one.unseen else np.inf)
+    assert best.unseen is not None
+    if best.unseen.log_error > BETTER * by_scale.log_error:
+        note = (
+            f"the fit to {len(loads)} points is poor (R^2 {fitted.r2:.3f}, worst residual {fitted.worst:.0%}). Error "
+            f"at points left out: {best.unseen}, of the scaled FLOP model {by_scale}; missing points use the latter."
+        )
+        return scaled, note
+    alike = max(seconds) <= _ALIKE * min(seconds)
+    why = "they are nearly constant" if alike else "they vary by more than their work explains"
+    note = (
+        f"the fit to {len(loads)} points has R^2 {best.r2:.3f}, as {why} ({min(seconds):.3g} to {max(seconds):.3g} s). "
+        f"Error at points left out: {best.unseen}, of the scaled FLOP model {by_scale}; missing points use the fit."
+    )
+    return best, note
 
 
 def fit(
@@ -115,20 +179,29 @@ def fit(
     """The best of the module's forms on measured points, by R^2. Needs at least two points. Where the latency of
     all-to-alls was measured, the form without it is not tried: of seconds that grow a thousandfold R^2 does not see it.
     """
-    other = "arachne" if any(load.call_s for load in loads) else "arachne_calls"
-    fits = [fit_form(form, loads, seconds, source, expected) for form in FORMS_OF[module] if form != other]
+    fits = [fit_form(form, loads, seconds, source, expected) for form in _tried(module, loads)]
     return max(fits, key=lambda found: (not found.poor, found.r2))
 
 
+def _tried(module: str, loads: Sequence[Load]) -> list[str]:
+    other = "arachne" if any(load.call_s for load in loads) else "arachne_calls"
+    return [form for form in FORMS_OF[module] if form != other]
+
+
 def fit_form(
-    form: str, loads: Sequence[Load], seconds: Sequence[float], source: str, expected: Expected | None = None
+    form: str,
+    loads: Sequence[Load],
+    seconds: Sequence[float],
+    source: str,
+    expected: Expected | None = None,
+    exponents: Sequence[float] = EXPONENTS,
 ) -> Fit:
-    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4] for the best R^2. What is
-    `expected` of coefficients counts like further points, the more the surer it is."""
+    """Non-negative fit of one form; AdaptiveLoad's exponent p by grid search on [1.6, 2.4], or of `exponents`, for the
+    best R^2. What is `expected` of coefficients counts like further points, the more the surer it is."""
     target = np.array(seconds)
     known, values, scales = _pseudo_points(FORMS[form].names, expected or {})
     best: Fit | None = None
-    for exponent in [1.6 + 0.05 * i for i in range(17)] if form == "adaptiveload" else [2.0]:
+    for exponent in exponents if form == "adaptiveload" else (2.0,):
         columns = np.array([FORMS[form].features(load, exponent) for load in loads])
         both = np.vstack([columns, known])
         coefficients = nonnegative_fit(both, np.append(target, values), np.append(target, scales))
@@ -238,6 +311,33 @@ def with_exchange(found: Fit, exchange_s: float) -> Fit:
     return replace(
         found, coefficients=tuple(exchange_s if n == "comm" else c for n, c in zip(names, found.coefficients))
     )
+
+
+def _on_a_floor(prior: Fit, loads: Sequence[Load], seconds: Sequence[float], exchange_s: float) -> Fit:
+    """The prior with a constant of its own: what every cascade takes however little it computes, such as launches, and
+    one scale for the work of all. Both are relative to what they say, not to what was measured: else a few points that
+    were too quick would draw a constant to themselves. A measured exchange stays as it is."""
+    place = FORMS[prior.form].names.index("constant")
+    alone = with_exchange(prior, 0.0) if exchange_s else prior
+    work = replace(alone, coefficients=tuple(0.0 if n == place else c for n, c in enumerate(alone.coefficients)))
+    columns = np.array(
+        [(FORMS[prior.form].features(load, prior.exponent)[place], work.predict(load)) for load in loads]
+    )
+    sent = [prior.predict(load) - alone.predict(load) for load in loads]
+    target = np.array([max(s - out, 0.1 * s) for s, out in zip(seconds, sent, strict=True)])
+    scale = target
+    for _ in range(_ROUNDS):
+        fixed, ratio = nonnegative_fit(columns, target, scale)
+        scale = np.maximum(columns @ (fixed, ratio), _LEAST_PART * target)
+    found = replace(
+        work,
+        source=f"{prior.source} x {ratio:.3g} beside {1e3 * fixed:.3g} ms from {len(loads)} points",
+        coefficients=tuple(float(fixed if n == place else c * ratio) for n, c in enumerate(work.coefficients)),
+        points=len(loads),
+    )
+    found = with_exchange(found, exchange_s) if exchange_s else found
+    r2, worst = quality(np.array([found.predict(load) for load in loads]), np.array(seconds))
+    return replace(found, r2=r2, worst=worst)
 
 
 def _scaled(prior: Fit, loads: Sequence[Load], seconds: Sequence[float], exchange_s: float = 0.0) -> Fit:

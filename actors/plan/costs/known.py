@@ -7,6 +7,7 @@ did not run, and what the cost model says, are corrected by what was found at th
 from __future__ import annotations
 
 import logging
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from ops.spatial_temporal.choice import SliceRates
 log = logging.getLogger(__name__)
 
 _DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
+_NUMBER = re.compile(r"-?\d[\d.]*")
 _LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
 
 
@@ -180,9 +182,10 @@ class KnownCosts:
         return found
 
     def _note(self, module: Module, notes: Sequence[str]) -> None:
-        """Notes on the fit of now, in place of those on earlier ones."""
+        """Notes on the fit of now, in place of those on earlier ones; told where they say more than other numbers."""
+        told = {_NUMBER.sub("", note) for note in self.notes}
         for note in notes:
-            if note not in self.notes:
+            if _NUMBER.sub("", note) not in told:
                 log.info(note)
         self.notes = [note for note in self.notes if not note.startswith(f"{module}: ")] + list(notes)
 

@@ -11,6 +11,7 @@ import pytest
 
 from actors.config import PlannerConfig
 from actors.plan.costs.fit import fit, fit_form, knapformer_constants
+from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
@@ -71,13 +72,16 @@ def test_coefficients_are_never_negative() -> None:
     assert min(found.coefficients) >= 0 and found.poor
 
 
-def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model() -> None:
-    entries = [{**ENTRY, "frames": f, "seconds": s} for f, s in ((1, 9), (5, 1), (9, 7), (13, 1), (17, 8), (21, 0.5))]
+def test_a_poor_fit_is_reported_and_replaced_by_the_flop_model_where_that_is_better() -> None:
+    """Seconds that grow as FLOPs do, with noise of a factor of 3: what is fitted to them follows the noise."""
+    noise = {1: 3.0, 5: 0.4, 9: 1.0, 13: 2.5, 17: 0.3, 21: 1.0}
+    by_flops = {f: PRIORS["dit"].predict(Profile().load(("dit", 1, f, 64, 64, 1), 0)) for f in noise}
+    entries = [{**ENTRY, "frames": f, "seconds": by_flops[f] * times} for f, times in noise.items()]
     profile = read_profile({"latency": entries, "extrapolate": True, "degrees": {"dit": [1]}})
     found = profile.model_of("dit")
     assert found is not None and found.source.startswith("FLOP model")
     assert any("poor" in note for note in profile.notes)
-    profile.measure(("dit", 1, 25, 480, 832, 1), 9.0)
+    profile.measure(("dit", 1, 25, 64, 64, 1), 2.0 * by_flops[21])
     profile.model_of("dit")
     (note,) = profile.notes
     assert "fit to 7 points" in note, "of the fit that counts alone"
