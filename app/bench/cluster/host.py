@@ -37,6 +37,8 @@ class HostHandle(Protocol):
     @property
     def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
     @property
+    def relay_here(self) -> Method[[str], None]: ...
+    @property
     def end_relay(self) -> Method[[str], None]: ...
     @property
     def end(self) -> Method[[Sequence[str]], None]: ...
@@ -165,6 +167,10 @@ class Host:
     async def relay_published(self, node: str, generation: int, cascade: str) -> list[PublishedResult]:
         """What an encode of a letter to this node leaves for others."""
         return await self._relay(node).published(generation, cascade)
+
+    async def relay_here(self, node: str) -> None:
+        """A sign of life of this node's relay."""
+        await self._relay(node).here()
 
     async def end_relay(self, node: str) -> None:
         """The process of a node's relay is gone."""

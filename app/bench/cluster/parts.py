@@ -131,6 +131,10 @@ class VirtualRelay:
     def published(self) -> OfNode[list[PublishedResult]]:
         return OfNode(self._node, self.host.relay_published)
 
+    @property
+    def here(self) -> OfNode[None]:
+        return OfNode(self._node, self.host.relay_here)
+
 
 class OfNode(Generic[R]):
     """A method of a host that wants the name of a node first."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch._functorch import config as functorch_config
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from ops.attention.lengths import Lengths
@@ -53,7 +54,7 @@ class AttentionSpeed:
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         figures: dict[str, float | str] = {}
         # what is compiled for FlexAttention gives its inputs away otherwise, and a backward runs here once only
-        with torch._functorch.config.patch(donated_buffer=False):
+        with functorch_config.patch(donated_buffer=False):
             for size in place.pick((128, 64), (16,)):
                 figures |= self._measure(place, size)
         return figures
