@@ -458,9 +458,8 @@ def test_pages_that_nobody_needs_are_given_back(keepers: Callable[..., Keeper]) 
     bank_bytes = 16 * total
     for number in range(3):
         step(number, 0, total, [0])
-    step(3, 0, total)
-    assert keeper.used_bytes() > 2.9 * bank_bytes, "one more while a checkpoint was written"
-    for number in (4, 5, 6):
+    assert keeper.used_bytes() > 2.9 * bank_bytes, "one more while a checkpoint is written"
+    for number in (3, 4, 5, 6):
         step(number, 0, total)
     assert eventually(lambda: keeper.used_bytes() < 2.1 * bank_bytes)
     keeper.begin(2, 6, 1, total, (HERE,))
