@@ -201,7 +201,8 @@ class TrainMemoryConfig:
     # auto: node where a GPU has no room for the largest clip in any other way, and an event says so.
     parameters: ParameterSetting = "auto"
     # With gradient checkpointing: what attention gives. auto: a GPU keeps it for cascades of long clips where it has
-    # room beside them, which saves a fifth of their time; the bits are the same. kept: always, recomputed: never.
+    # room beside them: 15 % less time for Wan2.1-1.3B at 480p81 on an H200, and the same bits. kept: always.
+    # recomputed: never.
     attention: AttentionMemory = "auto"
 
 

@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 # Operators of PyTorch's attention: of scaled_dot_product_attention on a GPU and on the CPU, and of variable lengths.
+# FlexAttention is none, so that a pass with it computes attention again all the same.
 KEPT = frozenset(
     {
         "aten._scaled_dot_product_cudnn_attention",

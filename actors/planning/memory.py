@@ -318,9 +318,8 @@ class Forecasts:
         if frozen not in self._encoders:
             self._encoders[frozen] = self._of_encoders(model)
         dit, encoders = self._dit[key], self._encoders[frozen]
-        kept = None
         if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
-            kept = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
+            dit = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
         return replace(
             sizes_of(model, train, self._cuda),
             vae_gib=encoders.vae_gib,
@@ -328,8 +327,8 @@ class Forecasts:
             image_gib=encoders.image_gib,
             host_encoders_gib=encoders.host_gib,
             needs=Needs(
-                predicted={**(dit if kept is None else kept).predicted, **encoders.predicted},
-                text_rows=dict((dit if kept is None else kept).text_rows),
+                predicted={**dit.predicted, **encoders.predicted},
+                text_rows=dict(dit.text_rows),
                 copied=dit.copied,
                 num_heads=dit.num_heads,
                 batches=dict(encoders.batches),
@@ -367,7 +366,7 @@ class Forecasts:
 
 def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:
     """What transformers need whose passes keep `row_bytes` of attention for every row, of text too."""
-    found = Needs(predicted=dict(needs.predicted), text_rows=dict(needs.text_rows))
+    found = replace(needs, predicted={}, text_rows={})
     for key, line in needs.predicted.items():
         slope = line.gib_per_unit + row_bytes / GIB
         text_gib = needs.text_rows[key[1]] * line.gib_per_unit + row_bytes / GIB

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ops.comm import Group
 from ops.kept_attention import KEPT
 from ops.models.base.config import DiTConfig
-from ops.packing import Sequence
+from ops.packing import Layout, Sequence
 from ops.storages import StorageCount
 from tests.families.registry import VARIANTS
 from tests.ops.test_node_parameters import model, passes
@@ -93,20 +93,21 @@ def test_ranks_of_a_bag_decide_each_for_itself(config: DiTConfig, sequences: Any
 
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
 def test_what_is_kept_is_counted(config: DiTConfig) -> None:
-    """The peak grows by that of every row of video, and of text where it goes through with the video."""
+    """After the forward it is there for every row of video, and of text where that goes through with the video."""
     deep = replace(config, num_layers=6)
     clips = (Sequence((4, 20, 20), 60),)
-    case, peaks = checkpointed(deep, clips), []
+    case, held = checkpointed(deep, clips), []
+    layout = Layout(clips)
     for keeps in (False, True):
         case.model.keeps_attention = keeps
         with StorageCount() as count:
-            case.run(Group.solo())
-        peaks.append(count.peak_bytes)
+            out = case.model(layout.local(case.tokens), case.timesteps, case.text, layout, Group.solo())
+        held.append(count.live_bytes)
+        del out
     row = deep.kept_bytes(element_bytes=4)
     video, text = clips[0].tokens, clips[0].text_tokens
-    found = (peaks[1] - peaks[0]) / row
-    # the attention of the block whose backward runs is there in any case
-    assert 0.5 * video <= found <= video + text, (found, video, text)
+    found = (held[1] - held[0]) / row
+    assert 0.99 * video <= found <= 1.01 * (video + text), (found, video, text)
 
 
 def _equal(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from actors.plan.costs.needs import NeedLine, Needs, Samples, footprint
 from actors.plan.places import AttentionMemory
+from actors.planning.memory import with_attention_kept
 from actors.worker.attention_room import GIB, SHARE, WORTH_ROWS, AttentionRoom
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
@@ -67,6 +69,20 @@ def test_what_is_always_kept_is_part_of_what_a_pass_needs() -> None:
     one = room("kept")
     one.begin(LONG, 100.0)
     assert one.end(26.0) == 26.0
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_plans_count_it_for_video_and_text_where_it_is_always_kept(degree: int) -> None:
+    """A rank of a bag has its part of the video's rows, and all of the text's."""
+    kind, row_bytes = ("solo", "bag")[degree - 1], 1 << 20
+    plain = Needs(predicted={("dit", kind): NeedLine(fixed_gib=2.0, gib_per_unit=1e-3)}, text_rows={kind: 0.25})
+    clips = [Samples(count=3, frames=81, height=480, width=832, text_tokens=512)]
+    found = [
+        needs.gib(footprint("dit", clips, degree, lambda *clip: 32760, needs))
+        for needs in (plain, with_attention_kept(plain, row_bytes))
+    ]
+    assert found[0] is not None and found[1] is not None
+    assert found[1] - found[0] == pytest.approx(3 * (32760 / degree + 512) * row_bytes / GIB)
 
 
 def test_memory_that_runs_out_with_it_ends_it() -> None:
