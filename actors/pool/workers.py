@@ -40,6 +40,7 @@ _NCCL = {
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_BARS_S = 1.2  # a process gives Ray the bars of its timeline once a second; what is ended before loses them
 
 
 @dataclass(kw_only=True, slots=True)
@@ -164,6 +165,12 @@ class RayPool(Pool):
         return PoolMember(
             name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
         )
+
+    def close(self) -> None:
+        """End all workers, when Ray has the bars of their last cascades."""
+        if any(member.info for member in self._members.values()):
+            time.sleep(_BARS_S)
+        super().close()
 
     def _end(self, member: PoolMember, frozen: bool) -> None:
         kill(member.handle)
