@@ -19,11 +19,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.attention.lengths import Lengths
-from ops.attention.table import AttentionSetting, AttentionTable
-from ops.attention.varlen import attention, backend_of
+from ops.attention.table import AttentionSetting
+from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.head_shares import HeadShares, HeldShare, Splits
+from ops.head_shares import HeadShares, Splits
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
@@ -40,21 +39,11 @@ def shared_heads_attention(
     shares = exchange.shared(q.shape[1])
     parts = _RowsToShares.apply(shares, group, q, k.to(q.dtype), v.to(q.dtype))
     outputs = [
-        attention(*triple, piece.lengths, exchange.lengths, _backend_of(triple[0], piece, exchange.lengths, backend))
+        attention(*triple, piece.lengths, exchange.lengths, backend)
         for triple, piece in zip(zip(parts[::3], parts[1::3], parts[2::3]), shares.pieces, strict=True)
     ]
     rows: tuple[Tensor] = _SharesToRows.apply(shares, group, *outputs)
     return rows[0]
-
-
-def _backend_of(q: Tensor, piece: HeldShare, lengths: Lengths, named: AttentionSetting) -> AttentionSetting:
-    """What computes a share: the named one, or `auto` where that takes whole sequences of these lengths and not the
-    share's parts of them, which may be a row longer in one than in another, or none. So cuDNN on most degrees."""
-    if named == "auto" or isinstance(named, AttentionTable):
-        return named
-    backend = backend_of(named)
-    whole, part = (backend.why_not(q, (queries, lengths)) for queries in (lengths, piece.lengths))
-    return "auto" if part and not whole else named
 
 
 def _exchange(sent: Tensor, splits: Splits, group: Group, back: bool = False) -> Tensor:

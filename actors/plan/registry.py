@@ -10,8 +10,6 @@ STRATEGIES = tuple(
     sorted(module.name for module in iter_modules([str(Path(__file__).with_name("strategies"))]) if not module.ispkg)
 )
 
-PACKING = ("cascade", "exact", "knapformer", "knapsack")  # a DiT cascade may have samples of several items
-
 if TYPE_CHECKING:
     StrategyName = str
 else:

@@ -95,7 +95,7 @@ def check(config: RunConfig) -> None:
     check_flow(config.model, config.train.flow)
     check_pictures(config.train, config.model, config.data)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
-    check_attention(config.model, config.train, config.workers, config.planner)
+    check_attention(config.model, config.train, config.workers)
     check_experts(config.model, config.train)
     check_memory(config.train, config.workers, config.model)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
-from actors.plan.registry import PACKING
 from app.settings.sections import SampleConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
@@ -212,7 +211,7 @@ def check_decode(vae: VAEConfig, sample: SampleConfig) -> None:
 _OTHER = {True: ("cpu",), False: ("cuda",)}  # workers.device that a table is not of, by whether it is of a GPU
 
 
-def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig, planner: PlannerConfig) -> None:
+def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConfig) -> None:
     """Backends that work on no machine with these settings. What a worker's device lacks, the worker says when it
     starts."""
     setting = model.dit.attention
@@ -231,21 +230,6 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
             f"model.dit.attention {name} takes bfloat16 and float16; train.autocast is none and train.parameter_dtype "
             f"float32. Set train.autocast: bfloat16, or attention: auto."
         )
-    if name == "cudnn" and (why := _unequal(model, planner)):
-        raise ConfigError(
-            f"model.dit.attention cudnn takes sequences of one length in a cascade, and {why}. Set attention: auto, "
-            f"which takes cuDNN wherever lengths are equal."
-        )
-
-
-def _unequal(model: ModelConfig, planner: PlannerConfig) -> str:
-    """Why sequences of a cascade can differ in length; "" where they cannot."""
-    if planner.strategy in PACKING:
-        return f"planner.strategy {planner.strategy} packs clips of several shapes into one"
-    if not model.text.is_padded:
-        return "model.text gives each caption its own length"
-    one = planner.static_degree == 1 if planner.strategy == "static" else planner.degrees == (1,)
-    return "" if one else "a bag cuts clips into chunks that differ by a row: it may be of one worker alone"
 
 
 def check_experts(model: ModelConfig, train: TrainConfig) -> None:

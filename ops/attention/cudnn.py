@@ -1,4 +1,4 @@
-"""cuDNN's attention through scaled_dot_product_attention: one sequence, or several of one length.
+"""cuDNN's attention through scaled_dot_product_attention: sequences of one length in one call, others one by one.
 
 cuDNN plans each new shape once (tens of milliseconds on the host), so it is for shapes that come again.
 """
@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ops.attention.backend import why_not_half_on_cuda
 from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BackendName
-from ops.attention.sdpa import batched
+from ops.attention.sdpa import by_sequence
 
 MOST = 128  # head size: more needs a newer cuDNN than the oldest PyTorch that we take brings
 MOST_HEADS = 65535  # heads, and sequences, at most: PyTorch's own limits of this call
@@ -21,25 +21,16 @@ class Cudnn:
     name: BackendName = "cudnn"
 
     def why_not(self, q: Tensor, lengths: Pair | None = None) -> str | None:
-        return why_not_half_on_cuda(self.name, q, MOST) or (lengths and _why_not_lengths(*lengths)) or None
+        return why_not_half_on_cuda(self.name, q, MOST) or (lengths and _why_not_count(*lengths)) or None
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
         # after an all-to-all q, k and v are views of one tensor; cuDNN is only offered dense rows
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return batched(q, k, v, len(q_lengths.host))
+            return by_sequence(q, k, v, q_lengths, k_lengths)
 
 
-def _why_not_lengths(q_lengths: Lengths, k_lengths: Lengths) -> str | None:
-    for what, lengths in (("queries", q_lengths), ("keys", k_lengths)):
-        if not lengths.equal:
-            shortest, longest = min(lengths.host, default=0), lengths.longest
-            return (
-                f"attention cudnn takes one sequence or several of one length; {len(lengths.host)} sequences of "
-                f"{what} have {shortest} to {longest} rows. Use flash or auto."
-            )
-    if k_lengths.longest == 1:
-        return "attention cudnn takes no sequence with a single key. Use flash or auto."
-    if len(q_lengths.host) > MOST_HEADS:
+def _why_not_count(q_lengths: Lengths, k_lengths: Lengths) -> str | None:
+    if q_lengths.equal and k_lengths.equal and len(q_lengths.host) > MOST_HEADS:
         return f"attention cudnn takes up to {MOST_HEADS} sequences, not {len(q_lengths.host)}. Use flash or auto."
     return None

@@ -3,7 +3,7 @@
 N rows, H heads, d head size. Each query sees the keys of its own sequence only; there is no padding.
 - `flash3`: FlashAttention 3; sm_90, half precision, where the package flash_attn_3 is installed.
 - `flash`: PyTorch's variable-length FlashAttention 2; CUDA, half precision.
-- `cudnn`: cuDNN; CUDA, half precision, one sequence or several of one length.
+- `cudnn`: cuDNN per sequence (one call when all lengths are equal); CUDA, half precision.
 - `flex`: FlexAttention with a mask by sequence; CUDA, or the forward pass on the CPU.
 - `sdpa`: scaled_dot_product_attention per sequence (one call when all lengths are equal); any device and dtype.
 """
@@ -30,19 +30,29 @@ class Preference:
     """`auto` takes the first backend of the table that can serve the call and that suits its lengths."""
 
     backend: BackendName
-    least: int = 0  # rows of the longest sequence, of queries and of keys
+    least: int = 0  # scores, queries times keys, of a sequence where all have the same lengths
+    alone: int = 0  # of the smallest one where they have not, and each is a call of its own
     plans: bool = False  # each new shape on the host: for lengths that come again
 
     def suits(self, lengths: Pair) -> bool:
-        return all(one.longest >= self.least and (one.recur or not self.plans) for one in lengths)
+        queries, keys = lengths
+        if self.plans and not (queries.recur and keys.recur):
+            return False
+        if queries.equal and keys.equal:
+            return queries.longest * keys.longest >= self.least
+        smallest = min(rows * seen for rows, seen in zip(queries.host, keys.host, strict=True)) if self.alone else 0
+        return smallest >= self.alone
 
 
 # cuDNN plans each new shape on the host, tens of milliseconds for each direction, which short sequences do not earn
-# back, nor those that hold a caption of any length. FlexAttention's mask is found on the host for each pack.
-_CUDNN, _FLEX = Preference("cudnn", least=1024, plans=True), Preference("flex", plans=True)
+# back, nor those that hold a caption of any length; a call alone must fill a device. FlexAttention's mask is found on
+# the host for each pack.
+_CUDNN = Preference("cudnn", least=1024**2, alone=4096**2, plans=True)
+_FLEX = Preference("flex", plans=True)
 
-# From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s); where a table of
-# `python -m app.bench.gpu` is given, what it measured comes first.
+# From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s) and those of docs/gpu (H200:
+# 565 and 355; to 512 keys cuDNN takes 0.58 of flash's time); where a table of `python -m app.bench.gpu` is given, what
+# it measured comes first.
 PREFERENCES = (Preference("flash3"), _CUDNN, Preference("flash"), Preference("sdpa"))
 _MEASURED: dict[BackendName, Preference] = {"cudnn": _CUDNN, "flex": _FLEX}  # costs that a table does not show
 

@@ -81,8 +81,6 @@ def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
     assert [source.path for source in config.data.sources] == ["a", "c"]
 
 
-CUDNN = "train: {autocast: bfloat16}\nmodel: {dit: {attention: cudnn}}"
-PADDED = "train: {autocast: bfloat16}\nmodel: {dit: {attention: cudnn}, text: {pad_to: 226}}"
 MISTAKES = {
     "train: {stpes: 3}": "unknown key train.stpes (run.yaml:4); did you mean train.steps?",
     "trian: {steps: 3}": "unknown key trian (run.yaml:4); did you mean train?",
@@ -114,10 +112,6 @@ MISTAKES = {
     "model: {dit: {attention: flash}}\nworkers: {device: cpu}": "attention flash cannot train on workers.device cpu",
     "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
-    CUDNN: "and planner.strategy cascade packs clips of several shapes into one. Set attention: auto",
-    f"{CUDNN}\nplanner: {{strategy: static}}": "and model.text gives each caption its own length",
-    f"{PADDED}\nplanner: {{strategy: static, static_degree: 2}}": "chunks that differ by a row",
-    f"{PADDED}\nplanner: {{strategy: genetic}}": "chunks that differ by a row",
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
     "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",
     "train: {memory: {parameters: node}}": "gradient_checkpointing is false. Set it to true",
@@ -145,11 +139,6 @@ def test_a_mistake_is_answered_with_one_sentence(text: str, sentence: str, tmp_p
         load(tmp_path, text)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("planner", ["{strategy: static}", "{strategy: genetic, degrees: [1]}"])
-def test_cudnn_by_name_is_taken_where_lengths_of_a_cascade_are_equal(tmp_path: Path, planner: str) -> None:
-    assert load(tmp_path, f"{PADDED}\nplanner: {planner}").model.dit.attention == "cudnn"
 
 
 def test_an_override_without_a_value_is_refused(tmp_path: Path) -> None:

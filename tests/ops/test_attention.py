@@ -133,6 +133,19 @@ def test_auto_on_the_cpu_is_sdpa_bit_for_bit(pack: list[tuple[int, int]], seed: 
     assert torch.equal(attention(q, k, v, *lengths), attention(q, k, v, *lengths, backend="sdpa"))
 
 
+@pytest.mark.parametrize("keys", [(1, 1, 1), (1, 4, 1)])
+def test_what_sees_one_key_takes_its_value_and_stays_in_the_graph(keys: tuple[int, ...]) -> None:
+    """Hooks count on a gradient of every weight, and ranks on each other's backward: zeros, not none."""
+    rows = (2,) * len(keys)
+    q, k, v = (torch.randn(sum(n), 2, 8, requires_grad=True) for n in (rows, keys, keys))
+    out = attention(q, k, v, Lengths.of(rows), Lengths.of(keys))
+    torch.testing.assert_close(out[:2], v[:1].expand(2, 2, 8), atol=0, rtol=0)
+    seed = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), seed)
+    assert not dq[:2].any() and not dk[:1].any()
+    torch.testing.assert_close(dv[0], seed[0] + seed[1])
+
+
 def test_what_a_backend_cannot_do_is_refused_with_value_rule_and_remedy() -> None:
     lengths = Lengths.of((2, 2))
     q = torch.zeros(4, 1, 8, dtype=torch.bfloat16)
@@ -168,10 +181,9 @@ def test_refusals_on_cuda_name_dtype_head_size_and_lengths() -> None:
         assert f"attention {name} takes bfloat16 and float16, not float32" in refusal(name, OnCuda(torch.float32))
         assert "up to" in refusal(name, OnCuda(size=12)) and ", not 12." in refusal(name, OnCuda(size=12))
     assert refusal("flash", OnCuda(size=256)) == "" and "up to 128, not 256" in refusal("cudnn", OnCuda(size=256))
-    assert refusal("cudnn", OnCuda()) == "" and refusal("cudnn", OnCuda(), (5, 5), (7, 7)) == ""
-    assert "2 sequences of queries have 5 to 6 rows" in refusal("cudnn", OnCuda(), (5, 6), (7, 7))
-    assert "2 sequences of keys have 0 to 7 rows" in refusal("cudnn", OnCuda(), (5, 5), (0, 7))
-    assert "a single key" in refusal("cudnn", OnCuda(), (5, 5), (1, 1))
+    assert refusal("cudnn", OnCuda()) == "" and refusal("cudnn", OnCuda(), (5, 6), (0, 7)) == ""
+    many = (2,) * 65536
+    assert "up to 65535 sequences, not 65536" in refusal("cudnn", OnCuda(), many, many)
     assert "from 16, not 8" in refusal("flex", OnCuda(size=8)) and "not float64" in refusal(
         "flex", OnCuda(torch.float64)
     )
@@ -194,9 +206,11 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
         lengths = Lengths.of(pair[0]), Lengths.of(pair[-1])
         return choose(q, lengths, backends(installed=flash3)).name  # type: ignore[arg-type]
 
-    assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (2048,), (1024,)) == "cudnn"
-    assert auto(OnCuda(), (2048,), (512,)) == "flash" and auto(OnCuda(), (512,), (2048,)) == "flash"
-    assert auto(OnCuda(), (2048, 2047)) == "flash" and auto(OnCuda(), (64, 64)) == "flash"
+    assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (64, 64)) == "flash"
+    assert auto(OnCuda(), (2048,), (512,)) == "cudnn" and auto(OnCuda(), (512,), (2047,)) == "flash"
+    assert auto(OnCuda(), (8192, 4096)) == "cudnn" and auto(OnCuda(), (8192, 4095)) == "flash"
+    assert auto(OnCuda(), (32760, 65520), (512, 512)) == "flash"  # short keys of one of them
+    assert auto(OnCuda(), (40000, 65520), (512, 512)) == "cudnn"
     assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert auto(OnCuda(), (2048, 2047), flash3=True) == "flash3"

@@ -122,11 +122,11 @@ def test_half_precision_adds_copies_in_fp32(run_ranks) -> None:
         torch.testing.assert_close(gradient, exact.expand_as(gradient), rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize(("lengths", "degree"), [((5, 5), 2), ((2,), 4), ((64, 64, 64), 2)])
-def test_cudnn_computes_what_it_takes_of_shared_heads(
+@pytest.mark.parametrize(("lengths", "degree"), [((5, 5), 2), ((2,), 4), ((64, 64, 64), 2), ((7, 3, 1), 2)])
+def test_cudnn_computes_shared_heads(
     lengths: tuple[int, ...], degree: int, run_ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences of one length: their parts may be of two, or empty. What else it asks for is a GPU's."""
+    """Parts of a sequence may be a row longer in one than in another, or none. What it asks for is a GPU's."""
     monkeypatch.setattr("ops.attention.cudnn.why_not_half_on_cuda", lambda name, q, most: None)
     monkeypatch.setattr("ops.attention.cudnn.sdpa_kernel", lambda backend: nullcontext())
     sequences, heads = [Sequence((1, 1, length), 0) for length in lengths], 3
@@ -143,13 +143,3 @@ def test_cudnn_computes_what_it_takes_of_shared_heads(
     expected, parts = run(Group.solo(), "sdpa"), run_ranks(degree, run)
     for index, one in enumerate(expected):
         torch.testing.assert_close(torch.cat([part[index] for part in parts]), one, atol=1e-5, rtol=1e-5)
-
-
-def test_a_backend_that_does_not_take_the_sequences_themselves_is_refused_as_without_shared_heads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("ops.attention.cudnn.why_not_half_on_cuda", lambda name, q, most: None)
-    layout = Layout(SEQUENCES, 1, 0)
-    q = torch.randn(layout.local_tokens, 3, 8)
-    with pytest.raises(ValueError, match="attention cudnn takes one sequence or several of one length"):
-        shared_heads_attention(q, q, q, layout.video_exchange, Group.solo(), "cudnn")

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan import registry
-from actors.plan.registry import PACKING, STRATEGIES
+from actors.plan.registry import STRATEGIES
 from actors.plan.types import PlanError
 from actors.planning.make_plan import strategy_named
 from app.settings.config import RunConfig
@@ -20,13 +19,6 @@ DEMO = Path(__file__).resolve().parents[3] / "configs" / "runs" / "demo.yaml"
 def test_a_strategy_bears_the_name_of_its_file_and_a_config_may_name_it(name: str) -> None:
     assert strategy_named(name).name == name
     assert RunConfig.load(DEMO, [f"planner.strategy={name}"]).planner.strategy == name
-
-
-def test_strategies_that_pack_are_those_with_the_bags_of_knapsack() -> None:
-    """Only its bags hold parts of several items; every other plan is of `schedule.evaluator`, one item a cascade."""
-    folder = Path(registry.__file__).with_name("strategies")
-    uses = {name for name in STRATEGIES if "strategies.knapsack import" in (folder / f"{name}.py").read_text()}
-    assert set(PACKING) == uses | {"knapsack"}
 
 
 def test_a_strategy_that_does_not_exist_is_refused_with_those_that_do() -> None:
