@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.optimizer import ema_decay_at, lr_at
-from ops.own_state import copied
-from ops.shard_banks import ShardBanks
+from ops.own_state import ShardBanks, copied
 from ops.shard_export import CopyAtOnce, ShardExport
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
 from ops.sync import PhaseListener, StepResult, check_weight, slots, state_names, trainable

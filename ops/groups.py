@@ -32,6 +32,7 @@ from ops.comm import Group
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
 
 _LOOK_S = 0.05  # a cancel is seen within this
+_LONG_LOOK_S = 0.5  # between looks whether all workers hold the state, which may take minutes
 _GRACE_S = 5.0  # the backend gives up connecting this long after us, so that our error names the members
 _LEAVE_S = 5.0  # a thread that waits for members sees a close within 0.02 s, unless the machine is busy
 _PATIENT = timedelta(hours=6)
@@ -138,7 +139,7 @@ class Groups:
         if group.failure:  # nothing could ask it later
             raise GroupError(f"{what}: it has {group.failure}.")
         store = dist.PrefixStore(self._name(members), self._store)
-        if not self._meet(store, "left", group.rank, group.size):
+        if not self._meet(store, "left", group.rank, group.size, self._patience):
             self._cancel.check(what)
             raise TimeoutError(f"{what}: not all members came within {self._patience}.")
         with self._counting:
@@ -146,6 +147,19 @@ class Groups:
             self._left[members] = self._left.get(members, 0) + group.progress.sequence
         self._lives[members] = self._lives.get(members, 0) + 1
         group.close()
+
+    def meet(self, doing: str, patience: Patience) -> None:
+        """Returns when every worker of the generation has called it. Before the first collective: each brings its part
+        of the state, which takes some of them long, and collectives have little patience, which is right for steps.
+
+        Raises Cancelled with the generation, TimeoutError after `patience`.
+        """
+        store = dist.PrefixStore(f"heddle/{self.generation}/{doing}", self._store)
+        if not self._meet(store, "here", self.world.index(self.rank), len(self.world), patience, _LONG_LOOK_S):
+            self._cancel.check(doing)
+            if self._closed:
+                raise GroupError(f"{doing}: the groups of generation {self.generation} are closed.")
+            raise TimeoutError(f"{doing}: not all workers of generation {self.generation} came within {patience}.")
 
     def world_group(self) -> Group:
         """The group of all workers, from the first call to the end of the generation; a bag of all workers is another
@@ -285,7 +299,7 @@ class Groups:
         rank = members.index(self.rank)
         try:
             store = dist.PrefixStore(name, self._store.clone())  # type: ignore[attr-defined]
-            if not self._meet(store, "here", rank, len(members)):
+            if not self._meet(store, "here", rank, len(members), self._patience):
                 return
             creation.connecting = True
             creation.process_group = self._backend_of(store, rank, len(members), timeout)
@@ -305,20 +319,23 @@ class Groups:
             cast(ConnectableGroup, made).eager_connect_single_device(self._place)
         return made
 
-    def _meet(self, store: dist.Store, where: str, rank: int, size: int) -> bool:
+    def _meet(
+        self, store: dist.Store, where: str, rank: int, size: int, patience: Patience, longest_s: float = 0.02
+    ) -> bool:
         """Wait until all members are here, so that the backend's constructor, which nothing can stop, does not wait.
+        Looks are up to `longest_s` apart.
 
         False when the generation ends first, or not all came in time.
         """
         store.set(f"{where}/{rank}", "1")
         here = [f"{where}/{member}" for member in range(size)]
         pause = 0.001
-        deadline = time.monotonic() + self._patience.limit_s
+        deadline = time.monotonic() + patience.limit_s
         while not store.check(here):
             if self._closed or self._cancel.is_set() or time.monotonic() > deadline:
                 return False
             time.sleep(pause)
-            pause = min(0.02, 1.5 * pause)
+            pause = min(longest_s, 1.5 * pause)
         return True
 
 

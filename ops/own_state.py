@@ -1,7 +1,7 @@
 """Optimizer state of one worker's range: where it lies, and how one version of it follows another.
 
 On a device, or in host memory of the worker's own, it is updated in place, and others get copies. In the memory of its
-node (ops.shard_banks) it is itself what others count on: the next version is then written beside it, piece by piece,
+node (`ShardBanks`) it is itself what others count on: the next version is then written beside it, piece by piece,
 each brought there right before it is updated, while it is in the cache. So there is a whole version at every moment,
 whoever dies, and nothing is copied for a snapshot.
 
@@ -22,13 +22,79 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ops.shard_banks import ShardBanks
 from ops.shard_export import CopyArrays, CopyAtOnce, ShardExport, copies_of
 from ops.shards import ShardState
+from ops.state_memory import StateMemory
+from ops.waiting import GroupError
+
+_PAUSES_S = (2e-4, 1e-2)  # between two looks whether the version is committed: the first and the longest
 
 Check = Callable[[], None]
 ShardOf = Callable[[Mapping[str, Tensor]], ShardState]
 """A shard of these arrays in host memory, with the counts that the state has now."""
+
+
+class ShardBanks:
+    """Which bank of a node's memory has the newest version of a worker's range in a generation, and which one the next.
+    Not thread-safe.
+
+    The next version goes into another bank than the one that holds what others count on; that bank is free once the
+    version before it is committed, and is waited for. A version that no other process counts on yet is updated where it
+    is.
+
+    banks = ShardBanks(memory, generation)      # the bank that is held has the worker's range of the version
+    target = banks.target(check)                # where the next version goes: another bank, or the current one
+    ...                                         # all of the range is written there
+    banks.written(target)
+    banks.seal(step)                            # others count on it from now on
+    """
+
+    def __init__(self, memory: StateMemory, generation: int) -> None:
+        """The generation has begun: `memory.order` is its."""
+        order = memory.order
+        assert order.generation == generation, f"the memory is in generation {order.generation}, not {generation}"
+        self.memory = memory
+        self.current = order.held
+        self._generation = generation
+        self._sealed: int | None = order.step  # step of the current version; None: no other process counts on it
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether others count on the current version."""
+        return self._sealed is not None
+
+    def holds(self, step: int) -> bool:
+        """Whether the current version is that after this step, as others know it."""
+        return self._sealed == step
+
+    def target(self, check: Check) -> int:
+        """The bank for the next version. Waits while the current one is not safe elsewhere, which a commit says;
+        `check` is called meanwhile, and may raise. Raises GroupError when another generation has begun."""
+        if self._sealed is None:
+            return self.current
+        pause = _PAUSES_S[0]
+        while True:
+            order = self.memory.order
+            if order.generation != self._generation:
+                raise GroupError(f"generation {self._generation} has ended: the state is that of {order.generation}")
+            if order.step >= self._sealed:
+                return order.next
+            check()
+            time.sleep(pause)
+            pause = min(2 * pause, _PAUSES_S[1])
+
+    def written(self, bank: int) -> None:
+        """A version that no other process counts on yet is in this bank, whole, or will be before it is sealed for
+        others."""
+        self.current, self._sealed = bank, None
+
+    def seal(self, step: int) -> None:
+        """The current version is that after `step`, and others count on it."""
+        self._sealed = step
+
+    def tensors(self, bank: int, lo: int, hi: int, names: Sequence[str]) -> dict[str, Tensor]:
+        """[hi - lo] of these arrays of a bank, in place."""
+        return {name: torch.from_numpy(a) for name, a in self.memory.arrays(bank, lo, hi, tuple(names)).items()}
 
 
 class OwnState:

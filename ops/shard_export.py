@@ -1,6 +1,6 @@
 """A worker's optimizer state on its way to others: as it lies in its node's memory, or copied there.
 
-State in host memory is updated there, bank by bank (ops.shard_banks), and is not copied at all. State on a device is
+State in host memory is updated there, bank by bank (ops.own_state), and is not copied at all. State on a device is
 copied once, into the bank that takes the next version: at once, or, where there is a GPU, while the next cascades run.
 Then only the next update, which would change what is read, waits until the copy has ended.
 """

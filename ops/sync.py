@@ -32,10 +32,9 @@ from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients
 from ops.gradients import Gradients
 from ops.node_sum import exchange
 from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
-from ops.own_state import OwnState
+from ops.own_state import OwnState, ShardBanks
 from ops.parameter_places import ParametersOf, node_parameters
 from ops.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
-from ops.shard_banks import ShardBanks
 from ops.shard_export import ShardExport
 from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.uploads import upload, upload_numbers

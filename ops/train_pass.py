@@ -1,4 +1,4 @@
-"""Forward and backward of one packed cascade, the same for a worker and for the prediction of what it needs.
+"""Forward and backward of one packed cascade and its loss, the same for a worker and for a prediction of what it needs.
 
 S sequences, n rows of this rank, C latent channels, t h w latent grid of one clip, P width of a token row, E of text.
 """
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
-from ops.flow import flow_loss
 from ops.noise import NoiseKey, rows
 from ops.objective import Objective
 from ops.packing import Layout
@@ -89,8 +88,35 @@ def train_pass(
         text = torch.cat([clip.text for clip in clips])
         predicted = dit(tokens, times, text, layout, group, conditions)
     predicted = predicted.to(dtype)
-    loss = flow_loss(predicted, wanted, layout, weights)
+    loss = packed_loss(predicted, wanted, layout, weights)
     phase("backward")
     before_backward()
     loss.backward()
     return PassResult(loss=loss.detach(), predicted=predicted.detach(), target=wanted, weights=weights)
+
+
+def packed_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    """This rank's part of the loss of packed sequences: sum_s weights[s] * mean squared error of sequence s.
+
+    prediction, target [n, c] are the local rows, weights [S] are 1 / (samples of the whole step) for an average; the
+    mean runs over all tokens of s on all ranks of the bag but those of clean frames. So parts of ranks, bags and
+    cascades only add up. At least fp32. With n = 0 it is a zero that backward accepts.
+    """
+    return _row_losses(prediction, target, layout, weights).sum()
+
+
+@torch.no_grad()
+def sequence_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    """This rank's part of `packed_loss` by sequence, fp64 [S]; for reports only."""
+    rows = _row_losses(prediction, target, layout, weights).double()
+    sums = torch.zeros(len(weights), dtype=torch.float64, device=rows.device)
+    return sums.index_add_(0, layout.seq_index, rows)
+
+
+def _row_losses(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
+    per_row = (weights.double() / (layout.token_counts * prediction.shape[-1])).to(dtype)[layout.seq_index]
+    if layout.has_clean_frames:
+        per_row = per_row * layout.noisy_rows
+    error = (prediction.to(dtype) - target.to(dtype)).square().sum(dim=-1)
+    return per_row * error

@@ -144,6 +144,18 @@ class Patience:
         return f"{self.limit_s:g} s ({self.why})" if self.why else f"{self.limit_s:g} s"
 
 
+def patient(cancel: CancelToken, patience: Patience, doing: str) -> Callable[[], None]:
+    """What one calls while one waits: it raises Cancelled when the generation ends, TimeoutError after `patience`."""
+    until = time.monotonic() + patience.limit_s
+
+    def go_on() -> None:
+        cancel.check(doing)
+        if time.monotonic() > until:
+            raise TimeoutError(f"{doing} took more than {patience}.")
+
+    return go_on
+
+
 class Work(Protocol):
     """What a process group of PyTorch returns for a collective."""
 

@@ -2,9 +2,9 @@
 
 Both are checked out side by side and do the same work by the command line: plans of the published workloads with every
 strategy, searches ended by their counted work and never by the clock, and a small training on one worker and on four
-(`--no-plans` leaves out the former, `--steps 0` the latter). Compared are the plans, the losses (equal bit for bit on
-one worker, to 1e-7 on four) and the checkpoint of one worker, tensor by tensor. Prints a table; exit code 1 when
-anything differs.
+(`--no-plans` leaves out the former, `--workloads` all but some of them, `--steps 0` the latter). Compared are the
+plans, the losses (equal bit for bit on one worker, to 1e-7 on four) and the checkpoint of one worker, tensor by tensor.
+Prints a table; exit code 1 when anything differs.
 """
 
 from __future__ import annotations
@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("head", nargs="?", default="HEAD")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--plans", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--workloads", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS), help="to plan")
     given = parser.parse_args()
     same = True
     with tempfile.TemporaryDirectory(prefix="heddle-compare-") as name:
@@ -157,7 +158,7 @@ def main() -> int:
         commits: list[Commit] = []
         try:
             commits += [Commit(given.base, folder / "base"), Commit(given.head, folder / "head")]
-            workloads = tuple(WORKLOADS) if given.plans else ()
+            workloads = given.workloads if given.plans else ()
             for what, how, allowed in differences(commits[0], commits[1], folder, workloads, given.steps):
                 print(f"{what:40s} {how:>12s}{'' if allowed else '   NOT ALLOWED'}", flush=True)
                 same = same and allowed

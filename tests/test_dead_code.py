@@ -1,8 +1,9 @@
-"""Everything that is defined is used by the program itself, not by its tests alone."""
+"""Everything that is defined is used by the program itself, not by its tests alone, and tests use it as it is."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -16,6 +17,7 @@ CALLED_BY_OTHERS = {
     "chunk_lengths",  # what a program that routes knows its rows by
     "verify_clip",  # a decoder, named to the engine as "data.tools.lint:verify_clip"
 }
+CONSTANT = re.compile(r"(?!CDLL$)_?[A-Z][A-Z0-9_]+")  # CDLL is a class of ctypes
 Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -81,3 +83,30 @@ def test_what_names_only_itself_is_found() -> None:
     text = "LIMIT = 3\ndef used(): return LIMIT\ndef again(n): return again(n - 1)\nprint(used())\nLOST: int = 1\n"
     assert Reader({"a.py": text}).unused() == ["a.py: LOST", "a.py: again"]
     assert Reader({"a.py": text, "b.py": "from a import again as more"}).unused() == ["a.py: LOST"]
+
+
+def overwritten(text: str) -> list[str]:
+    """Names of constants that code sets on something else: an argument or an own class would say it."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="setattr") | ast.Name(id="setattr"), args=arguments):
+                texts = [one.value for one in arguments[:2] if isinstance(one, ast.Constant)]
+                names = [str(text).rpartition(".")[2] for text in texts]
+            case ast.Assign(targets=targets):
+                names = [target.attr for target in targets if isinstance(target, ast.Attribute)]
+            case _:
+                continue
+        found += [name for name in names if CONSTANT.fullmatch(name)]
+    return found
+
+
+def test_no_test_overwrites_a_constant() -> None:
+    """The last import of a process would win, and the program have a value that nobody can give it."""
+    files = (ROOT / "tests").rglob("*.py")
+    assert {str(file): names for file in files if (names := overwritten(file.read_text(encoding="utf-8")))} == {}
+
+
+def test_a_constant_that_is_overwritten_is_found() -> None:
+    calls = 'm.setattr("data.decode.VERSION", 3)\nm.setattr(relay, "_ENDED_S", 1)\nm.setattr(torch.cuda, "Event", 1)\n'
+    assert sorted(overwritten(f"{calls}relay.LATE_S = 2")) == ["LATE_S", "VERSION", "_ENDED_S"]

@@ -7,8 +7,8 @@ One rule says what is read, of a walk that is traced and of one that is listed (
 with a statement of their own. Not what stands beside the way: properties, constants, functions inside functions, and
 whatever belongs to a record (a frozen dataclass, named tuple, enum or exception) or to a protocol.
 
-The walk of a plan is traced: one real search of the cascade strategy, of two steps of a published workload. The other
-three go through several processes; their routes stand in docs/walks.md, in chapters of one process each, and a test has
+The walk of a plan is traced: one real search of the cascade strategy, of two steps of a published workload. The others
+go through several processes; their routes stand in docs/walks.md, in chapters of one process each, and a test has
 each function of a route named by one before it. A file that two chapters use is entered twice however it is written, as
 another process works in between; so returns inside a chapter are counted apart.
 """

@@ -1,10 +1,14 @@
-"""The start of a generation: which worker has which rank, what each worker gets, and where training goes on."""
+"""The start of a generation: which worker has which rank, what each worker gets, and where training goes on.
+
+Weights that every worker reads or makes for itself must be equal on all: no later check would notice (`disagreement`).
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from actors.config import RuntimeConfig
@@ -20,7 +24,6 @@ from actors.pool.workers import Pool
 from actors.records.events import ClusterRefused
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
-from actors.run.frozen import disagreement, first_disagreement
 from actors.run.given_cluster import ClusterMismatch, GivenCluster
 from actors.run.relays import Relays
 from actors.run.shortage import Shortage
@@ -187,3 +190,39 @@ def form_tasks(
         )
         for rank in range(len(world))
     ]
+
+
+def disagreement(infos: Sequence[WorkerInfo]) -> str:
+    """Which frozen weights differ and on which workers; "" when all that hold them hold the same. Who has not made an
+    encoder compares it when it does."""
+    held = {info.worker: dict(info.frozen) for info in infos}
+    for part in sorted({part for digests in held.values() for part in digests}):
+        counts = Counter(digests[part] for digests in held.values() if part in digests)
+        if len(counts) == 1:
+            continue
+        usual = counts.most_common(1)[0][0]
+        others = [f"{i.worker} on {i.host}" for i in infos if held[i.worker].get(part, usual) != usual]
+        like = [info.worker for info in infos if held[info.worker].get(part) == usual]
+        return (
+            f"the weights of {part} on {', '.join(others)} are not those on {', '.join(like)}. Give all nodes the same "
+            f"files there, and --resume."
+        )
+    return ""
+
+
+def first_disagreement(infos: Sequence[WorkerInfo]) -> str:
+    """Which parameter differs before the first update, and on which workers; "" when all begin with the same.
+
+    Each worker contributes its range of the vector, so a run would begin with a mixture of two models.
+    """
+    usual = Counter(info.first for info in infos).most_common(1)[0][0] if infos else ()
+    others = [info for info in infos if info.first != usual]
+    if not others:
+        return ""
+    pairs = zip_longest(others[0].first, usual, fillvalue=("a parameter that only one has", 0))
+    name = next(mine[0] for mine, theirs in pairs if mine != theirs)
+    where = ", ".join(f"{info.worker} on {info.host}" for info in others)
+    return (
+        f"the first weights on {where} are not those of the other workers (first in {name}). Give all nodes the same "
+        f"model.dit.path and the same torch, and start again."
+    )

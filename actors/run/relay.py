@@ -32,7 +32,9 @@ _GRACE_S = 0.2  # after the first failure, for others that say more of it: that 
 class Relay:
     """Plain class with asynchronous methods; `actors.run.relays` makes the actor of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended_s: float = ENDED_S) -> None:
+        """`ended_s`: how much later than the end of a step on a worker its other answers may arrive."""
+        self._ended_s = ended_s
         self._generation, self._next = -1, 0  # the letter that is to be sent next
         self._changed = asyncio.Condition()
         self._seats: dict[int, RelaySeat] = {}
@@ -147,9 +149,9 @@ class Relay:
         for encode in ("encode_text", "encode_vae"):
             watch(encode)
         await _until(ends, failure)
-        late = [] if failed.is_set() else await _until(dits, failure, ENDED_S)
+        late = [] if failed.is_set() else await _until(dits, failure, self._ended_s)
         if not failed.is_set():
-            await _until(turns, failure, ENDED_S)
+            await _until(turns, failure, self._ended_s)
         if failed.is_set():
             await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
         elif late:

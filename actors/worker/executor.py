@@ -42,18 +42,17 @@ from actors.worker.work_done import FinishedStep, WorkDone
 from ops.comm import Group
 from ops.compiled_blocks import codes_made
 from ops.conditions import NOTHING, Conditions
-from ops.flow import sequence_losses
 from ops.groups import Groups
 from ops.models.experts import keep_attention, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
+from ops.own_state import ShardBanks
 from ops.packing import FamilyPart, Layout
 from ops.packing import Sequence as PackedSequence
-from ops.shard_banks import ShardBanks
 from ops.shards import ShardState
 from ops.sync import PhaseListener, StepIncomplete, Sync
-from ops.train_pass import PassClip, train_pass
+from ops.train_pass import PassClip, sequence_losses, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig

@@ -19,7 +19,7 @@ from actors.messages import FormTask, JoinAnswer, Origin
 from actors.state.checkpoint_files import load
 from actors.state.pulling import PIECE, Counts, pull, value
 from ops.lending import Lender, borrow, new_number
-from ops.shard_banks import ShardBanks
+from ops.own_state import ShardBanks
 from ops.shards import ShardState, cut, missing
 from ops.state_memory import StateMemory
 

@@ -48,7 +48,6 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.home import HomeMemory
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, late_sizes, peak_tflops
-from actors.worker.meeting import meet, patient
 from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
@@ -63,7 +62,7 @@ from ops.precision import allow_tf32
 from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
 from ops.sync import trainable
-from ops.waiting import Patience
+from ops.waiting import Patience, patient
 
 log = logging.getLogger(__name__)
 
@@ -172,9 +171,9 @@ class Worker:
         sync, modules = self.executor.sync, self.executor.modules
         lo, hi = shard_bounds(sync.layout[-1].hi, task.world)[task.rank]
         first = self._first.source(modules.dit, modules.config.dit)
-        go_on = patient(cancel, patience, "fetching the state")
+        go_on = patient(cancel, fetching, "fetching the state")
         entered = self._home.enter(task, lo, hi, sync.state_names, first, go_on)
-        meet(store, task.generation, task.rank, task.world, cancel, patience)
+        groups.meet("waiting until all hold the state", fetching)
         free_ended()  # by now all have left the last generation
         gathering = self._gathering()
         self.heartbeat.activity(name, "gather", -1, 0.0, gathering)

@@ -303,9 +303,9 @@ class Bench:
         import torch
 
         from ops.conditions import Conditions
-        from ops.flow import flow_loss
         from ops.models.experts import keep_attention, transformers
         from ops.packing import Layout, Sequence
+        from ops.train_pass import packed_loss
 
         dit = transformers(self.dit)[0]  # a pass is of one of two experts, which are alike
         bucket, patch, group = shape.bucket, self.geometry.patch, self.group
@@ -338,7 +338,7 @@ class Bench:
             keep_attention(dit, self.attention.begin(layout, self._room_gib))
             with cast:
                 predicted = dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
-            flow_loss(predicted.float(), target, layout, weights).backward()
+            packed_loss(predicted.float(), target, layout, weights).backward()
 
         return work
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from app.run.apart import SIGNALS
 from app.run.operator import monitor_of
 
 STOP = "stopped by a signal"
@@ -19,8 +20,7 @@ STOP = "stopped by a signal"
 def stops_on_signal(folder: Path) -> Iterator[None]:
     """Inside it, SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C end the run after its running steps, with a
     checkpoint; a second Ctrl-C ends it at once. A signal that was ignored before, as SIGHUP under nohup, still is."""
-    watched = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    earlier = {number: signal.getsignal(number) for number in watched}
+    earlier = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:

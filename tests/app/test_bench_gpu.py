@@ -30,9 +30,9 @@ from app.bench.gpu.vae_speed import psnr
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
-from ops.flow import flow_loss
 from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
+from ops.train_pass import packed_loss
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(device=torch.device("cpu"), rehearse=False)
@@ -275,7 +275,7 @@ def test_flops_of_a_step_are_those_of_its_products(config) -> None:
         call = PackedCall.of(config, [CLIP_480P81], STAND_IN, torch.bfloat16)
         with FlopCounterMode(display=False) as counter:
             out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-            flow_loss(out.float(), call.target, call.layout, call.weights).backward()
+            packed_loss(out.float(), call.target, call.layout, call.weights).backward()
     rows = CLIP_480P81.tokens + (CLIP_480P81.text_tokens if config is HUNYUAN_13B else 0)
     again = 2.0 * sum(config.block_counts) * config.dim * rows**2
     share = step_flops(config, [CLIP_480P81], recompute=False) / (counter.get_total_flops() - again)

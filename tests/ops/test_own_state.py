@@ -20,7 +20,7 @@ from torch import nn
 
 from ops.comm import Group
 from ops.lending import Lender, borrow
-from ops.shard_banks import ShardBanks
+from ops.own_state import ShardBanks
 from ops.shards import ShardState, cut, shard_bounds
 from ops.state_memory import BankOrder, StateMemory
 from ops.sync import FlatSync, initial_shard, trainable

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.comm import Group
-from ops.flow import flow_loss
 from ops.groups import Groups
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
 from ops.packing import Layout, Sequence
 from ops.routing import assign, make_routing, parse_topology, plan, replicate, route, unroute, workload
+from ops.train_pass import packed_loss
 from ops.waiting import CancelToken
 
 torch.set_num_threads(1)
@@ -152,7 +152,7 @@ def test_a_routed_transformer_trains_like_one_at_home(run_ranks) -> None:
     bags, store = parse_topology("g1n2+g2n1"), dist.HashStore()
     layout = Layout(sequences)
     expected = model(torch.cat(tokens), times, torch.cat(texts), layout, Group.solo())
-    flow_loss(expected, torch.zeros_like(expected), layout, torch.ones(len(flat))).backward()
+    packed_loss(expected, torch.zeros_like(expected), layout, torch.ones(len(flat))).backward()
 
     def work(group: Group) -> tuple[Tensor, dict[str, Tensor | None]]:
         network = copy.deepcopy(model)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ops.chunks import chunk_bounds
 from ops.comm import Group
-from ops.flow import flow_loss
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
@@ -21,6 +20,7 @@ from ops.models.lora import add_lora
 from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
 from ops.sequence_parallel import heads_to_rows, rows_to_heads, sequence_parallel_attention
+from ops.train_pass import packed_loss
 
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-10, "rtol": 1e-10}
@@ -68,7 +68,7 @@ class Case:
         model = copy.deepcopy(self.model)
         layout = Layout(self.sequences, group.size, group.rank)
         prediction = model(layout.local(self.tokens), self.timesteps, self.text, layout, group)
-        loss = flow_loss(prediction, layout.local(self.targets), layout, self.weights)
+        loss = packed_loss(prediction, layout.local(self.targets), layout, self.weights)
         loss.backward()
         return prediction.detach(), loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 

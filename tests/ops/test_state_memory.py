@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ops.lending import Lender, borrow
 from ops.node_memory import NodeMemory
-from ops.shard_banks import ShardBanks
+from ops.own_state import ShardBanks
 from ops.shards import ARRAYS
 from ops.state_memory import BANKS, BankOrder, StateMemory
 from ops.waiting import Cancelled, GroupError

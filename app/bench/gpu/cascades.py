@@ -20,9 +20,9 @@ from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
 from app.bench.gpu.train_step import AS_TRAINED, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops.comm import Group
-from ops.flow import flow_loss
 from ops.models.base.config import DiTConfig
 from ops.packing import Sequence
+from ops.train_pass import packed_loss
 
 CLIP, SHORT, PICTURE = (Sequence((frames, 30, 52), 512) for frames in (21, 5, 1))  # 81, 17 and 1 frames of 480x832
 CASCADES = ((CLIP,), (SHORT,) * 4, (PICTURE,) * 8, (PICTURE,) * 8, (PICTURE,))  # a clip, short ones, and pictures
@@ -98,7 +98,7 @@ def _plain_step(config: DiTConfig, place: Place) -> Callable[[], None]:
         sync.begin_step()
         for call in calls:
             out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-            (flow_loss(out.float(), call.target, call.layout, call.weights) / len(calls)).backward()
+            (packed_loss(out.float(), call.target, call.layout, call.weights) / len(calls)).backward()
         sync.finish_step(0, 0.0, 1.0, 1.0, lambda phase: None)
 
     return step

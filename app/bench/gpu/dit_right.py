@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build, small, with_layers
 from ops.comm import Group
-from ops.flow import flow_loss
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout, Sequence
+from ops.train_pass import packed_loss
 
 OUTPUT, GRADIENT = 2e-2, 5e-2  # relative L2 of bf16: a few blocks, each of a dozen roundings of 1.67e-3
 PACKED = 1e-4  # fp32, other shapes of the same products
@@ -63,7 +63,7 @@ def measurements() -> list[DiTCheck]:
 def _pass(dit: nn.Module, call: PackedCall) -> tuple[Tensor, Tensor]:
     """The output, and all gradients as one fp32 vector."""
     out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-    flow_loss(out.float(), call.target, call.layout, call.weights).backward()
+    packed_loss(out.float(), call.target, call.layout, call.weights).backward()
     gradients = [p.grad.float().flatten() for p in dit.parameters() if p.grad is not None]
     dit.zero_grad(set_to_none=True)
     return out.detach(), torch.cat(gradients)

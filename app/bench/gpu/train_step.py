@@ -25,13 +25,13 @@ from ops.attention.varlen import backend_of
 from ops.comm import Group
 from ops.compiled_blocks import CompiledBlocks
 from ops.config import OptimizerConfig
-from ops.flow import flow_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.packing import Sequence as PackedSequence
 from ops.parameters import ParameterMemory
 from ops.sync import FlatSync, StepResult
+from ops.train_pass import packed_loss
 
 _NORM_ERROR = 1e-2  # FlashAttention's backward adds in any order
 ROOM = 0.85  # of the free memory; fragments, cuBLAS and cuDNN take the rest
@@ -168,7 +168,7 @@ def step_over(dit: nn.Module, sync: FlatSync, call: PackedCall) -> Callable[[], 
     def step() -> StepResult:
         sync.begin_step()
         out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-        loss = flow_loss(out.float(), call.target, call.layout, call.weights)
+        loss = packed_loss(out.float(), call.target, call.layout, call.weights)
         loss.backward()
         return sync.finish_step(0, float(loss.detach()), 1.0, 1.0, lambda phase: None)
 

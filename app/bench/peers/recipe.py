@@ -30,7 +30,6 @@ from data.decode import decode_job
 from data.types import Batch, DecodeJob
 from ops.comm import Group
 from ops.conditions import Conditions
-from ops.flow import flow_loss
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.text_pair import split
@@ -39,6 +38,7 @@ from ops.objective import objective_of
 from ops.optimizer import ema_decay_at
 from ops.packing import Layout, patchify
 from ops.packing import Sequence as PackedSequence
+from ops.train_pass import packed_loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +120,7 @@ class Recipe:
             target.append(objective.target(level, clean, noise))
         times, told = objective.times(torch.tensor(levels)), Conditions(pooled=pooled)
         predicted = dit(torch.cat(noisy), times, torch.cat(words), layout, group, told)
-        return flow_loss(predicted, torch.cat(target), layout, torch.full((len(words),), micro.weight))
+        return packed_loss(predicted, torch.cat(target), layout, torch.full((len(words),), micro.weight))
 
 
 class Average:

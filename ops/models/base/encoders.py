@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from ops.models.base.family import Json
 
-_GATED = {"feed_forward_proj": "gated-gelu"}
 UMT5_XXL: Json = {
-    **{"model_type": "umt5", "vocab_size": 256384, "d_model": 4096, "d_ff": 10240, "num_heads": 64, "num_layers": 24},
-    **_GATED,
+    "model_type": "umt5",
+    "vocab_size": 256384,
+    "d_model": 4096,
+    "d_ff": 10240,
+    "num_heads": 64,
+    "num_layers": 24,
+    "feed_forward_proj": "gated-gelu",
 }
 T5_XXL: Json = {**UMT5_XXL, "model_type": "t5", "vocab_size": 32128}
 LLAMA_8B: Json = {

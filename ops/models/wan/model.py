@@ -5,7 +5,7 @@ S sequences, n rows of this rank, D width, H heads, d head size, T rows of the (
     layout = Layout([Sequence((5, 8, 12), text_tokens=33), Sequence((1, 16, 16), text_tokens=7)], degree, rank, device)
     tokens = layout.local([patchify(latent, config.patch) for latent in latents])       # [n, C * pt * ph * pw]
     velocity = dit(tokens, sigmas * 1000, torch.cat(texts), layout, group)              # [n, C_out * pt * ph * pw]
-    loss = flow_loss(velocity, layout.local(targets), layout, weights)                  # ops/flow.py
+    loss = packed_loss(velocity, layout.local(targets), layout, weights)                # ops/train_pass.py
 
 Gradients are partial: everything that a rank computes redundantly (time and text embeddings, keys and values of the
 text) reaches the loss through that rank's own rows only, so the sum over the bag is the exact gradient.

@@ -14,7 +14,7 @@ from actors.config import WorkersConfig
 from actors.messages import Origin, WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Arrival, Limits, LoadedWorker
-from actors.run.frozen import disagreement, first_disagreement
+from actors.run.forming import disagreement, first_disagreement
 from actors.worker.loading import FirstWeights, build_modules
 from ops.models.config import ModelConfig
 from ops.models.load import build_dit

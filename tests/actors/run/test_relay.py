@@ -21,9 +21,8 @@ from actors.messages import (
     TurnTask,
 )
 from actors.plan.types import Module
-from actors.run import relay as relays_room
 from actors.run import relays as relays_book
-from actors.run.relay import Relay
+from actors.run.relay import ENDED_S, Relay
 from actors.run.relays import Relays
 from tests.actors.fakes import Handle
 
@@ -88,9 +87,9 @@ def finish(rank: int) -> RelayedCall:
     return RelayedCall(rank=rank, method=FINISH, name="finish", arguments=(SimpleNamespace(),))
 
 
-def play(case: Callable[[Relay, Crew], Any]) -> None:
+def play(case: Callable[[Relay, Crew], Any], ended_s: float = ENDED_S) -> None:
     async def run() -> None:
-        await asyncio.wait_for(case(Relay(), Crew()), 20)
+        await asyncio.wait_for(case(Relay(ended_s), Crew()), 20)
 
     asyncio.run(run())
 
@@ -185,9 +184,7 @@ def test_who_could_not_form_is_named_and_gets_no_call() -> None:
     play(case)
 
 
-def test_a_dit_call_that_never_answers_does_not_hold_a_step_up_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relays_room, "ENDED_S", 0.05)
-
+def test_a_dit_call_that_never_answers_does_not_hold_a_step_up_for_ever() -> None:
     async def case(relay: Relay, crew: Crew) -> None:
         crew.form()
         asked = asyncio.ensure_future(relay.step(crew.letter(0, dit(1), finish(0), finish(1))))
@@ -196,7 +193,7 @@ def test_a_dit_call_that_never_answers_does_not_hold_a_step_up_for_ever(monkeypa
             crew.answers[worker, FINISH].set_result(("report", None))
         assert (await asked).failed == {"w1": "dit d has not answered, although its worker has finished the step"}
 
-    play(case)
+    play(case, ended_s=0.05)
 
 
 def test_what_an_encode_publishes_is_had_from_the_relay_also_before_its_letter_has_come() -> None:

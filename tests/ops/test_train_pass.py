@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.flow import flow_loss
 from ops.packing import Layout, Sequence
+from ops.train_pass import packed_loss
 
 torch.set_num_threads(1)
 
@@ -17,7 +17,7 @@ def test_loss_parts_of_ranks_add_up_to_the_weighted_mean(degree: int) -> None:
     predictions, targets = ([torch.randn(s.tokens, 5, dtype=torch.float64) for s in sequences] for _ in range(2))
     weights = torch.tensor([0.25, 0.5], dtype=torch.float64)
     layouts = [Layout(sequences, degree, rank) for rank in range(degree)]
-    parts = [flow_loss(layout.local(predictions), layout.local(targets), layout, weights) for layout in layouts]
+    parts = [packed_loss(layout.local(predictions), layout.local(targets), layout, weights) for layout in layouts]
     expected = sum(w * (p - t).square().mean() for w, p, t in zip(weights, predictions, targets))
     torch.testing.assert_close(sum(parts), expected, atol=1e-12, rtol=1e-12)
 
@@ -25,7 +25,7 @@ def test_loss_parts_of_ranks_add_up_to_the_weighted_mean(degree: int) -> None:
 def test_loss_without_rows_is_a_zero_that_backward_accepts() -> None:
     layout = Layout([Sequence((1, 1, 1), 1)], 2, 1)
     prediction = torch.zeros(0, 4, requires_grad=True)
-    loss = flow_loss(prediction, torch.zeros(0, 4), layout, torch.ones(1))
+    loss = packed_loss(prediction, torch.zeros(0, 4), layout, torch.ones(1))
     loss.backward()
     assert loss == 0 and prediction.grad.shape == (0, 4)
 
@@ -33,5 +33,5 @@ def test_loss_without_rows_is_a_zero_that_backward_accepts() -> None:
 def test_half_precision_is_summed_in_fp32() -> None:
     layout = Layout([Sequence((8, 16, 16), 1)])
     prediction = torch.full((2048, 16), 0.1, dtype=torch.bfloat16)
-    loss = flow_loss(prediction, torch.zeros(2048, 16), layout, torch.ones(1))
+    loss = packed_loss(prediction, torch.zeros(2048, 16), layout, torch.ones(1))
     torch.testing.assert_close(loss, prediction[0, 0].float().square(), atol=1e-6, rtol=1e-4)
