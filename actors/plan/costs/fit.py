@@ -68,7 +68,7 @@ class Fit:
         return seconds * self.residual(load) if self.residual is not None else seconds
 
     def once(self, load: Load) -> float:
-        """Of these seconds, what the load would not take again beside others in one cascade."""
+        """Seconds of its prediction that a load does not take again beside others in one cascade."""
         form = FORMS[self.form]
         features = form.features(load, self.exponent)
         return sum(c * x for name, c, x in zip(form.names, self.coefficients, features) if name in form.once)
