@@ -113,7 +113,8 @@ class BatchConfig:
     compute: float = 0.0  # M_comp: S^p units an item may cost; 0: no limit by compute
     exponent: float = 1.6  # p: 1 is all linear layers, 2 all attention
     # With a profile, the planner sizes batches for this many seconds instead of `compute`. With `auto`, M_comp comes
-    # from it; 0 there: what one clip of the longest bucket takes by the costs known whenever sizes are set.
+    # from it; 0 there: what one clip of the longest bucket takes by the costs known whenever sizes are set or, where
+    # launches take longer than that, doublings of it until they do not, as far as was measured.
     target_s: float = 0.0
     # M_mem from the memory model, M_comp and p from a fit to the profile: found once, when the run begins, and kept in
     # its config.yaml. `data: {batch: auto}` is short for it.

@@ -73,7 +73,7 @@ class Planner:
         remainder_s: float | None = None,
     ) -> None:
         """Measured cascades of a step keep the cost model true. `cluster` has the workers of this generation, with
-        their speeds as far as they are known now; a packed cascade counts as the sum of its parts. `remainder_s` is
+        their speeds as far as they are known now; a packed cascade counts as its parts together. `remainder_s` is
         what the step took beside them and its end, where that is known."""
         learn_needs(self._profile, spans, text_tokens)
         for key, spanned in self._witnesses.doubted(cluster, generation):

@@ -58,9 +58,10 @@ def fitted_limits(
     M_comp = (target_s - a) / b. Where that fit is poor, as small batches cost a GPU what their launches do, it is
     fitted to all measured points, with the p of the limits unless the points tell another. The paper presets target_s.
     Where it is 0 it is what one clip of the longest bucket takes by these costs, so that M_comp = S^p of that bucket,
-    and it stays 0: seconds that were found by one cost model are no target for another, such as the costs that a run
-    has measured. M_mem are the rows that fit `room_gib` of a worker; where no limit of memory is known, `memory_tokens`
-    stays. Raises ValueError where the profile prices nothing, and for a target that no batch can meet.
+    or more where that is less than its launches (`_worth_launching`); and it stays 0: seconds that were found by one
+    cost model are no target for another, such as the costs that a run has measured. M_mem are the rows that fit
+    `room_gib` of a worker; where no limit of memory is known, `memory_tokens` stays. Raises ValueError where the
+    profile prices nothing, and for a target that no batch can meet.
     """
     loads, seconds = [], []
     for bucket in buckets:
@@ -85,21 +86,36 @@ def fitted_limits(
             f"seconds of the DiT do not grow with B S^p ({fit.source}), so they limit no batch. Measure more or larger "
             f"buckets with heddle profile, or set data.batch.compute and auto: false."
         )
-    of_longest = float(longest) ** fit.exponent
-    target = limits.target_s or fixed + slope * of_longest
-    if limits.target_s and target <= fixed:
+    if limits.target_s and limits.target_s <= fixed:
         raise ValueError(
-            f"data.batch.target_s is {target:g} s, and any cascade takes {fixed:g} s (the constant of the fit). "
-            f"Set it to more, or to 0 for what one clip of the longest bucket takes."
+            f"data.batch.target_s is {limits.target_s:g} s, and any cascade takes {fixed:g} s (the constant of the "
+            f"fit). Set it to more, or to 0 for what one clip of the longest bucket takes."
         )
+    if limits.target_s:
+        compute = (limits.target_s - fixed) / slope
+    else:
+        compute = _worth_launching(float(longest) ** fit.exponent, fit, profile.points("dit")[0])
     rows = profile.needs.most_rows(room_gib) if isfinite(room_gib) else inf
     found = replace(
         limits,
-        compute=float(f"{(target - fixed) / slope if slope > 0 else of_longest:.6g}"),
+        compute=float(f"{compute:.6g}"),
         exponent=fit.exponent,
         memory_tokens=float(int(rows)) if isfinite(rows) and rows >= 1 else limits.memory_tokens,
     )
     return found, fit
+
+
+def _worth_launching(of_longest: float, fit: Fit, measured: Sequence[Load]) -> float:
+    """M_comp without a target: one clip of the longest bucket, doubled until its work takes no less than what any
+    cascade takes (launches), and not beyond the largest load that was measured. Whole doublings, as a constant that is
+    most of all seconds leaves the slope to noise, and sizes should not follow that; where seconds do not grow at all,
+    the largest measured load is as quick as any."""
+    fixed, slope = fit.coefficients
+    most = max((load.batch * load.length**fit.exponent / load.degree for load in measured), default=0.0)
+    compute = of_longest
+    while slope * compute < fixed and 2 * compute <= most:
+        compute *= 2
+    return compute
 
 
 def _by_all_points(profile: Profile, of_prices: Fit, exponent: float) -> Fit:

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from actors.messages import Piece, Span
-from actors.plan.costs.point import NEWEST, PointKey
+from actors.plan.costs.point import NEWEST, PartShape, PointKey
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Module
 
-PartShape = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
 _CHANGED = 0.05  # share by which a worker's speed must differ for what it measured to be doubted
 _LEAST = 0.1  # of a cascade that is not its detour: noise cannot make the rest nothing
 _CLOCKS = 1.05  # work may be so much longer than the span around it: two clocks measured them
@@ -102,11 +101,13 @@ def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0
     """Tell the profile; one sentence for each that it refuses. What a bag has taken more in NVLink islands that it did
     not need is no part of its price, by a GPU's GB/s to another island or what the profile says of it."""
     refused = []
-    for one in found:
-        detours = [profile.detour(one.module, *p[:4], one.degree, p[4], island_gbps) for p in one.parts if one.strays]
-        seconds = max(one.seconds - sum(detours), _LEAST * one.seconds)
+    # asked of all of them first: each moves the fit, and to make that anew takes longer than all else here
+    with_again = [(one, profile.again(one.module, one.parts, one.degree, one.spanned)) for one in found]
+    for one, again in with_again:
         try:
-            profile.observe_packed(one.module, one.parts, one.degree, seconds, spanned=one.spanned)
+            detour = profile.detour_together(one.module, one.parts, one.degree, island_gbps) if one.strays else 0.0
+            seconds = max(one.seconds - detour, _LEAST * one.seconds)
+            profile.observe_packed(one.module, one.parts, one.degree, seconds, spanned=one.spanned, again=again)
         except ValueError as error:  # also PlanError: a part that has no price cannot be divided
             refused.append(str(error))
     return refused

@@ -375,8 +375,8 @@ class SpeedsLearned(RunEvent, event="speeds"):
 
 class BatchesResized(RunEvent, event="batches"):
     """Measured costs have moved the best batch sizes. `sizes` by bucket: clips before and now, of those that moved by
-    more than `change`. `target_s` 0: a batch takes what one clip of the longest bucket does. Not `applied`: a
-    suggestion."""
+    more than `change`. `target_s` 0: a batch takes what one clip of the longest bucket does, or its launches.
+    Not `applied`: a suggestion."""
 
     from_step: int
     sizes: Mapping[str, tuple[int, int]]
@@ -388,7 +388,9 @@ class BatchesResized(RunEvent, event="batches"):
         listed = ", ".join(f"{bucket} {before} -> {now}" for bucket, (before, now) in list(self.sizes.items())[:6])
         more = f" and {len(self.sizes) - 6} more" if len(self.sizes) > 6 else ""
         what = f"batch sizes from step {self.from_step} on" if self.applied else "better batch sizes would be"
-        target = f"{self.target_s:g} s a batch" if self.target_s else "as long as one clip of the longest bucket"
+        target = (
+            f"{self.target_s:g} s a batch" if self.target_s else "as long as one clip of the longest bucket or launches"
+        )
         return f"{what}: {listed}{more} (measured costs, {target})"
 
 

@@ -5,8 +5,12 @@ planner and processes of its own; then the demo, which begins without a profile.
 how much predicted seconds of a cascade are off its work (that of the bag's last member), and what a plan says of a
 step, its end and remainder included, over what the step took apart from waiting for data.
 
-More workers than cores slow each other down: how long a cascade takes depends on what else runs, which plans do
-not know, and its error is that of a mean.
+More workers than cores slow each other down: how long a cascade takes depends on what else runs, which plans do not
+know. So every error stands beside how far the same cascade (module, shape, batch, degree) is off the median of its
+other runs in the same steps: no plan that does not know the moment can be nearer. What is systematic shows as planned
+over worked seconds, 1 where plans are right in the middle; in sum it is lower where a few cascades take many times
+as long, as a point is the median of its runs. And how far is the same cascade off its median when nothing
+runs beside it, in CPU seconds of one process?
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import json
 import logging
 import statistics
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,10 +27,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from actors.plan.types import MODULES
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.bench.lab import Lab
 from app.settings.config import RunConfig
+from data.types import Bucket
 
 if TYPE_CHECKING:
     from app.bench.lab import LabRun
@@ -33,6 +40,8 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).resolve().parents[2] / "configs/runs/demo.yaml"
 _PATIENCE_S = 1800.0
 CASCADE_OFF, STEP_RATIO = 0.10, (0.95, 1.05)  # what must be reached
+_ALIKE = 4  # runs of a cascade, from which on each is compared with the others
+_ALONE = 30  # runs of a cascade in a process of its own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,16 +54,35 @@ class PlanComparison:
     cascades: int
     cascade_off: float  # median of |planned / worked - 1|
     by_module: dict[str, float]
+    again_off: float  # the same of the median of the same cascade's other runs, over those that ran often enough
+    again_by_module: dict[str, float]
+    bias: dict[str, float]  # median of planned / worked, by module
+    in_sum: dict[str, float]  # planned over worked seconds of all: below that where a few take many times as long
     step_ratio: float  # median of predicted / measured seconds
     step_s: float  # median, without waiting for data
     remainder_s: float  # that the plans counted on at the end
 
     def markdown(self) -> str:
-        modules = ", ".join(f"{module} {off:.1%}" for module, off in self.by_module.items())
+        bias = ", ".join(f"{module} {ratio:.2f} ({self.in_sum[module]:.2f})" for module, ratio in self.bias.items())
         return (
-            f"| {self.run} | {self.cascades} | {self.cascade_off:.1%} ({modules}) | {self.step_ratio:.3f} | "
+            f"| {self.run} | {self.cascades} | {self.cascade_off:.1%} ({_shares(self.by_module)}) | "
+            f"{self.again_off:.1%} ({_shares(self.again_by_module)}) | {bias} | {self.step_ratio:.3f} | "
             f"{self.step_s:.3f} | {self.remainder_s:.3f} |"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RanCascade:
+    """A cascade of a run: what it was, what a plan said of it, and what its last member worked."""
+
+    module: str
+    alike: tuple[object, ...]  # equal for cascades of the same shapes, batches and degree
+    planned_s: float
+    worked_s: float
+
+    @property
+    def off(self) -> float:
+        return abs(self.planned_s / self.worked_s - 1.0)
 
 
 def run(
@@ -71,10 +99,13 @@ def run(
         found = [of_tiny(lab, count, steps, repeats) for count in counts]
         if demo_steps:
             found.append(of_demo(lab, demo_steps))
-    print("| run | cascades | median off | predicted / measured step | step s | remainder s |")
-    print("|---|---|---|---|---|---|")
+        alone = off_alone(lab.config("alone"))
+    again, ratio = "the same again off its median", "planned / worked (in sum)"
+    print(f"| run | cascades | median off | {again} | {ratio} | predicted / measured step | step s | remainder s |")
+    print("|---|---|---|---|---|---|---|---|")
     for one in found:
         print(one.markdown())
+    print(f"the same cascade alone in one process, CPU seconds off their median: {_shares(alone)}")
     low, high = STEP_RATIO
     print(f"must: off at most {CASCADE_OFF:.0%}, predicted / measured {low} to {high}")
     if out is not None:
@@ -129,15 +160,23 @@ def _executed(lab: Lab, name: str, config: RunConfig, workers: int) -> PlanCompa
 def foretold(name: str, workers: int, run: LabRun) -> PlanComparison:
     """The second half of a run's steps."""
     late = run.metrics[len(run.metrics) // 2 :]
-    errors = cascade_errors(run.spans, {line.step for line in late})
-    every = [error for of in errors.values() for error in of]
+    cascades = ran_cascades(run.spans, {line.step for line in late})
+    modules = sorted({one.module for one in cascades})
+    again = again_errors(cascades)
+    of = {module: [one for one in cascades if one.module == module] for module in modules}
     return PlanComparison(
         run=f"{name}, {workers} worker{'s' * (workers > 1)}",
         workers=workers,
         steps=len(late),
-        cascades=len(every),
-        cascade_off=statistics.median(every),
-        by_module={module: statistics.median(of) for module, of in errors.items()},
+        cascades=len(cascades),
+        cascade_off=statistics.median(one.off for one in cascades),
+        by_module={module: statistics.median(one.off for one in ran) for module, ran in of.items()},
+        again_off=statistics.median([off for found in again.values() for off in found] or [0.0]),
+        again_by_module={module: statistics.median(found) for module, found in again.items()},
+        bias={module: statistics.median(one.planned_s / one.worked_s for one in ran) for module, ran in of.items()},
+        in_sum={
+            module: sum(one.planned_s for one in ran) / sum(one.worked_s for one in ran) for module, ran in of.items()
+        },
         step_ratio=statistics.median(step_ratios(late)),
         step_s=statistics.median(line.step_s - line.data_wait_s for line in late),
         remainder_s=run.plans[-1].remainder_s,
@@ -149,15 +188,66 @@ def step_ratios(lines: Iterable[StepMetrics]) -> list[float]:
     return [line.predicted_s / max(line.step_s - line.data_wait_s, 1e-9) for line in lines]
 
 
-def cascade_errors(spans: Sequence[SpanRecord], steps: set[int]) -> dict[str, list[float]]:
-    """|planned / worked - 1| of every cascade of these steps, by module: of a bag its last member's work counts."""
-    worked: dict[tuple[int, str], tuple[str, float, float]] = {}
+def ran_cascades(spans: Sequence[SpanRecord], steps: set[int]) -> list[RanCascade]:
+    """Every cascade of these steps: of a bag its last member's work counts."""
+    found: dict[tuple[int, str], RanCascade] = {}
     for span in spans:
         if span.step in steps and span.module != "finish" and span.work_s:
-            planned_s = span.planned_end_s - span.planned_start_s
-            _, _, longest = worked.get((span.step, span.cascade), ("", 0.0, 0.0))
-            worked[span.step, span.cascade] = span.module, planned_s, max(longest, span.work_s)
+            key = span.step, span.cascade
+            before = found[key].worked_s if key in found else 0.0
+            found[key] = RanCascade(
+                module=span.module,
+                alike=(span.module, span.degree, *sorted((piece.bucket, piece.batch) for piece in span.pieces)),
+                planned_s=span.planned_end_s - span.planned_start_s,
+                worked_s=max(before, span.work_s),
+            )
+    return list(found.values())
+
+
+def again_errors(cascades: Iterable[RanCascade]) -> dict[str, list[float]]:
+    """By module, how far every cascade is off the median of the others that are the same, of those that ran at least
+    four times."""
+    alike: dict[tuple[object, ...], list[float]] = {}
+    for one in cascades:
+        alike.setdefault(one.alike, []).append(one.worked_s)
     found: dict[str, list[float]] = {}
-    for module, planned_s, work_s in worked.values():
-        found.setdefault(module, []).append(abs(planned_s / work_s - 1.0))
+    for (module, *_), seconds in sorted(alike.items(), key=str):
+        if len(seconds) >= _ALIKE:
+            found.setdefault(str(module), []).extend(off_median(seconds))
     return found
+
+
+def off_median(seconds: Sequence[float]) -> list[float]:
+    """How far each is off the median of the others, as a share of itself like a prediction's error. 1, 1 and 2 s: 0.5,
+    0.5 and 0.5."""
+    return [
+        abs(statistics.median([*seconds[:place], *seconds[place + 1 :]]) / one - 1.0)
+        for place, one in enumerate(seconds)
+    ]
+
+
+def off_alone(config: RunConfig) -> dict[str, float]:
+    """The same of the CPU seconds of a cascade of each module, again and again in this process, by module."""
+    import torch
+
+    from app.device.bench import Bench
+    from app.device.points import ProfiledShape
+    from ops.models.folders import resolve
+
+    torch.set_num_threads(config.workers.torch_threads)
+    bench = Bench(config, *resolve(config.model), torch.device("cpu"))
+    shape = ProfiledShape(batch=2, bucket=Bucket(17, 64, 96), text_tokens=config.data.batch.text_tokens)
+    found: dict[str, float] = {}
+    for module in MODULES:
+        work, _ = bench.begun(module, shape)
+        took = []
+        for _ in range(_ALONE):
+            began = time.process_time()
+            work()
+            took.append(time.process_time() - began)
+        found[module] = statistics.median(off_median(took))
+    return found
+
+
+def _shares(by_module: dict[str, float]) -> str:
+    return ", ".join(f"{module} {off:.1%}" for module, off in by_module.items())

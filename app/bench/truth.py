@@ -31,6 +31,7 @@ import typer
 
 from actors.config import PlannerConfig
 from actors.plan.costs.handoff import Handoff, HandoffPoint
+from actors.plan.costs.point import PartShape
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.spanning import OVERLAP
@@ -39,11 +40,11 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item, Module
 from actors.planning.actor import Planner
-from actors.planning.observations import PartShape
 from actors.run.speeds import Speeds
 from actors.run.step_pace import remainder_of_step
 from app.bench.truth_machine import (
     LATE,
+    LAUNCHES,
     MODEL,
     NODES,
     SLOW_SPEED,
@@ -92,21 +93,43 @@ class CountedPlanner(Planner):
         return replace(super().options(budget_s), counted=True)
 
 
+@dataclass(kw_only=True, slots=True)
 class TrueProfile(Profile):
-    """Plans with it are made with the truth."""
+    """Plans with it are made with the truth, that of this machine."""
+
+    machine: Machine
 
     def price(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
         """Seconds on the machine."""
-        return _true(module, (batch, frames, height, width, text_tokens), degree)
+        return self.machine.normal(module, [(batch, frames, height, width, text_tokens)], degree)
 
     def penalty(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
         """Seconds that its slow link adds."""
-        part = (batch, frames, height, width, text_tokens)
-        return _true(module, part, degree, spanning=degree > 1) - _true(module, part, degree)
+        return self.penalty_together(module, [(batch, frames, height, width, text_tokens)], degree)
+
+    def together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+        """Seconds of a pack on the machine."""
+        return self.machine.normal(module, parts, degree)
+
+    def penalty_together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+        """Seconds that its slow link adds to a pack."""
+        return self.machine.normal(module, parts, degree, degree > 1) - self.machine.normal(module, parts, degree)
+
+    def once(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """Seconds of the machine's launches and of exchanges that send nothing."""
+        return self.machine.once(degree) if module == "dit" else 0.0
+
+    def penalty_once(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float:
+        """Seconds that its slow link adds to exchanges that send nothing."""
+        return self.machine.once(degree, degree > 1) - self.machine.once(degree) if module == "dit" else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,11 +153,12 @@ def run(
     budget: Annotated[float, typer.Option(help="Seconds of search per step.")] = 0.05,
     seed: Annotated[int, typer.Option(help="Seed of noise and items.")] = 0,
     strategy: Annotated[str, typer.Option(help="Measure this strategy alone.")] = "",
+    launches: Annotated[float, typer.Option(help="Seconds of a training cascade before it computes.")] = LAUNCHES,
 ) -> None:
     """What a profile predicts, and a table of all strategies."""
     if not strategy:
         for where, spanning in (("on one node", False), ("over nodes", True)):
-            told = predicted_by_profile(seed, spanning)
+            told = predicted_by_profile(seed, spanning, launches)
             print(
                 f"after a profile, {told.cascades} cascades of unseen shapes or degrees {where}: predicted "
                 f"{told.median:.1%} (median), {told.worst:.1%} (worst) off"
@@ -144,7 +168,7 @@ def run(
     print(f"| strategy | error before | after, median and 90 % | step predicted / taken | {step} |")
     print("|---|---|---|---|---|")
     for name in [strategy] if strategy else STRATEGIES:
-        found = learn_live(name, steps, unseen, budget, seed)
+        found = learn_live(name, steps, unseen, budget, seed, launches_s=launches)
         print(
             f"| {name} | {found.before:.1%} | {found.median:.1%}, {found.worst:.1%} | {found.step_ratio:.3f} | "
             f"{found.plan_before:.3f}, "
@@ -154,12 +178,20 @@ def run(
 
 
 def learn_live(
-    strategy: str, steps: int, unseen: int, budget_s: float = 0.05, seed: int = 0, late: float = LATE
+    strategy: str,
+    steps: int,
+    unseen: int,
+    budget_s: float = 0.05,
+    seed: int = 0,
+    late: float = LATE,
+    launches_s: float = LAUNCHES,
 ) -> StrategyResult:
-    """One run of `steps` from the wrong profile, judged on `unseen` further ones; `late` is the share of late ranks."""
+    """One run of `steps` from the wrong profile, judged on `unseen` further ones; `late` is the share of late ranks,
+    `launches_s` what a training cascade takes however little it computes."""
     rng = np.random.default_rng(seed)
     equal = strategy in EQUAL_SPEEDS
-    machine, workload = Machine(rng, late=late, slow=-1 if equal else SLOW_WORKER), np.random.default_rng(seed + 1)
+    machine = Machine(rng, late=late, slow=-1 if equal else SLOW_WORKER, launches_s=launches_s)
+    workload = np.random.default_rng(seed + 1)
     config = PlannerConfig(strategy=strategy, budget_s=budget_s, static_degree=DEGREES.get(strategy, 1), lookahead=0)
     planner, speeds = CountedPlanner(wrong_profile(), config), Speeds()
     names = [f"w{n}" for n in range(sum(NODES))]
@@ -167,8 +199,8 @@ def learn_live(
     count = ITEMS_OF.get(strategy, ITEMS)
     judged = [_items(workload, step, count) for step in range(steps, steps + unseen)]
     known = cluster if equal else _true_cluster()
-    truth = _judge(CountedPlanner(true_profile(), config), judged, known, machine)
-    measured = _judge(CountedPlanner(profiled(_machine_of(seed)), config), judged, known, machine)
+    truth = _judge(CountedPlanner(true_profile(launches_s), config), judged, known, machine)
+    measured = _judge(CountedPlanner(profiled(_machine_of(seed, launches_s)), config), judged, known, machine)
     before = _judge(CountedPlanner(wrong_profile(), config), judged, cluster, machine)
     ratios = []
     for step in range(steps):
@@ -206,10 +238,10 @@ class Misprediction:
     cascades: int
 
 
-def predicted_by_profile(seed: int = 0, spanning: bool = False) -> Misprediction:
+def predicted_by_profile(seed: int = 0, spanning: bool = False, launches_s: float = LAUNCHES) -> Misprediction:
     """Predictions for cascades whose shape was not measured, some at degrees that were not, in bags on one node or over
     two."""
-    machine = _machine_of(seed)
+    machine = _machine_of(seed, launches_s)
     profile = profiled(machine)
     errors = []
     cascades = [("dit", clip, degree) for clip in UNSEEN_CLIPS for degree in UNSEEN_DEGREES[spanning]]
@@ -337,15 +369,16 @@ def wrong_profile() -> Profile:
     return profile
 
 
-def true_profile() -> Profile:
+def true_profile(launches_s: float = LAUNCHES) -> Profile:
     """The machine's own costs. Handoffs between its nodes take longer than inside one, which no profile knows: theirs
     is the mean."""
-    base, machine = wrong_profile(), _machine_of(0)
+    base, machine = wrong_profile(), _machine_of(0, launches_s)
     workers, nodes = sum(NODES), len(NODES)
     end = UpdatePoint(workers=workers, nodes=nodes, seconds=machine.end_of_step(workers, nodes > 1))
     rest = RemainderPoint(workers=workers, nodes=nodes, seconds=machine.rest_of_step(3 * ITEMS // workers))
     small, large = ((machine.handoff(size, False) + machine.handoff(size, True)) / 2 for size in (0.0, 2.0**30))
     return TrueProfile(
+        machine=machine,
         model="truth",
         models=base.models,
         num_heads=base.num_heads,
@@ -358,12 +391,8 @@ def true_profile() -> Profile:
     )
 
 
-def _machine_of(seed: int) -> Machine:
-    return Machine(np.random.default_rng(seed))
-
-
-def _true(module: Module, part: PartShape, degree: int, *, spanning: bool = False) -> float:
-    return _machine_of(0).normal(module, [part], degree, spanning)
+def _machine_of(seed: int, launches_s: float) -> Machine:
+    return Machine(np.random.default_rng(seed), launches_s=launches_s)
 
 
 @dataclass(frozen=True, slots=True)

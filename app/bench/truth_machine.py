@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.messages import CascadeShape, Piece, Span, StepReport, shapes_of
+from actors.plan.costs.point import PartShape
 from actors.plan.types import Cascade, Item, Module
-from actors.planning.observations import PartShape, parts_of
+from actors.planning.observations import parts_of
 from ops.models.base.tiling import Tiling
 from ops.models.wan.config import WanConfig
 
@@ -25,6 +26,7 @@ TILING = Tiling(height=256, width=256, height_stride=192, width_stride=192)  # o
 NODES = (4, 4)
 SLOW_WORKER, SLOW_SPEED = 2, 0.6
 LATE = 0.1
+LAUNCHES = 0.03  # seconds of a training cascade however little it computes
 
 _SMS, _TILE = 132, 128  # multiprocessors, and rows and columns of a tile of a product
 _PASSES = 4.0  # forward, recomputed forward, backward of two products
@@ -47,6 +49,7 @@ class Machine:
     absurd: float = 0.003  # share of spans with an impossible timing
     nodes: tuple[int, ...] = NODES
     slow: int = SLOW_WORKER  # a worker that is slower; -1: none
+    launches_s: float = LAUNCHES
     ran: set[tuple[int, CascadeShape]] = field(default_factory=set)  # by worker
 
     # -- laws --------------------------------------------------------------------------------------------------------
@@ -92,8 +95,13 @@ class Machine:
         wide, narrow = 2.0 * d * MODEL.ffn_dim, 8.0 * d * d + 2.0 * d * MODEL.ffn_dim  # FLOPs of a row, by outputs
         products = (in_waves(rows, MODEL.ffn_dim) * wide + in_waves(rows, d) * narrow) / 4.6e14
         attention = math.fsum(count * self._attended(length, degree) for count, length in lengths)
-        compute = 0.03 + _PASSES * layers * (products + attention)
+        compute = self.launches_s + _PASSES * layers * (products + attention)
         return compute + self.exchanged(parts, degree, spanning)
+
+    def once(self, degree: int, spanning: bool = False) -> float:
+        """Seconds of a training cascade of nothing: its launches, and exchanges that send nothing."""
+        empty = self.exchange(0.0, degree, spanning) if degree > 1 else 0.0
+        return self.launches_s + 16.0 * sum(MODEL.block_counts) * empty
 
     def exchanged(self, parts: Sequence[PartShape], degree: int, spanning: bool) -> float:
         """Seconds of a training cascade in which a member of normal speed waits for the others' rows."""

@@ -234,7 +234,7 @@ class Bench:
         if module == "dit":
             slice_by(self.dit, rates)
         self._gathered.clear()
-        work, need_gib = self._begun(module, shape)
+        work, need_gib = self.begun(module, shape)
         seconds = tuple(timed(work, self.device, self.group) for _ in range(repeats))
         moved = self._gathered[WARM_UP:]
         return PointTimes(
@@ -252,7 +252,7 @@ class Bench:
         self.meter.settled()
         self._settled = True
 
-    def _begun(self, module: Module, shape: ProfiledShape) -> tuple[Callable[[], object], float | None]:
+    def begun(self, module: Module, shape: ProfiledShape) -> tuple[Callable[[], object], float | None]:
         """A cascade after its warm-up, in which what it takes is counted: of the DiT with the inputs that it makes
         (pixels and captions come from the feeder)."""
         make: Callable[[ProfiledShape], Callable[[], object]] = getattr(self, f"_{module}")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from actors.records.span_record import SpanRecord
-from app.bench.lab import Lab
-from app.bench.predicted import STEP_RATIO, cascade_errors, of_tiny, step_ratios
+from actors.records.span_record import PieceRecord, SpanRecord
+from app.bench.lab import TINY, Lab
+from app.bench.predicted import STEP_RATIO, again_errors, of_tiny, off_alone, off_median, ran_cascades, step_ratios
+from app.settings.config import RunConfig
 
 
 def span(step: int, cascade: str, planned_s: float, work_s: float | None, module: str = "dit") -> SpanRecord:
@@ -49,11 +52,22 @@ def test_the_last_member_of_a_bag_counts_once_and_ends_of_steps_do_not() -> None
         span(7, "", 0.0, 4.0, "finish"),
         span(8, "c", 1.0, None),
     ]
-    errors = cascade_errors(spans, {7, 8})
-    assert {module: sorted(of) for module, of in errors.items()} == {
-        "dit": [pytest.approx(0.2), pytest.approx(0.5)],
-        "vae": [0.0],
-    }
+    found = ran_cascades(spans, {7, 8})
+    assert [(one.module, pytest.approx(one.off)) for one in found] == [("dit", 0.2), ("dit", 0.5), ("vae", 0.0)]
+
+
+def test_the_same_cascade_is_compared_with_its_other_runs_alone() -> None:
+    """Clips of another batch, and what ran three times, are no other runs of it."""
+    spans = [span(step, "a", 1.0, work_s) for step, work_s in enumerate((1.0, 1.0, 1.0, 2.0))]
+    spans += [replace(span(4, "b", 1.0, 9.0), pieces=(PieceRecord(item="", bucket=(1, 8, 8), batch=2),))]
+    spans += [span(step, "c", 1.0, 5.0, "vae") for step in range(3)]
+    assert again_errors(ran_cascades(spans, set(range(5)))) == {"dit": [0.0, 0.0, 0.0, 0.5]}
+    assert off_median([1.0, 1.0, 2.0]) == [0.5, 0.5, 0.5]
+
+
+def test_every_module_runs_again_alone() -> None:
+    off = off_alone(RunConfig.from_yaml(yaml.safe_dump({"run": {"name": "alone"}, "model": dict(TINY["model"])})))
+    assert set(off) == {"text", "vae", "dit"} and all(0 < share < 1 for share in off.values())
 
 
 def test_waiting_for_data_is_no_part_of_a_step() -> None:

@@ -67,6 +67,12 @@ class Fit:
         seconds = sum(c * x for c, x in zip(self.coefficients, features))
         return seconds * self.residual(load) if self.residual is not None else seconds
 
+    def once(self, load: Load) -> float:
+        """Seconds of its prediction that a load does not take again beside others in one cascade."""
+        form = FORMS[self.form]
+        features = form.features(load, self.exponent)
+        return sum(c * x for name, c, x in zip(form.names, self.coefficients, features) if name in form.once)
+
     def to_json(self) -> dict[str, object]:
         named = dict(zip(FORMS[self.form].names, self.coefficients))
         if self.form == "adaptiveload":

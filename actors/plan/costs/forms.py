@@ -74,6 +74,7 @@ class CostForm:
 
     names: tuple[str, ...]
     features: Callable[[Load, float], tuple[float, ...]]
+    once: tuple[str, ...] = ()  # those of a cascade, however many shapes it packs: the launches that they share
 
 
 def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
@@ -136,15 +137,16 @@ def _captions(load: Load, exponent: float) -> tuple[float, ...]:
 
 
 FORMS = {
-    "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne),
-    "arachne_calls": CostForm(("constant", "alpha1", "alpha2", "comm", "calls"), _arachne_calls),
+    "arachne": CostForm(("constant", "alpha1", "alpha2", "comm"), _arachne, ("constant",)),
+    "arachne_calls": CostForm(("constant", "alpha1", "alpha2", "comm", "calls"), _arachne_calls, ("constant", "calls")),
+    # clips of one grid go through these layers together, those of another after them, with launches of their own
     "spatial_temporal": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal),
     "spatial_temporal_text": CostForm(("constant", "linear", "attention", "comm"), _spatial_temporal_text),
     "knapformer": CostForm(("linear", "quadratic"), _knapformer),
-    "adaptiveload": CostForm(("a", "b"), _adaptiveload),
+    "adaptiveload": CostForm(("a", "b"), _adaptiveload, ("a",)),
     "tiles": CostForm(("constant", "volume", "tile"), _tiles),
     "pixels": CostForm(("constant", "pixel", "sample"), _pixels),
-    "captions": CostForm(("constant", "token"), _captions),
+    "captions": CostForm(("constant", "token"), _captions, ("constant",)),
 }
 FORMS_OF = {
     "dit": ("arachne", "arachne_calls", "adaptiveload", "knapformer"),

@@ -6,6 +6,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
+PartShape = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
 NEWEST = 9  # measurements of a point that count
 
 

@@ -89,14 +89,17 @@ class CascadePrices(KnownCosts):
         or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
         if degree == 1:
             return 0.0
-        if module == "dit" and (row_s := self.cross_island.row_s or self._island_row_s(island_gbps)):
+        if module == "dit" and (row_s := self.island_row_s(island_gbps)):
             return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
         share = self.cross_island.penalty
         seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
         return share * seconds if seconds is not None else 0.0
 
-    def _island_row_s(self, island_gbps: float) -> float:
-        """Seconds that a row takes more at this bandwidth than the cost model says it does inside an island."""
+    def island_row_s(self, island_gbps: float) -> float:
+        """Seconds that a row takes more on its way to another island, as the profile says, or at this bandwidth than
+        the cost model says it does inside one. 0 where nobody knows."""
+        if self.cross_island.row_s:
+            return self.cross_island.row_s
         model = self.model_of("dit")
         if not (island_gbps and self.row_bytes and model):
             return 0.0

@@ -1,6 +1,6 @@
 """Profile: what cascades cost on a device, and how measurements change that.
 
-What is known and the models fitted to it are in `known`, prices by them in `prices`.
+What is known and the models fitted to it are in `known`, prices by them in `prices` and, of several shapes, `packs`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import cast
 from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs
-from actors.plan.costs.point import LivePoint, PointKey
-from actors.plan.costs.prices import CascadePrices
+from actors.plan.costs.packs import PackPrices
+from actors.plan.costs.point import LivePoint, PartShape, PointKey
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint, SpreadCascade, cross_of_spread
@@ -32,7 +32,7 @@ _KNOWN = 3  # observations that make a point known, and absurd ones in a row tha
 
 
 @dataclass(kw_only=True, slots=True)
-class Profile(CascadePrices):
+class Profile(PackPrices):
     """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it."""
 
     @classmethod
@@ -168,15 +168,16 @@ class Profile(CascadePrices):
     def observe_packed(
         self,
         module: Module,
-        parts: Sequence[tuple[int, int, int, int, int]],
+        parts: Sequence[PartShape],
         degree: int,
         seconds: float,
         *,
         spanned: BagSpread | None = None,
+        again: float | None = None,
     ) -> None:
-        """Learn from a cascade of several shapes, which is priced as the sum of them: each (batch, frames, height,
-        width, text tokens) takes a part of the difference, the larger the less often it was measured. Raises as
-        `observe`, and PlanError where a part has no price."""
+        """Learn from a cascade of several shapes, which is priced as `together` says: each takes a part of the
+        difference, the larger the less often it was measured. `again` is what `again` says, where a caller has asked
+        already. Raises as `observe`, and PlanError where a part has no price."""
         if len(parts) == 1:
             batch, frames, height, width, text = parts[0]
             self.observe(module, batch, frames, height, width, degree, seconds, text, spanned=spanned)
@@ -192,10 +193,11 @@ class Profile(CascadePrices):
         for part, price in zip(parts, prices, strict=True):
             known = self._before((module, *part[:4], degree), spanned)
             doubts.append(price * max(_SURE, 1.0 / (1 + (known.count if known else 0))))
-        error = seconds - sum(prices)
+        apart = seconds + (self.again(module, parts, degree, spanned) if again is None else again)
+        error = apart - sum(prices)
         for (batch, frames, height, width, text), price, doubt in zip(parts, prices, doubts, strict=True):
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
-            own = max(price + error * doubt / sum(doubts), 0.2 * price * seconds / sum(prices))
+            own = max(price + error * doubt / sum(doubts), 0.2 * price * apart / sum(prices))
             self.observe(module, batch, frames, height, width, degree, own, text, spanned=spanned)
 
     def forget(self, key: PointKey, spanned: BagSpread | None = None) -> None:

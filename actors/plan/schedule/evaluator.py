@@ -77,21 +77,11 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
 
 
 def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:
-    """Predicted duration: the parts' price at this degree, and what the bag takes more over nodes or NVLink islands.
-
-    Equal-shaped parts are priced as one batch; unequal ones (a knapsack bag) run one after the other.
-    """
+    """Predicted duration on its workers. Equal-shaped parts are priced as one batch, unequal ones as a pack."""
     shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
     for part in cascade.parts:
         item = items[cascade.step, part.item]
         count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
         shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
-    alone, over_nodes, over_islands, spans = 0.0, 0.0, 0.0, topology.spans(cascade.workers)
-    for shape, (count, text) in shapes.items():
-        work = (cascade.module, count, *shape, cascade.degree, round(text / count))
-        alone += profile.seconds(*work)
-        if spans:
-            over_nodes += profile.penalty(*work)
-        elif topology.has_islands:
-            over_islands += profile.detour(*work, topology.cluster.island_gbps)
-    return topology.seconds(cascade.workers, alone, over_nodes, over_islands)
+    parts = [(count, *shape, round(text / count)) for shape, (count, text) in shapes.items()]
+    return profile.on(topology, cascade.module, parts, cascade.workers)

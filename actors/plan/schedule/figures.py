@@ -140,8 +140,8 @@ def rolling_bound(problem: Problem) -> float:
     sum of what every step needs by itself. Windows of steps do not overlap, as no DiT cascade begins before the last
     one of the step before has ended, and the last window ends after all encodes that its step waits for.
 
-    Like `step_bound` for plans whose cascades have one item each: where a profile extrapolates, items of one shape may
-    share a cascade, whose launches they then pay once."""
+    Like `step_bound` for plans whose cascades have one item each: where a profile extrapolates, items may share a
+    cascade, whose launches they then pay once."""
     count = max(len(problem.numbers), 1)
     apart = sum(step_bound(problem, number, _within(problem, number)) for number in problem.numbers)
     area = sum(

@@ -64,7 +64,10 @@ def _choose(
         replicas = workers // sum(sizes)
         return sizes, _balance(problem, units, sizes * replicas, rule).bag_of, replicas
     legal = sorted({k for unit in units for k, _ in problem.modes("dit", problem.items[unit.key], unit.count)})
-    work = [min(k * s for k, s in problem.modes("dit", problem.items[u.key], u.count)) for u in units]
+    work = [
+        min(k * (s - _once(problem, u, k)) for k, s in problem.modes("dit", problem.items[u.key], u.count))
+        for u in units
+    ]
     best: tuple[float, tuple[int, ...], Balance] | None = None
     for sizes in _candidate_topologies(work, workers, legal) or [(legal[0],) * (workers // legal[0])]:
         try:
@@ -115,13 +118,15 @@ def _units(problem: Problem, step: int) -> list[Unit]:
 
 
 def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule: Rule) -> Balance:
+    """Units in bags by what each adds to a pack; the load of a bag has what its packs take once, too."""
     kinds = sorted(set(sizes))
-    costs = np.full((len(units), len(kinds)), np.inf)
+    costs, once = np.full((len(units), len(kinds)), np.inf), np.zeros((len(units), len(kinds)))
     for row, unit in enumerate(units):
         for column, size in enumerate(kinds):
             seconds = _unit_seconds(problem, unit, size)
             if seconds is not None:
-                costs[row, column] = seconds
+                once[row, column] = _once(problem, unit, size)
+                costs[row, column] = seconds - once[row, column]
     profile, needs = problem.profile, problem.profile.needs
     share = needs.text_share(max(sizes))
     tokens = np.zeros(len(units))
@@ -130,7 +135,15 @@ def _balance(problem: Problem, units: Sequence[Unit], sizes: Sequence[int], rule
         visual = profile.tokens(item.frames, item.height, item.width)
         tokens[row] = unit.count * (share * item.text_tokens + visual)
     rows = needs.most_rows(problem.room_gib) / max(needs.row_weight(size) for size in sizes)
-    return rule(costs, sizes, tokens, rows if rows < np.inf else None)
+    found = rule(costs, sizes, tokens, rows if rows < np.inf else None)
+    of_packs: dict[tuple[int, int], float] = {}
+    for row, (unit, bag) in enumerate(zip(units, found.bag_of, strict=True)):
+        pack = bag, problem.items[unit.key].expert
+        of_packs[pack] = max(of_packs.get(pack, 0.0), once[row, kinds.index(sizes[bag])])
+    load = list(found.load)
+    for (bag, _), seconds in of_packs.items():
+        load[bag] += seconds
+    return replace(found, load=tuple(load))
 
 
 def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:
@@ -147,6 +160,17 @@ def _unit_seconds(problem: Problem, unit: Unit, size: int) -> float | None:
             # Several encodes share the bag, so their area counts.
             total += min((k * s / size for k, s in modes if k <= size), default=float("inf"))
     return total if total < float("inf") else None
+
+
+def _once(problem: Problem, unit: Unit, size: int) -> float:
+    """Seconds of its dit on a bag of this size that a unit does not take again in a pack with others; 0 where samples
+    are not packed."""
+    profile, item = problem.profile, problem.items[unit.key]
+    if not (profile.extrapolate and problem.needs(unit.key, "dit")):
+        return 0.0
+    shape = (unit.count, item.frames, item.height, item.width, size, item.text_tokens)
+    over = problem.topology.least_fall * profile.penalty_once("dit", *shape) if size > problem.topology.largest else 0.0
+    return profile.once("dit", *shape) + over
 
 
 def _bags(problem: Problem, sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:

@@ -48,9 +48,7 @@ class Physics:
     ) -> float:
         """Seconds of a cascade of these samples by (frames, height, width): what `profile`, in whose seconds
         they are, says of it, times noise, and now and then half as long again. Equal for equal keys."""
-        degree = len(bag)
-        priced = [(module, count, *bucket, degree, self.text_tokens) for bucket, count in samples.items()]
-        alone, more = sum(profile.seconds(*one) for one in priced), sum(profile.penalty(*one) for one in priced)
+        parts = [(count, *bucket, self.text_tokens) for bucket, count in samples.items()]
         luck = random.Random(f"{self.seed}/{key}")
         late = _LATE if luck.random() < self.stragglers else 1.0
-        return topology.seconds(bag, alone, more) * math.exp(luck.gauss(0.0, self.noise)) * late
+        return profile.on(topology, module, parts, bag) * math.exp(luck.gauss(0.0, self.noise)) * late

@@ -121,7 +121,7 @@ def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
         for _ in range(9):
             profile.observe("dit", 1, *shape, 2, seconds, 30)
     parts = ((1, *IMAGE, 30), (1, *CLIP, 30))
-    whole = 9.0 + sum(profile.penalty("dit", *part[:4], 2, part[4]) for part in parts)
+    whole = profile.together("dit", parts, 2) + profile.penalty_together("dit", parts, 2)
     profile.observe_packed("dit", parts, 2, whole, spanned=BagSpread(2, 1.0))
     for part, alone in zip(parts, (1.0, 8.0), strict=True):
         learnt = profile.spanning[("dit", *part[:4], 2), BagSpread(2, 1.0)].seconds
