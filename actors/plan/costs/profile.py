@@ -13,8 +13,8 @@ from typing import cast
 from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs
-from actors.plan.costs.packs import PackPrices
 from actors.plan.costs.point import LivePoint, PartShape, PointKey
+from actors.plan.costs.prices import CascadePrices
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.slices import SlicedBlocks
 from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint, SpreadCascade, cross_of_spread
@@ -32,7 +32,7 @@ _KNOWN = 3  # observations that make a point known, and absurd ones in a row tha
 
 
 @dataclass(kw_only=True, slots=True)
-class Profile(PackPrices):
+class Profile(CascadePrices):
     """Latency and memory of one model on one device. `measure`, `observe...` and `exceed` change it."""
 
     @classmethod
