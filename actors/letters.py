@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -14,6 +15,15 @@ Answer = tuple[StepReport, Snapshot | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RelayedResult:
+    """What an encode has published that another relay has sent; the relay of its consumer asks that one for it. So the
+    controller holds no reference to it, which would cost as much as a call."""
+
+    relay: str  # its address
+    cascade: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedCall:
     """A call to a worker. `references` are its last arguments; in here they do not hold a letter up until they are
     there."""
@@ -22,7 +32,7 @@ class RelayedCall:
     method: str  # of `WorkerHandle`
     name: str  # on Ray's timeline
     arguments: tuple[object, ...]
-    references: tuple[Ref[object], ...] = ()
+    references: tuple[Ref[object] | RelayedResult, ...] = ()
     reads_data: bool = False  # they come from the feeder
     publishes: bool = False  # it is asked for by `Relay.published`
 
@@ -40,6 +50,8 @@ class RelaySeat:
 class Letter:
     """The calls of one step to the workers of a node, in their order."""
 
+    node: str
+    relay: str  # address of the relay of this node
     generation: int
     number: int  # from 0 in a generation
     step: int
@@ -50,7 +62,8 @@ class Letter:
 
 @dataclass(kw_only=True, slots=True)
 class NodeAnswer:
-    """What became of a letter: the ends of the step by rank; or, when something has failed, what is known of it."""
+    """What became of a letter, or of those of a group of nodes: the ends of the step by rank; or, when something has
+    failed, what is known of it."""
 
     ends: dict[int, Answer] = field(default_factory=dict)
     turns: dict[int, TurnReport] = field(default_factory=dict)  # of asides, by rank
@@ -58,10 +71,21 @@ class NodeAnswer:
     failed: dict[str, str] = field(default_factory=dict)  # worker -> why
     pixels_lost: bool = False
     exceeded: list[MemoryExceeded] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)  # nodes whose relay is gone or has failed -> why
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.dead or self.failed)
+        return bool(self.dead or self.failed or self.lost)
+
+    def add(self, other: NodeAnswer) -> None:
+        """Take in the answer of another node."""
+        self.ends.update(other.ends)
+        self.turns.update(other.turns)
+        self.dead += other.dead
+        self.failed.update(other.failed)
+        self.pixels_lost |= other.pixels_lost
+        self.exceeded += other.exceeded
+        self.lost.update(other.lost)
 
 
 class RelayHandle(Protocol):
@@ -69,6 +93,8 @@ class RelayHandle(Protocol):
 
     @property
     def step(self) -> Method[[Letter], NodeAnswer]: ...
+    @property
+    def deliver(self) -> Method[[Sequence[Letter]], NodeAnswer]: ...
     @property
     def published(self) -> Method[[int, str], list[PublishedResult]]: ...
     @property

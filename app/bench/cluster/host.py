@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 from ray.exceptions import ActorDiedError
 
-from actors.letters import Letter, NodeAnswer
+from actors.letters import Letter, NodeAnswer, RelayHandle
 from actors.messages import HeldShard, PublishedResult, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
 from actors.refs import Method
 from actors.run.relay import Relay
 from app.bench.cluster.physics import Physics
+from app.bench.cluster.relay_handle import VirtualRelay, host_of
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,8 @@ class HostHandle(Protocol):
     def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
     @property
     def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
+    @property
+    def relay_deliver(self) -> Method[[str, Sequence[Letter]], NodeAnswer]: ...
     @property
     def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
     @property
@@ -155,8 +158,15 @@ class Host:
 
     async def relay_step(self, node: str, letter: Letter) -> NodeAnswer:
         """A letter to the relay of a node, which dies with it."""
-        relay, gone = self._relay(node), self._relays_gone.setdefault(node, asyncio.Event())
-        working, lost = asyncio.ensure_future(relay.step(letter)), asyncio.ensure_future(gone.wait())
+        return await self._while_it_lives(node, self._relay(node).step(letter))
+
+    async def relay_deliver(self, node: str, letters: Sequence[Letter]) -> NodeAnswer:
+        """Letters to the relay of a node for a group of them."""
+        return await self._while_it_lives(node, self._relay(node).deliver(letters))
+
+    async def _while_it_lives(self, node: str, work: Coroutine[object, object, NodeAnswer]) -> NodeAnswer:
+        gone = self._relays_gone.setdefault(node, asyncio.Event())
+        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(gone.wait())
         await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not working.done():
@@ -180,7 +190,13 @@ class Host:
     def _relay(self, node: str) -> Relay:
         if (gone := self._relays_gone.get(node)) is not None and gone.is_set():
             raise ActorDiedError()
-        return self._relays.setdefault(node, Relay())
+        if node not in self._relays:
+            self._relays[node] = Relay(self._relay_of)
+        return self._relays[node]
+
+    def _relay_of(self, node: str) -> RelayHandle:
+        """The relay of another node, whose address is its name."""
+        return cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts)))
 
     async def closed(self, generation: int) -> None:
         """A member of this generation is gone: its connections to the others are closed."""

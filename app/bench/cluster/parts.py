@@ -19,20 +19,20 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, Generic, TypeVar, cast
+from typing import cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import NodeAnswer, RelayHandle
-from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
+from actors.letters import RelayHandle
+from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
-from actors.refs import Method, Ref
-from actors.run.relays import Relays
+from actors.refs import Ref
+from actors.run.relays import NodeRelay, Relays
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import KeeperHandle, Standing, place
 from actors.state.keeper_fleet import Base
@@ -40,10 +40,9 @@ from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
 from app.bench.cluster.host import HostHandle
+from app.bench.cluster.relay_handle import VirtualRelay, host_of
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
-
-R = TypeVar("R")
 
 
 @dataclass
@@ -77,9 +76,6 @@ class Machines:
         """The first node with room for a worker."""
         used = Counter(self.homes.values())
         return next((node for node in self.nodes if used[node] < self.gpus), None)
-
-    def number(self, node: str) -> int:
-        return int(node[1:])
 
 
 class VirtualCall:
@@ -117,38 +113,6 @@ class VirtualHandle:
         return VirtualCall(self, method)
 
 
-class VirtualRelay:
-    """Looks like `actors.letters.RelayHandle`: the relay of a node, which is in the process of its workers."""
-
-    def __init__(self, node: str, host: HostHandle) -> None:
-        self._node, self.host = node, host
-
-    @property
-    def step(self) -> OfNode[NodeAnswer]:
-        return OfNode(self._node, self.host.relay_step)
-
-    @property
-    def published(self) -> OfNode[list[PublishedResult]]:
-        return OfNode(self._node, self.host.relay_published)
-
-    @property
-    def here(self) -> OfNode[None]:
-        return OfNode(self._node, self.host.relay_here)
-
-
-class OfNode(Generic[R]):
-    """A method of a host that wants the name of a node first."""
-
-    def __init__(self, node: str, method: Method[Concatenate[str, ...], R]) -> None:
-        self._node, self._method = node, method
-
-    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
-        return OfNode(self._node, self._method.options(name=name))
-
-    def remote(self, *arguments: object) -> Ref[R]:
-        return self._method.remote(self._node, *arguments)
-
-
 class VirtualRelays(Relays):
     """The real book of relays."""
 
@@ -163,16 +127,16 @@ class VirtualPool(Pool):
         super().__init__()
         self._machines, self._hosts = machines, hosts
 
-    def host_of(self, node: str) -> HostHandle:
-        """The process that hosts the workers of a node."""
-        return self._hosts[self._machines.number(node) % len(self._hosts)]
+    def relay_of(self, node: str) -> NodeRelay:
+        """A relay on this node, in the process of its workers."""
+        return NodeRelay(address=node, handle=cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts))))
 
     def _request(self, name: str) -> PoolMember | None:
         node = self._machines.room()
         if node is None:  # asked for again
             return None
         self._machines.homes[name] = node
-        host = self.host_of(node)
+        host = host_of(node, self._hosts)
         return PoolMember(
             name=name,
             handle=cast(WorkerHandle, VirtualHandle(name, host)),
@@ -183,7 +147,7 @@ class VirtualPool(Pool):
 
     def _end(self, member: PoolMember, frozen: bool) -> None:
         node = self._machines.homes.pop(member.name)
-        self.host_of(node).end.remote([member.name])
+        host_of(node, self._hosts).end.remote([member.name])
 
 
 class VirtualLookout(Lookout):
@@ -257,7 +221,9 @@ class VirtualKeepers:
             puts.setdefault(self._homes[one.rank], []).append(held)
             for node in self._placed[one.rank]:
                 copies.setdefault(node, []).append(held)
-        return [self._host_of(node).keep.remote(node, held) for told in (puts, copies) for node, held in told.items()]
+        return [
+            host_of(node, self._hosts).keep.remote(node, held) for told in (puts, copies) for node, held in told.items()
+        ]
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
@@ -274,9 +240,6 @@ class VirtualKeepers:
     def begin(self, base: Base) -> None:
         for host in self._hosts:
             host.begin.remote(base.step)
-
-    def _host_of(self, node: str) -> HostHandle:
-        return self._hosts[self._machines.number(node) % len(self._hosts)]
 
     def close(self) -> None:
         """Nothing is held that could be let go."""

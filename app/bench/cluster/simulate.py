@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from actors.config import (
     CheckpointConfig,
@@ -23,7 +23,6 @@ from actors.config import (
     WorkersConfig,
 )
 from actors.feed.step_source import FeederHandle, StepSource
-from actors.letters import RelayHandle
 from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
@@ -50,7 +49,6 @@ from app.bench.cluster.parts import (
     VirtualKeepers,
     VirtualLookout,
     VirtualPool,
-    VirtualRelay,
     VirtualRelays,
     VirtualState,
     VirtualWriter,
@@ -310,10 +308,7 @@ def controller_of_virtual(
         new_store=_NoStore,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         skips=Skips(10, events.tell),
-        relays=VirtualRelays(
-            least=config.workers.relay_from,
-            start=lambda node: cast(RelayHandle, VirtualRelay(node, pool.host_of(node))),
-        ),
+        relays=VirtualRelays(least=config.workers.relay_from, start=pool.relay_of),
     )
     return controller, machines
 
