@@ -8,12 +8,14 @@ from typing import Protocol
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
+from actors.sending import sent_often
 
 FINISH, TURN = "finish_step", "turn"  # methods of a worker: the end of a step, and some work on an aside before it
 
 Answer = tuple[StepReport, Snapshot | None]
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedResult:
     """What an encode has published that another relay has sent; the relay of its consumer asks that one for it. So the
@@ -23,6 +25,7 @@ class RelayedResult:
     cascade: str
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedCall:
     """A call to a worker. `references` are its last arguments; in here they do not hold a letter up until they are
@@ -58,6 +61,23 @@ class Letter:
     calls: tuple[RelayedCall, ...]
     seats: dict[int, RelaySeat] = field(default_factory=dict)  # by rank; of the first letter
     forming: tuple[Ref[None], ...] = ()  # of the first letter: resolve when these workers have formed the generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeeperCall:
+    """A call to a keeper, whose answer says whether it holds what it is given."""
+
+    keeper: object
+    node: str  # of it
+    method: str  # of `actors.state.keeper.KeeperHandle`
+    shards: Sequence[object]
+    group: str = ""  # of its threads
+
+    def made(self) -> Ref[bool]:
+        """The answer to come."""
+        method = getattr(self.keeper, self.method)
+        answer: Ref[bool] = (method.options(concurrency_group=self.group) if self.group else method).remote(self.shards)
+        return answer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,4 +118,26 @@ class RelayHandle(Protocol):
     @property
     def published(self) -> Method[[int, str], list[PublishedResult]]: ...
     @property
+    def hold(self) -> Method[[Sequence[KeeperCall]], bool]: ...
+    @property
     def here(self) -> Method[[], None]: ...
+
+
+class Post(Protocol):
+    """The relays of a generation as those know them who have calls for a node."""
+
+    def relay_for(self, node: str) -> RelayHandle | None: ...
+
+
+def held(calls: Sequence[KeeperCall], post: Post | None = None) -> list[Ref[bool]]:
+    """Make these calls, by the relays of their nodes' groups where there are any. The answers to come: of calls that go
+    to one relay a common one, which says whether all hold."""
+    groups: dict[int, tuple[RelayHandle, list[KeeperCall]]] = {}
+    answers: list[Ref[bool]] = []
+    for call in calls:
+        relay = post.relay_for(call.node) if post is not None else None
+        if relay is None:
+            answers.append(call.made())
+        else:
+            groups.setdefault(id(relay), (relay, []))[1].append(call)
+    return answers + [relay.hold.remote(of) for relay, of in groups.values()]

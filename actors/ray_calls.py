@@ -62,11 +62,6 @@ def put(value: T) -> Ref[T]:
     return reference
 
 
-def named(name: str, namespace: str) -> Any:  # the caller names the protocol that its handles follow
-    """The handle of an actor by its name. Raises ValueError where there is none."""
-    return _ray.get_actor(name, namespace=namespace)
-
-
 def own_handle() -> Any:  # Ray gives it no type
     """The handle of the actor that this process is, for calls that run in other threads of it."""
     return _ray.get_runtime_context().current_actor

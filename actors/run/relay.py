@@ -19,10 +19,20 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import ray
 
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayedResult, RelayHandle, RelaySeat
+from actors.letters import (
+    FINISH,
+    TURN,
+    KeeperCall,
+    Letter,
+    NodeAnswer,
+    RelayedCall,
+    RelayedResult,
+    RelayHandle,
+    RelaySeat,
+)
 from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration, TurnReport, TurnTask
 from actors.names import NAMESPACE
-from actors.ray_calls import GONE, answer_of, named
+from actors.ray_calls import GONE, answer_of
 from actors.refs import Ref
 from actors.run.failures import exceeded_of, failed_turn, last_line, lost_argument, why_of
 
@@ -34,7 +44,7 @@ _GRACE_S = 0.2  # after the first failure, for others that say more of it: that 
 
 def relay_at(address: str) -> RelayHandle:
     """The relay with this address. Raises ValueError where there is none any more."""
-    found: RelayHandle = named(address, NAMESPACE)
+    found: RelayHandle = ray.get_actor(address, namespace=NAMESPACE)
     return found
 
 
@@ -111,6 +121,16 @@ class Relay:
             return await answer_of(await self._result(cascade))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
+
+    async def hold(self, calls: Sequence[KeeperCall]) -> bool:
+        """Have keepers hold shards. Whether all do. Raises RuntimeError with what the first that has failed says."""
+        answers = await asyncio.gather(*(answer_of(call.made()) for call in calls), return_exceptions=True)
+        for call, answer in zip(calls, answers, strict=True):
+            if isinstance(answer, BaseException):
+                cause = answer.cause if isinstance(answer, ray.exceptions.RayTaskError) else answer
+                why = last_line(str(cause))
+                raise RuntimeError(f"the keeper of node {call.node[:8]}: {type(cause).__name__}: {why}")
+        return all(answers)
 
     async def here(self) -> None:
         """Answers at once, whatever it waits for: a sign of life."""

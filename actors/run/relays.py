@@ -58,7 +58,9 @@ class Relays:
 
     least: int = 0
     start: Callable[[str], NodeRelay] = start_relay  # on a node
+    groups: Sequence[Sequence[str]] = ()  # of the nodes with relays of the last generation
     _known: dict[str, NodeRelay] = field(default_factory=dict)
+    _first: dict[str, str] = field(default_factory=dict)  # by node: the first of its group
     _without: set[str] = field(default_factory=set)  # nodes that have lost theirs
     _asked: dict[str, tuple[Ref[None], float]] = field(
         default_factory=dict
@@ -71,13 +73,21 @@ class Relays:
         counts = Counter(seat.node for seat in world)
         for node in [node for node in self._known if node not in counts]:
             self._forget(node, self._known.pop(node))
+        self.groups, self._first = (), {}
         if not self.least or len(world) < self.least:
             return {}
         wanted = [node for node, count in counts.items() if count > 1 and node not in self._without]
         for node in wanted:
             if node not in self._known:
                 self._known[node] = self.start(node)
+        self.groups = groups_of(wanted)
+        self._first = {node: group[0] for group in self.groups for node in group}
         return {node: self._known[node] for node in wanted}
+
+    def relay_for(self, node: str) -> RelayHandle | None:
+        """The first relay of the group of a node, to make calls there; None without one."""
+        first = self._known.get(self._first.get(node, ""))
+        return first.handle if first is not None else None
 
     @property
     def known(self) -> Mapping[str, NodeRelay]:

@@ -28,7 +28,7 @@ from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.failures import exceeded_of, failure_of, has_lost_argument, last_line
 from actors.run.relay import ENDED_S
-from actors.run.relays import NodeRelay, Relays, groups_of
+from actors.run.relays import NodeRelay, Relays
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 from ops.degrees import BagRanks
@@ -78,7 +78,7 @@ class StepRunner:
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.bag_peers)
         self._relay_of: Mapping[str, NodeRelay] = self.relays.of(self.world)
-        self._groups = groups_of(list(self._relay_of))
+        self._groups = self.relays.groups
         self._letters: dict[str, list[RelayedCall]] = {}  # by node: of the step that is being dispatched
         self._sent = 0  # letters to each node
         self._formed_by = tuple(self.forming) if self._relay_of else ()  # by rank

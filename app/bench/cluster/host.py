@@ -11,14 +11,14 @@ from typing import Protocol, cast
 
 from ray.exceptions import ActorDiedError
 
-from actors.letters import Letter, NodeAnswer, RelayHandle
-from actors.messages import HeldShard, PublishedResult, WorkerInfo
+from actors.letters import KeeperCall, Letter, NodeAnswer, RelayHandle
+from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
 from actors.refs import Method
 from actors.run.relay import Relay
+from app.bench.cluster.handles import VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.relay_handle import VirtualRelay, host_of
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,11 @@ class HostHandle(Protocol):
     @property
     def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
     @property
-    def keep(self) -> Method[[str, Sequence[HeldShard]], bool]: ...
+    def relay_hold(self) -> Method[[str, Sequence[KeeperCall]], bool]: ...
+    @property
+    def keep(self) -> Method[[str, Sequence[Snapshot]], bool]: ...
+    @property
+    def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
     @property
     def committed(self) -> Method[[int], None]: ...
     @property
@@ -178,6 +182,10 @@ class Host:
         """What an encode of a letter to this node leaves for others."""
         return await self._relay(node).published(generation, cascade)
 
+    async def relay_hold(self, node: str, calls: Sequence[KeeperCall]) -> bool:
+        """Keepers are called by this node's relay."""
+        return await self._relay(node).hold(calls)
+
     async def relay_here(self, node: str) -> None:
         """A sign of life of this node's relay."""
         await self._relay(node).here()
@@ -210,10 +218,14 @@ class Host:
         """What the keepers of this host's nodes hold, by node."""
         return {node: list(held) for node, held in self._kept.items()}
 
-    async def keep(self, node: str, shards: Sequence[HeldShard]) -> bool:
+    async def keep(self, node: str, shards: Sequence[Snapshot]) -> bool:
         """The keeper of this node takes shards."""
-        self._kept.setdefault(node, []).extend(shards)
+        self._kept.setdefault(node, []).extend(map(_held, shards))
         return True
+
+    async def copy(self, node: str, shards: Sequence[tuple[Snapshot, VirtualKeeper]]) -> bool:
+        """The keeper of this node copies shards from others."""
+        return await self.keep(node, [shard for shard, _ in shards])
 
     async def committed(self, step: int) -> None:
         """The keepers let go of what is older than this step."""
@@ -256,3 +268,7 @@ class Host:
             except Exception as error:  # the monitor is being started again
                 log.debug("heartbeat of %s not delivered: %r", worker.name, error)
             await asyncio.sleep(self.physics.heartbeat_s)
+
+
+def _held(one: Snapshot) -> HeldShard:
+    return HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)

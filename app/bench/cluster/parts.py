@@ -23,7 +23,7 @@ from typing import cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import RelayHandle
+from actors.letters import KeeperCall, Post, RelayHandle, held
 from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
@@ -39,8 +39,8 @@ from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
+from app.bench.cluster.handles import VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.host import HostHandle
-from app.bench.cluster.relay_handle import VirtualRelay, host_of
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
 
@@ -161,13 +161,6 @@ class VirtualLookout(Lookout):
         return self._machines.free
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualKeeper:
-    """A keeper by its node."""
-
-    node: str
-
-
 class VirtualKeepers:
     """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep.
     Keepers are called as often as real ones: those of a host are one actor, which says at once that they hold it."""
@@ -176,7 +169,8 @@ class VirtualKeepers:
 
     def __init__(self, machines: Machines, hosts: Sequence[HostHandle], copies: int) -> None:
         self._machines, self._hosts, self._copies = machines, hosts, copies
-        self._homes: list[str] = []  # by rank
+        self._keepers: dict[str, VirtualKeeper] = {}  # by node
+        self._homes: list[VirtualKeeper] = []  # by rank
         self._placed: dict[int, tuple[str, ...]] = {}
 
     def inventories(
@@ -185,18 +179,19 @@ class VirtualKeepers:
         """What the keepers on living nodes hold."""
         found: dict[str, list[HeldShard]] = {node: [] for node in self._machines.nodes}
         for asked in [host.inventory.remote() for host in self._hosts]:
-            for node, held in get(asked).items():
+            for node, kept in get(asked).items():
                 if node in found:
-                    found[node] += held
+                    found[node] += kept
         return [
-            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node)), shards=held) for node, held in found.items()
+            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node, host_of(node, self._hosts))), shards=held)
+            for node, held in found.items()
         ]
 
     def standing(self, patience_s: float) -> Standing:
         return Standing()
 
     def home(self, rank: int) -> VirtualKeeper:
-        return VirtualKeeper(self._homes[rank])
+        return self._homes[rank]
 
     def in_use(self) -> dict[str, VirtualKeeper]:
         return {}
@@ -206,24 +201,25 @@ class VirtualKeepers:
 
     def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: object = None) -> list[str]:
         keepers = {node: node for node in dict.fromkeys(worker_nodes)}
-        self._homes = list(worker_nodes)
+        self._keepers = {node: VirtualKeeper(node, host_of(node, self._hosts)) for node in keepers}
+        self._homes = [self._keepers[node] for node in worker_nodes]
         self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
         return []
 
-    def hold(self, snapshots: Sequence[Snapshot]) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], post: Post | None = None) -> list[Ref[bool]]:
         """One call for each keeper that has shards of its own node, one for each that copies."""
-        puts: dict[str, list[HeldShard]] = {}
-        copies: dict[str, list[HeldShard]] = {}
+        puts: dict[str, list[Snapshot]] = {}
+        copies: dict[str, list[tuple[Snapshot, VirtualKeeper]]] = {}
         for one in snapshots:
-            held = HeldShard(
-                step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0
-            )
-            puts.setdefault(self._homes[one.rank], []).append(held)
+            home = self._homes[one.rank]
+            puts.setdefault(home.node, []).append(one)
             for node in self._placed[one.rank]:
-                copies.setdefault(node, []).append(held)
-        return [
-            host_of(node, self._hosts).keep.remote(node, held) for told in (puts, copies) for node, held in told.items()
-        ]
+                copies.setdefault(node, []).append((one, home))
+        calls = [self._call(node, "put", shards) for node, shards in puts.items()]
+        return held([*calls, *(self._call(node, "hold", shards) for node, shards in copies.items())], post)
+
+    def _call(self, node: str, method: str, shards: Sequence[object]) -> KeeperCall:
+        return KeeperCall(keeper=self._keepers[node], node=node, method=method, shards=shards)
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0

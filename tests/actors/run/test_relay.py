@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat
+from actors.letters import FINISH, TURN, KeeperCall, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat, held
 from actors.messages import (
     CascadeTask,
     MemoryExceeded,
@@ -514,3 +514,43 @@ def test_what_an_encode_of_the_same_node_leaves_needs_no_question_and_a_relay_th
         assert found.failed == {"w1": "dit d did not run: no actor b"}
 
     among("a", "b")(case)
+
+
+def keeper_call(node: str, answer: Any) -> KeeperCall:
+    async def answered(shards: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return KeeperCall(keeper=Handle(put=answered), node=node, method="put", shards=(node,))
+
+
+def test_keepers_that_a_relay_calls_hold_all_shards_or_one_says_why_not() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        assert await relay.hold([keeper_call("a", True), keeper_call("b", True)])
+        assert not await relay.hold([keeper_call("a", True), keeper_call("b", False)])
+        gone = TASK_ERROR("put", "", MemoryError("no room"))
+        with pytest.raises(RuntimeError, match="the keeper of node b: MemoryError: no room"):
+            await relay.hold([keeper_call("a", True), keeper_call("b", gone)])
+
+    play(case)
+
+
+def test_keepers_are_called_by_the_first_relay_of_their_group_and_directly_where_that_is_lost() -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def start(node: str) -> Any:
+        return started(Handle(hold=lambda calls: asked.append((node, tuple(call.node for call in calls))) or node))  # type: ignore[func-returns-value]
+
+    class Book(Relays):
+        def _end(self, relay: Any) -> None: ...
+
+    book = Book(least=4, start=start)
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabbcc"))  # type: ignore[misc]
+    assert book.groups == [["a", "c"], ["b"]]
+    calls = [KeeperCall(keeper=Handle(put=lambda shards: shards), node=n, method="put", shards=(n,)) for n in "abcd"]
+    assert held(calls, book) == [("d",), "a", "b"], "d has no relay"
+    assert asked == [("a", ("a", "c")), ("b", ("b",))]
+    book.lose("a")
+    assert held(calls, book) == [("a",), ("c",), ("d",), "b"]
+    assert held(calls) == [("a",), ("b",), ("c",), ("d",)]

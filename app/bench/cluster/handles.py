@@ -1,4 +1,4 @@
-"""The relay of a node of a virtual cluster, as the controller and other relays know it."""
+"""Relays and keepers of a virtual cluster, which live in hosts, as the controller and relays know them."""
 
 from __future__ import annotations
 
@@ -44,6 +44,10 @@ class VirtualRelay:
         return OfNode(self._node, self.host.relay_published)
 
     @property
+    def hold(self) -> OfNode[bool]:
+        return OfNode(self._node, self.host.relay_hold)
+
+    @property
     def here(self) -> OfNode[None]:
         return OfNode(self._node, self.host.relay_here)
 
@@ -55,7 +59,22 @@ class OfNode(Generic[R]):
         self._node, self._method = node, method
 
     def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
-        return OfNode(self._node, self._method.options(name=name))
+        return OfNode(self._node, self._method.options(name=name)) if name else self
 
     def remote(self, *arguments: object) -> Ref[R]:
         return self._method.remote(self._node, *arguments)
+
+
+class VirtualKeeper:
+    """The keeper of a node."""
+
+    def __init__(self, node: str, host: HostHandle) -> None:
+        self.node, self._host = node, host
+
+    @property
+    def put(self) -> OfNode[bool]:
+        return OfNode(self.node, self._host.keep)
+
+    @property
+    def hold(self) -> OfNode[bool]:
+        return OfNode(self.node, self._host.copy)
