@@ -78,3 +78,7 @@ class VirtualKeeper:
     @property
     def hold(self) -> OfNode[bool]:
         return OfNode(self.node, self._host.copy)
+
+    @property
+    def commit(self) -> OfNode[None]:
+        return OfNode(self.node, self._host.committed)

@@ -58,7 +58,7 @@ class HostHandle(Protocol):
     @property
     def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
     @property
-    def committed(self) -> Method[[int], None]: ...
+    def committed(self) -> Method[[str, int, object, object], None]: ...
     @property
     def begin(self) -> Method[[int], None]: ...
 
@@ -227,9 +227,9 @@ class Host:
         """The keeper of this node copies shards from others."""
         return await self.keep(node, [shard for shard, _ in shards])
 
-    async def committed(self, step: int) -> None:
-        """The keepers let go of what is older than this step."""
-        self._kept = {node: [h for h in held if h.step >= step] for node, held in self._kept.items()}
+    async def committed(self, node: str, step: int, position: object, pinned: object) -> None:
+        """The keeper of this node lets go of what is older than this step."""
+        self._kept[node] = [held for held in self._kept.get(node, ()) if held.step >= step]
 
     async def begin(self, step: int) -> None:
         """Training goes on after this step: others are let go."""

@@ -230,8 +230,8 @@ class VirtualKeepers:
         return []
 
     def commit(self, step: int, position: object, pinned: object = ()) -> None:
-        for host in self._hosts:
-            host.committed.remote(step)
+        for keeper in self._keepers.values():
+            keeper.commit.remote(step, position, pinned)
 
     def begin(self, base: Base) -> None:
         for host in self._hosts:
@@ -298,8 +298,8 @@ class VirtualFeeder(AnsweringActor):
         return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
-        nothing = put(b"")
-        return StepBatches(references=(nothing,) * len(self._steps[step]), position=self.token(step + 1))
+        """Every item has a reference of its own, as in a run: whoever passes them on counts each."""
+        return StepBatches(references=tuple(put(b"") for _ in self._steps[step]), position=self.token(step + 1))
 
     def resize(self, record: object) -> None: ...
     def release(self, step: int) -> None: ...
