@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from actors.config import (
@@ -54,6 +55,7 @@ from app.bench.cluster.parts import (
     VirtualWriter,
 )
 from app.bench.cluster.physics import Physics
+from app.run.recorder import Recorder
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -99,8 +101,9 @@ class Sample:
 
 @dataclass
 class Watching:
-    """The listener of a run: keeps what it hears, and disturbs the machines in time."""
+    """The listener of a run: keeps what it hears, as the real one writes it, and disturbs the machines in time."""
 
+    recorder: Recorder
     disturbances: Sequence[Disturbance] = ()
     disturb: Callable[[str], None] = lambda what: None
     steps: list[StepMetrics] = field(default_factory=list)
@@ -110,6 +113,7 @@ class Watching:
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         """Called by the controller's thread."""
+        self.recorder.on_step(metrics, timeline, plan)
         self.steps.append(metrics)
         self.samples.append(
             Sample(at=time.time(), thread_s=time.thread_time(), process_s=time.process_time(), rss_mib=resident_mib())
@@ -120,6 +124,7 @@ class Watching:
                 self.disturb(one.what)
 
     def on_event(self, event: RunEvent) -> None:
+        self.recorder.on_event(event)
         self.told.append((time.time(), event))
 
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
@@ -233,10 +238,11 @@ def _run(
     try:
         for told in [host.know.remote(hosts) for host in hosts]:
             get(told)
-        watching = Watching(disturbances=setup.disturbances)
-        controller, machines = controller_of_virtual(setup, hosts, monitor, planner, feeder, watching)
-        watching.disturb = lambda what: disturb(what, controller, machines, hosts)
-        outcome = _train(controller, timeout_s)
+        with TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
+            watching = Watching(recorder=recorder, disturbances=setup.disturbances)
+            controller, machines = controller_of_virtual(setup, hosts, monitor, planner, feeder, watching)
+            watching.disturb = lambda what: disturb(what, controller, machines, hosts)
+            outcome = _train(controller, timeout_s)
         if outcome.code:
             raise VirtualRunFailed(f"the run on {setup.nodes} nodes ended early: {outcome.reason}")
         return figures_of(setup, watching, alone)
