@@ -16,7 +16,7 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -72,10 +72,10 @@ class Machines:
         used = Counter(self.homes.values())
         return sum(self.gpus - used[node] for node in self.nodes)
 
-    def room(self) -> str | None:
-        """The first node with room for a worker."""
+    def rooms(self) -> list[str]:
+        """A node for every worker that has room now: the first is filled first."""
         used = Counter(self.homes.values())
-        return next((node for node in self.nodes if used[node] < self.gpus), None)
+        return [node for node in self.nodes for _ in range(self.gpus - used[node])]
 
 
 class VirtualCall:
@@ -131,19 +131,17 @@ class VirtualPool(Pool):
         """A relay on this node, in the process of its workers."""
         return NodeRelay(address=node, handle=cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts))))
 
-    def _request(self, name: str) -> PoolMember | None:
-        node = self._machines.room()
-        if node is None:  # asked for again
-            return None
-        self._machines.homes[name] = node
-        host = host_of(node, self._hosts)
-        return PoolMember(
-            name=name,
-            handle=cast(WorkerHandle, VirtualHandle(name, host)),
-            info_ref=host.add.remote(name, node),
-            requested_at=time.time(),
-            wished=node,
-        )
+    def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
+        for name, node in zip(names, self._machines.rooms(), strict=False):  # who finds none is asked for again
+            self._machines.homes[name] = node
+            host = host_of(node, self._hosts)
+            yield PoolMember(
+                name=name,
+                handle=cast(WorkerHandle, VirtualHandle(name, host)),
+                info_ref=host.add.remote(name, node),
+                requested_at=time.time(),
+                wished=node,
+            )
 
     def _end(self, member: PoolMember, frozen: bool) -> None:
         node = self._machines.homes.pop(member.name)
