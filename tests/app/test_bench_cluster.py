@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,9 +34,10 @@ from app.bench.cluster.simulate import (
     ddp_of,
     run_here,
     scaled_profile,
+    seconds_of_threads,
     workload,
 )
-from app.bench.cluster.tables import curves_of, fitted, ways_of
+from app.bench.cluster.tables import curves_of, fitted, thread_line, ways_of
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -95,6 +97,18 @@ def test_the_curve_is_the_power_law_behind_its_points() -> None:
     curve = fitted("seconds", sizes, [0.01 * n**1.5 for n in sizes])
     assert curve.power == pytest.approx(1.5) and curve.at_far == pytest.approx(1e4) and curve.r2 == pytest.approx(1.0)
     assert curves_of([SimpleNamespace(workers=16), SimpleNamespace(workers=32)]) == []  # type: ignore[list-item]
+
+
+def test_seconds_of_the_process_are_told_by_thread() -> None:
+    before = seconds_of_threads()
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    after = seconds_of_threads()
+    assert sum(after.values()) - sum(before.values()) >= 0.03
+    said = thread_line(SimpleNamespace(threads_s={"python": 0.3, "worker.io": 0.05, "idle": 0.001}))  # type: ignore[arg-type]
+    assert said == "CPU s a step of its process by thread: python 0.300, worker.io 0.050"
+    assert thread_line(SimpleNamespace(threads_s={})) == ""  # type: ignore[arg-type]
 
 
 def test_who_waits_for_a_member_that_is_gone_is_told_when_the_generation_ends() -> None:

@@ -9,7 +9,7 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,6 +97,7 @@ class Sample:
     thread_s: float  # CPU seconds of the controller's own thread
     process_s: float  # of its whole process, with Ray's threads
     rss_mib: float
+    threads_s: Mapping[str, float]  # of it by the names of its threads
 
 
 @dataclass
@@ -116,7 +117,13 @@ class Watching:
         self.recorder.on_step(metrics, timeline, plan)
         self.steps.append(metrics)
         self.samples.append(
-            Sample(at=time.time(), thread_s=time.thread_time(), process_s=time.process_time(), rss_mib=resident_mib())
+            Sample(
+                at=time.time(),
+                thread_s=time.thread_time(),
+                process_s=time.process_time(),
+                rss_mib=resident_mib(),
+                threads_s=seconds_of_threads(),
+            )
         )
         for one in self.disturbances:
             if one.step == metrics.step:
@@ -172,6 +179,7 @@ class ClusterFigures:
     rss_growth_mib: float  # since the tenth step
     form_s: float  # real seconds to form the first generation
     recovered: tuple[Aftermath, ...] = ()
+    threads_s: Mapping[str, float] = field(default_factory=dict)  # `process_s` by the names of threads, most first
 
 
 class VirtualRunFailed(RuntimeError):
@@ -446,7 +454,31 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         rss_growth_mib=watching.samples[-1].rss_mib - watching.samples[min(10, setup.steps - 1)].rss_mib,
         form_s=next(event.seconds for _, event in watching.told if isinstance(event, GenerationFormed)),
         recovered=tuple(recoveries(watching, speed)),
+        threads_s=_by_thread(watching.samples),
     )
+
+
+def _by_thread(samples: Sequence[Sample]) -> dict[str, float]:
+    """CPU seconds of a step by the names of threads that took some, those that took most first; {} of a short run."""
+    first, last = samples[min(SETTLED, len(samples) - 1)], samples[-1]
+    steps = len(samples) - 1 - SETTLED
+    if steps < 1:
+        return {}
+    found = {name: (s - first.threads_s.get(name, 0.0)) / steps for name, s in last.threads_s.items()}
+    return {name: s for name, s in sorted(found.items(), key=lambda one: -one[1]) if s > 0}
+
+
+def seconds_of_threads() -> dict[str, float]:
+    """CPU seconds of the threads of this process by their names, of which Ray's come in groups."""
+    found: dict[str, float] = {}
+    for folder in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        user, system = rest.split()[11:13]
+        found[name] = found.get(name, 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def ddp_of(setup: Setup) -> list[DdpFigures]:
