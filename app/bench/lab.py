@@ -309,7 +309,7 @@ class LabRun:
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
             "monitor": lambda: [controller.generations.monitor],
-            "relay": lambda: list(controller.generations.forming.relays.known.values())[:1],
+            "relay": lambda: [one.handle for one in controller.generations.forming.relays.known.values()][-1:],
             "keeper": lambda: list(keepers().values())[:1],
             "keepers": lambda: list(keepers().values()),
         }[kind]()
