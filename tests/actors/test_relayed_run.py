@@ -33,13 +33,13 @@ def test_through_relays_a_run_trains_the_same_when_a_worker_a_relay_and_a_node_d
     run.wait_for_workers(6)
     run.wait_for_more_steps(3)
     relays = run.controller.generations.forming.relays
-    first, second = relays.groups
-    assert len(relays.known) == 3 and len(first) == 2 and len(second) == 1, "the letters of one node are handed on"
+    assert len(relays.known) == 3
     run.signal_worker(0)
     run.wait_for_recoveries(1)
     run.wait_for_workers(6)
     run.wait_for_more_steps(2)
-    assert list(relays.known)[-1] == first[-1]
+    first, second = relays.groups
+    assert len(first) == 2 and len(second) == 1, "the letters of one node are handed on"
     run.kill_actor("relay")  # the one that is handed its letters
     run.wait_for_recoveries(2)
     run.wait_for_more_steps(2)
