@@ -299,8 +299,8 @@ class LabRun:
         ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
-        """End the process of the "planner", "feeder", "monitor", of a "keeper", or of all "keepers" without notice; of a
-        "relay", the last of its group."""
+        """End the process of the "planner", "feeder", "monitor", of a "keeper", of all "keepers", or of a "relay", the
+        last of its group, without notice."""
         from actors.ray_calls import kill
 
         controller = self.controller
