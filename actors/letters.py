@@ -8,7 +8,7 @@ from typing import Protocol
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
-from actors.sending import sent_often
+from ops.sending import sent_often
 
 FINISH, TURN = "finish_step", "turn"  # methods of a worker: the end of a step, and some work on an aside before it
 
@@ -123,13 +123,13 @@ class RelayHandle(Protocol):
     def here(self) -> Method[[], None]: ...
 
 
-class Post(Protocol):
+class RelayFinder(Protocol):
     """The relays of a generation as those know them who have calls for a node."""
 
     def relay_for(self, node: str) -> RelayHandle | None: ...
 
 
-def held(calls: Sequence[KeeperCall], post: Post | None = None) -> list[Ref[bool]]:
+def held(calls: Sequence[KeeperCall], post: RelayFinder | None = None) -> list[Ref[bool]]:
     """Make these calls, by the relays of their nodes' groups where there are any. The answers to come: of calls that go
     to one relay a common one, which says whether all hold."""
     groups: dict[int, tuple[RelayHandle, list[KeeperCall]]] = {}

@@ -17,9 +17,9 @@ import numpy as np
 from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
-from actors.sending import sent_often
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
+from ops.sending import sent_often
 from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, Protocol
 
-from actors.sending import sent_often
+from ops.sending import sent_often
 
 Module = Literal["text", "vae", "dit"]
 ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from actors.messages import Orders, Progress
 from actors.refs import Method
-from actors.sending import sent_often
+from ops.sending import sent_often
 
 
 @sent_often

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import Post
+from actors.letters import RelayFinder
 from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
@@ -61,7 +61,7 @@ class Committer:
     listener: Listener
     events: Events
     source: StepSource
-    post: Post | None = None  # by which keepers are called; None: each by itself
+    post: RelayFinder | None = None  # by which keepers are called; None: each by itself
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first

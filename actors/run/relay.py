@@ -148,7 +148,7 @@ class Relay:
 
     async def _asked_for(self, letter: Letter, answer: NodeAnswer) -> dict[RelayedResult, Ref[object]]:
         """What calls of the letter need of encodes that other relays have sent, each asked for once. References may
-        still wait for it; a relay that is gone is told in `answer`."""
+        still wait for it; `answer` says which relay is gone."""
         found: dict[RelayedResult, Ref[object]] = {}
         for call in letter.calls:
             for one in call.references:

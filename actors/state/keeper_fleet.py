@@ -13,7 +13,7 @@ from typing import TypeVar
 import ray
 
 from actors.config import SnapshotConfig
-from actors.letters import KeeperCall, Post, held
+from actors.letters import KeeperCall, RelayFinder, held
 from actors.messages import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
@@ -107,7 +107,7 @@ class Keepers:
         """The keeper of this worker's node."""
         return self._handle(self._homes[rank])
 
-    def hold(self, snapshots: Sequence[Snapshot], post: Post | None = None) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
         """Have these shards held, each by the keeper of its node and by those that copy it. The answers, one of each
         keeper for either, or of each group of them that is called by a relay, come when they are."""
         puts: dict[str, list[Snapshot]] = {}

@@ -128,7 +128,7 @@ def _offset_of(path: Path, step: int) -> int:
 
 
 def spread_of(values: Iterable[float]) -> dict[str, float]:
-    """What there is to see of more workers than can be told apart in a chart."""
+    """Least, median and most of what more workers have than a chart can show."""
     ranked = sorted(value for value in values if not math.isnan(value))
     return {"least": ranked[0], "median": median(ranked), "most": ranked[-1]} if ranked else {}
 

@@ -38,8 +38,9 @@ def test_through_relays_a_run_trains_the_same_when_a_worker_a_relay_and_a_node_d
     run.wait_for_recoveries(1)
     run.wait_for_workers(6)
     run.wait_for_more_steps(2)
+    run.wait_for(lambda: [len(group) for group in relays.groups] == [2, 1], "the letters of one node to be handed on")
     first, second = relays.groups
-    assert len(first) == 2 and len(second) == 1, "the letters of one node are handed on"
+    run.wait_for_more_steps(2)
     run.kill_actor("relay")  # the one that is handed its letters
     run.wait_for_recoveries(2)
     run.wait_for_more_steps(2)

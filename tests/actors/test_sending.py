@@ -12,7 +12,7 @@ from actors import letters, messages
 from actors.messages import Piece, Span
 from actors.plan import types
 from actors.pool import monitor
-from actors.sending import sent_often
+from ops.sending import sent_often
 
 SPAN = Span(
     name="dit",

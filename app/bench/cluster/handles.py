@@ -1,22 +1,59 @@
-"""Relays and keepers of a virtual cluster, which live in hosts, as the controller and relays know them."""
+"""Hosts of a virtual cluster, and the relays and keepers in them, as other processes know them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Concatenate, Generic, TypeVar
+from typing import Concatenate, Generic, Protocol, TypeVar
 
-from actors.letters import NodeAnswer
-from actors.messages import PublishedResult
+from actors.letters import KeeperCall, Letter, NodeAnswer
+from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.refs import Method, Ref
-
-if TYPE_CHECKING:
-    from app.bench.cluster.host import HostHandle
+from app.bench.cluster.worker import MeetingKey
 
 R = TypeVar("R")
 
 
+class HostHandle(Protocol):
+    """A `Host` as other processes know it."""
+
+    @property
+    def know(self) -> Method[[Sequence[HostHandle]], None]: ...
+    @property
+    def add(self) -> Method[[str, str], WorkerInfo]: ...
+    @property
+    def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
+    @property
+    def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
+    @property
+    def relay_deliver(self) -> Method[[str, Sequence[Letter]], NodeAnswer]: ...
+    @property
+    def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
+    @property
+    def relay_here(self) -> Method[[str], None]: ...
+    @property
+    def end_relay(self) -> Method[[str], None]: ...
+    @property
+    def end(self) -> Method[[Sequence[str]], None]: ...
+    @property
+    def closed(self) -> Method[[int], None]: ...
+    @property
+    def together(self) -> Method[[MeetingKey, int, int, float], float]: ...
+    @property
+    def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
+    @property
+    def relay_hold(self) -> Method[[str, Sequence[KeeperCall]], bool]: ...
+    @property
+    def keep(self) -> Method[[str, Sequence[Snapshot]], bool]: ...
+    @property
+    def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
+    @property
+    def committed(self) -> Method[[str, int, object, object], None]: ...
+    @property
+    def begin(self) -> Method[[int], None]: ...
+
+
 def node_number(node: str) -> int:
-    """Of n0007 it is 7."""
+    """The number in its name: 7 of n0007."""
     return int(node[1:])
 
 

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from ray.exceptions import ActorDiedError
 
@@ -15,52 +15,12 @@ from actors.letters import KeeperCall, Letter, NodeAnswer, RelayHandle
 from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
-from actors.refs import Method
 from actors.run.relay import Relay
-from app.bench.cluster.handles import VirtualKeeper, VirtualRelay, host_of
+from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
-
-
-class HostHandle(Protocol):
-    """A `Host` as other processes know it."""
-
-    @property
-    def know(self) -> Method[[Sequence[HostHandle]], None]: ...
-    @property
-    def add(self) -> Method[[str, str], WorkerInfo]: ...
-    @property
-    def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
-    @property
-    def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
-    @property
-    def relay_deliver(self) -> Method[[str, Sequence[Letter]], NodeAnswer]: ...
-    @property
-    def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
-    @property
-    def relay_here(self) -> Method[[str], None]: ...
-    @property
-    def end_relay(self) -> Method[[str], None]: ...
-    @property
-    def end(self) -> Method[[Sequence[str]], None]: ...
-    @property
-    def closed(self) -> Method[[int], None]: ...
-    @property
-    def together(self) -> Method[[MeetingKey, int, int, float], float]: ...
-    @property
-    def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
-    @property
-    def relay_hold(self) -> Method[[str, Sequence[KeeperCall]], bool]: ...
-    @property
-    def keep(self) -> Method[[str, Sequence[Snapshot]], bool]: ...
-    @property
-    def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
-    @property
-    def committed(self) -> Method[[str, int, object, object], None]: ...
-    @property
-    def begin(self) -> Method[[int], None]: ...
 
 
 @dataclass

@@ -23,7 +23,7 @@ from typing import cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import KeeperCall, Post, RelayHandle, held
+from actors.letters import KeeperCall, RelayFinder, RelayHandle, held
 from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
@@ -39,8 +39,7 @@ from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
-from app.bench.cluster.handles import VirtualKeeper, VirtualRelay, host_of
-from app.bench.cluster.host import HostHandle
+from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
 
@@ -204,7 +203,7 @@ class VirtualKeepers:
         self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
         return []
 
-    def hold(self, snapshots: Sequence[Snapshot], post: Post | None = None) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
         """One call for each keeper that has shards of its own node, one for each that copies."""
         puts: dict[str, list[Snapshot]] = {}
         copies: dict[str, list[tuple[Snapshot, VirtualKeeper]]] = {}

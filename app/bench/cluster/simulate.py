@@ -44,7 +44,7 @@ from actors.run.step_metrics import StepAccount
 from actors.state.survivors import Survivors
 from actors.step import StepAssignment
 from app.bench.cluster.ddp import DdpFigures, ddp_figures
-from app.bench.cluster.host import HostHandle
+from app.bench.cluster.handles import HostHandle
 from app.bench.cluster.parts import (
     Machines,
     VirtualKeepers,
