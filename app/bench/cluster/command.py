@@ -10,7 +10,7 @@ with noise, stragglers and seconds on the link (`app/bench/cluster/physics.py`);
 batches for 16 GPUs. A virtual second takes 1 / --speed real ones, while the controller takes what it takes: its CPU
 seconds, and the milliseconds of a dispatch, are real ones, and a high speed makes steps look longer. Its share is that
 of a step of ten seconds: with `--ray` of the whole process, whose seconds a line tells by thread (the controller's own
-has the name python or controller, the others are Ray's), else of the controller's thread. The bench ends with exit code
+has that of the command, the others are Ray's), else of the controller's thread. The bench ends with exit code
 1 if a step was not committed once and whole.
 
 `ddp` is no strategy and takes no real time: it is evaluated on the same items with the same seconds
