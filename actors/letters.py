@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
+from ops.sending import sent_often
 
 FINISH, TURN = "finish_step", "turn"  # methods of a worker: the end of a step, and some work on an aside before it
 
 Answer = tuple[StepReport, Snapshot | None]
 
 
+@sent_often
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelayedResult:
+    """What an encode has published that another relay has sent; the relay of its consumer asks that one for it. So the
+    controller holds no reference to it, which would cost as much as a call."""
+
+    relay: str  # its address
+    cascade: str
+
+
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelayedCall:
     """A call to a worker. `references` are its last arguments; in here they do not hold a letter up until they are
@@ -22,7 +35,7 @@ class RelayedCall:
     method: str  # of `WorkerHandle`
     name: str  # on Ray's timeline
     arguments: tuple[object, ...]
-    references: tuple[Ref[object], ...] = ()
+    references: tuple[Ref[object] | RelayedResult, ...] = ()
     reads_data: bool = False  # they come from the feeder
     publishes: bool = False  # it is asked for by `Relay.published`
 
@@ -40,6 +53,8 @@ class RelaySeat:
 class Letter:
     """The calls of one step to the workers of a node, in their order."""
 
+    node: str
+    relay: str  # address of the relay of this node
     generation: int
     number: int  # from 0 in a generation
     step: int
@@ -48,9 +63,27 @@ class Letter:
     forming: tuple[Ref[None], ...] = ()  # of the first letter: resolve when these workers have formed the generation
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeeperCall:
+    """A call to a keeper, whose answer says whether it holds what it is given."""
+
+    keeper: object
+    node: str  # of it
+    method: str  # of `actors.state.keeper.KeeperHandle`
+    shards: Sequence[object]
+    group: str = ""  # of its threads
+
+    def made(self) -> Ref[bool]:
+        """The answer to come."""
+        method = getattr(self.keeper, self.method)
+        answer: Ref[bool] = (method.options(concurrency_group=self.group) if self.group else method).remote(self.shards)
+        return answer
+
+
 @dataclass(kw_only=True, slots=True)
 class NodeAnswer:
-    """What became of a letter: the ends of the step by rank; or, when something has failed, what is known of it."""
+    """What became of a letter, or of those of a group of nodes: the ends of the step by rank; or, when something has
+    failed, what is known of it."""
 
     ends: dict[int, Answer] = field(default_factory=dict)
     turns: dict[int, TurnReport] = field(default_factory=dict)  # of asides, by rank
@@ -58,10 +91,21 @@ class NodeAnswer:
     failed: dict[str, str] = field(default_factory=dict)  # worker -> why
     pixels_lost: bool = False
     exceeded: list[MemoryExceeded] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)  # nodes whose relay is gone or has failed -> why
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.dead or self.failed)
+        return bool(self.dead or self.failed or self.lost)
+
+    def add(self, other: NodeAnswer) -> None:
+        """Take in the answer of another node."""
+        self.ends.update(other.ends)
+        self.turns.update(other.turns)
+        self.dead += other.dead
+        self.failed.update(other.failed)
+        self.pixels_lost |= other.pixels_lost
+        self.exceeded += other.exceeded
+        self.lost.update(other.lost)
 
 
 class RelayHandle(Protocol):
@@ -70,6 +114,30 @@ class RelayHandle(Protocol):
     @property
     def step(self) -> Method[[Letter], NodeAnswer]: ...
     @property
+    def deliver(self) -> Method[[Sequence[Letter]], NodeAnswer]: ...
+    @property
     def published(self) -> Method[[int, str], list[PublishedResult]]: ...
     @property
+    def hold(self) -> Method[[Sequence[KeeperCall]], bool]: ...
+    @property
     def here(self) -> Method[[], None]: ...
+
+
+class RelayFinder(Protocol):
+    """The relays of a generation as those know them who have calls for a node."""
+
+    def relay_for(self, node: str) -> RelayHandle | None: ...
+
+
+def held(calls: Sequence[KeeperCall], post: RelayFinder | None = None) -> list[Ref[bool]]:
+    """Make these calls, by the relays of their nodes' groups where there are any. The answers to come: of calls that go
+    to one relay a common one, which says whether all hold."""
+    groups: dict[int, tuple[RelayHandle, list[KeeperCall]]] = {}
+    answers: list[Ref[bool]] = []
+    for call in calls:
+        relay = post.relay_for(call.node) if post is not None else None
+        if relay is None:
+            answers.append(call.made())
+        else:
+            groups.setdefault(id(relay), (relay, []))[1].append(call)
+    return answers + [relay.hold.remote(of) for relay, of in groups.values()]

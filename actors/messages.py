@@ -19,6 +19,7 @@ from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
+from ops.sending import sent_often
 from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
@@ -58,6 +59,7 @@ SampleId = tuple[int, str, int]  # step, item, index
 CascadeShape = tuple[str, tuple[int, int, int], int, int]  # module, bucket, samples (of the VAE), degree
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSample:
     """One clip inside a cascade: where it stands in its item, and the key of its random draws."""
@@ -78,6 +80,7 @@ class StepSample:
         return self.step, self.item, self.index
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
     """The samples of one item inside a cascade; a packed cascade has several."""
@@ -122,6 +125,7 @@ class OutOfMemory(RuntimeError):
         return self.found.describe()
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CascadeTask:
     """One cascade as one worker of its bag sees it.
@@ -159,6 +163,7 @@ def shapes_of(module: str, pieces: Sequence[Piece], degree: int) -> set[CascadeS
     return {(module, piece.bucket, piece.batch if module == "vae" else several, degree) for piece in pieces}
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishedResult:
     """One sample's encode result on its way to another worker. Made by the producer (or read from the cache)."""
@@ -170,6 +175,7 @@ class PublishedResult:
     at: float = 0.0  # unix seconds when it was there; 0: long ago
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishTask:
     """End of a step: gradient sum, update, snapshot. A worker that has not run what is named here raises instead of
@@ -212,6 +218,7 @@ class WorkerInfo:
     nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
     """A measured stretch of work on one worker (unix seconds)."""
@@ -252,6 +259,7 @@ class Span:
         return buckets.pop() if len(buckets) == 1 else None
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
     """What one worker says about a finished step."""
@@ -275,6 +283,7 @@ class StepReport:
     peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Sent with every heartbeat: what the worker is doing and since when."""
@@ -316,6 +325,7 @@ class Orders:
     dump_stack: bool = False
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
     """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers
@@ -334,6 +344,7 @@ class Snapshot:
     copied: Ref[None] | None = None  # resolves when it is all there; None: it is
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldShard:
     """One range of a version that a keeper holds."""

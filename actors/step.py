@@ -181,7 +181,7 @@ class RunningStep:
     patience: Patience  # of the waits inside it
     speed: tuple[float, ...] = ()  # of the workers, by rank, that its plan counted on; (): all 1
     open_peers: tuple[int, ...] = ()  # of the bags of each worker that are connected when it ends; (): none
-    letters: dict[Ref[NodeAnswer], str] = field(default_factory=dict)  # of relays, with their nodes; calls are there
+    letters: dict[Ref[NodeAnswer], tuple[str, ...]] = field(default_factory=dict)  # nodes of a group; calls are there
     heard: set[Ref[NodeAnswer]] = field(default_factory=set)  # of `letters`: those that have come
     answers: dict[int, tuple[StepReport, Snapshot | None]] = field(default_factory=dict)  # by rank; each asked for once
     open_dits: dict[Ref[object], SubmittedCall] = field(default_factory=dict)  # of `calls`; not those that ended well

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, Protocol
 
+from ops.sending import sent_often
+
 Module = Literal["text", "vae", "dit"]
 ENCODED: tuple[Module, ...] = ("text", "vae")  # modules whose results a DiT cascade takes, and a cache keeps
 USABLE = 0.96  # of a device's memory: the rest is lost to fragments of the allocator and workspaces of libraries
@@ -41,6 +43,7 @@ def refuse_degrees(degrees: Iterable[int]) -> None:
             raise PlanError(f"degree {degree} must be at least 1.")
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
     """One bucket batch of a step: `batch` clips of equal shape. Made by the data layer, cut by a planner."""
@@ -55,6 +58,7 @@ class Item:
     cached: tuple[Module, ...] = ()  # encode results that already exist: no cascade is planned for them
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
     """Samples [first, first + count) of an item."""
@@ -64,6 +68,7 @@ class Part:
     count: int
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cascade:
     """One unit of text, vae or dit work on a fixed set of workers. Made by a strategy, executed by these workers.
@@ -241,6 +246,7 @@ class StepPlan:
         return self.makespan_s + self.update_s + self.remainder_s
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlyEncode:
     """An encode that an earlier step runs: it needs no cascade, only a handoff from these workers. `end_s`: it outlasts

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import cast
 
 from actors.config import PlannerConfig
+from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, Piece, Span
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
@@ -71,10 +72,14 @@ class Planner:
         cluster: Cluster,
         generation: int = 0,
         remainder_s: float | None = None,
+        *answers: NodeAnswer,
     ) -> None:
         """Measured cascades of a step keep the cost model true. `cluster` has the workers of this generation, with
         their speeds as far as they are known now; a packed cascade counts as its parts together. `remainder_s` is
-        what the step took beside them and its end, where that is known."""
+        what the step took beside them and its end, where that is known. `answers` of relays have the spans of their
+        workers; those of the others are given."""
+        ends = {rank: report for answer in answers for rank, (report, _) in answer.ends.items()}
+        spans = [*spans, *(span for rank in sorted(ends) for span in ends[rank].spans)]
         learn_needs(self._profile, spans, text_tokens)
         for key, spanned in self._witnesses.doubted(cluster, generation):
             self._profile.forget(key, spanned)

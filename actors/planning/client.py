@@ -11,6 +11,7 @@ from typing import Protocol
 import ray
 
 from actors.config import PlannerConfig
+from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, Span
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.setting import ProfiledSetting
@@ -40,7 +41,7 @@ class PlannerHandle(Protocol):
     @property
     def plan(self) -> Method[[int, Window, Cluster, Sequence[EarlyEncode], float], StepAssignment]: ...
     @property
-    def observe(self) -> Method[[Sequence[Span], dict[str, int], Cluster, int, float | None], None]: ...
+    def observe(self) -> Method[..., None]: ...  # `Planner.observe`, whose answers are references here
     @property
     def learned(self) -> Method[[], Profile]: ...
     @property
@@ -119,10 +120,12 @@ class PlannerClient:
         cluster: Cluster,
         generation: int,
         remainder_s: float | None,
+        answers: Sequence[Ref[NodeAnswer]] = (),
     ) -> None:
         """Tell what a step of this generation has measured on `cluster`, with the speeds of its workers as far as they
-        are known now, and what it took beside its cascades and its end; nothing waits for the answer."""
-        self._actor.observe.remote(spans, text_tokens, cluster, generation, remainder_s)
+        are known now, and what it took beside its cascades and its end; nothing waits for the answer. `spans` are those
+        of workers that are in no answer of a relay: the planner reads these itself, so nobody packs them again."""
+        self._actor.observe.remote(spans, text_tokens, cluster, generation, remainder_s, *answers)
 
     def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
         """Ask what batch sizes the costs learned so far would give; nothing waits."""

@@ -14,8 +14,10 @@ from typing import Protocol
 
 from actors.messages import Orders, Progress
 from actors.refs import Method
+from ops.sending import sent_often
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LastHeartbeat:
     """A worker's last heartbeat, when it arrived, and when the first one with this activity did.

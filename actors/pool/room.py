@@ -6,6 +6,7 @@ eight inside one. Ray's own strategies deal, or fill a node only half.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -29,26 +30,22 @@ class Need:
         return int(min(shares, default=0.0) + _SLACK)
 
 
-def node_with_room(nodes: Iterable[RayNode], taken: Iterable[str], need: Need) -> str | None:
-    """The node for one more worker of this run; None if none has room for it.
+def nodes_with_room(nodes: Iterable[RayNode], taken: Iterable[str], need: Need, count: int) -> list[str | None]:
+    """The nodes for `count` more workers of this run, in order; None for those for which none has room.
 
     `nodes` as Ray lists them, `taken` the node of each worker there is or is asked
-    for. The node that holds the most workers of this run comes first, then the one with the most room. What other runs
-    use is not known here, so it is a wish (`where`).
+    for. The node that holds the most workers of this run is filled first, then the one with the most room. What other
+    runs use is not known here, so it is a wish (`where`). One look at the nodes for all: a thousand workers on 128
+    nodes would take a thousand.
     """
-    held: dict[str, int] = {}
-    for node in taken:
-        held[node] = held.get(node, 0) + 1
-    best: tuple[tuple[int, int, str], str] | None = None
-    for node_facts in nodes:
-        node = node_facts["NodeID"]
-        mine, capacity = held.get(node, 0), need.capacity(node_facts["Resources"])
-        if not node_facts["Alive"] or mine >= capacity:
-            continue
-        rank = (-mine, -capacity, node)
-        if best is None or rank < best[0]:
-            best = rank, node
-    return best[1] if best else None
+    held = Counter(taken)
+    ranked: list[tuple[int, int, str]] = []
+    for facts in nodes:
+        node, capacity = facts["NodeID"], need.capacity(facts["Resources"])
+        if facts["Alive"] and held[node] < capacity:
+            ranked.append((-held[node], -capacity, node))
+    free = (node for mine, capacity, node in sorted(ranked) for _ in range(mine - capacity))
+    return [next(free, None) for _ in range(count)]
 
 
 def where(node: str | None) -> dict[str, object]:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from actors.config import WorkersConfig
 from actors.messages import IO, SNAPSHOTS, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
-from actors.pool.room import Need, node_with_room, where
+from actors.pool.room import Need, nodes_with_room, where
 from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
@@ -72,8 +72,8 @@ class Pool(ABC):
         self._serial = 0
 
     @abstractmethod
-    def _request(self, name: str) -> PoolMember | None:
-        """Ask for one more worker; None where it makes no sense to ask yet."""
+    def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
+        """Ask for more workers, one after the other; for fewer where it makes no sense to ask for all yet."""
 
     @abstractmethod
     def _end(self, member: PoolMember, frozen: bool) -> None:
@@ -82,12 +82,10 @@ class Pool(ABC):
     def start(self, count: int) -> list[str]:
         """Request this many more workers. Returns the names of those that are on their way."""
         names = []
-        for _ in range(count):
-            member = self._request(f"w{self._serial}")
-            if member is not None:
-                self._serial += 1
-                self._members[member.name] = member
-                names.append(member.name)
+        for member in self._request([f"w{self._serial + n}" for n in range(count)]):
+            self._serial += 1
+            self._members[member.name] = member
+            names.append(member.name)
         return names
 
     def poll(self) -> PoolNews:
@@ -149,22 +147,24 @@ class RayPool(Pool):
         # With concurrency groups Ray runs the other calls, still one at a time and in order, off the main thread.
         self._actor = remote_of(worker_class, {IO: 1, SNAPSHOTS: 1} if uses_gpu(settings.workers) else None)
 
-    def _request(self, name: str) -> PoolMember:
+    def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
         workers = self._settings.workers
         need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
-        node = node_with_room(nodes(), self._taken(), need) if workers.placement == "fill" else None
-        handle: WorkerHandle = self._actor.options(
-            name=f"{self._run}/{name}",
-            namespace=NAMESPACE,
-            num_cpus=need.cpus,
-            num_gpus=need.gpus,
-            max_restarts=0,
-            runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
-            **where(node),
-        ).remote(name, self._settings, self._monitor)
-        return PoolMember(
-            name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
-        )
+        fill = workers.placement == "fill"
+        wished = nodes_with_room(nodes(), self._taken(), need, len(names)) if fill else [None] * len(names)
+        for name, node in zip(names, wished, strict=True):
+            handle: WorkerHandle = self._actor.options(
+                name=f"{self._run}/{name}",
+                namespace=NAMESPACE,
+                num_cpus=need.cpus,
+                num_gpus=need.gpus,
+                max_restarts=0,
+                runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
+                **where(node),
+            ).remote(name, self._settings, self._monitor)
+            yield PoolMember(
+                name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
+            )
 
     def close(self) -> None:
         """End all workers, when Ray has the bars of their last cascades."""

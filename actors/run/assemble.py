@@ -199,6 +199,7 @@ def put_together(
         listener=listener,
         events=events,
         source=source,
+        post=relays,
         patience_s=config.snapshot.patience_s,
     )
     turns = AsideTurns(asides or NoAsides(), events.tell)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
+from actors.letters import RelayFinder
 from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
@@ -60,6 +61,7 @@ class Committer:
     listener: Listener
     events: Events
     source: StepSource
+    post: RelayFinder | None = None  # by which keepers are called; None: each by itself
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
@@ -78,7 +80,7 @@ class Committer:
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
         copying = {s.copied: done.reports[s.rank].worker for s in done.snapshots if s.copied is not None}
-        waiting = [] if copying else self.state.keepers.hold(done.snapshots)
+        waiting = [] if copying else self.state.keepers.hold(done.snapshots, self.post)
         self._open.append(UncommittedStep(collected=done, copying=copying, waiting=waiting, since=time.monotonic()))
 
     def settle(self, world: Sequence[Seat], quiet: bool, timeout_s: float = 0.0) -> None:
@@ -153,7 +155,7 @@ class Committer:
                 _check_copied(reference, step.copying.pop(reference))
             if step.copying:
                 return None
-            step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots), time.monotonic()
+            step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots, self.post), time.monotonic()
         if not step.waiting:
             return None
         done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)

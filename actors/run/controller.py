@@ -240,9 +240,10 @@ class Controller:
         self.skips.check(done, self.committer.committed)
         self.committer.add(done)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
-        spans = [s for r in done.reports for s in r.spans]
-        remainder_s = self.steps.remainder(done)
-        self.planner.observe(spans, tokens, runner.cluster, runner.generation, remainder_s)
+        called = sorted(done.running.finishes.values())  # by themselves; the others' spans are in answers of relays
+        spans = [span for rank in called for span in done.reports[rank].spans]
+        remainder_s, answers = self.steps.remainder(done), tuple(done.running.letters)
+        self.planner.observe(spans, tokens, runner.cluster, runner.generation, remainder_s, answers)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
         self.planner.poll()

@@ -1,24 +1,37 @@
 """An actor per node that makes a step's calls to the workers of its node: the controller sends a letter instead.
 
-    relay.step.remote(Letter(...))              # NodeAnswer: what the node's workers have said at the end of the step
+    relay.deliver.remote([Letter(...), ...])    # NodeAnswer: what workers have said at the end of the step
     relay.published.remote(generation, cascade) # what one of its encodes leaves for workers of other nodes
 
 A call of Ray takes 0.2 to 0.4 ms of the CPU of the one that makes it, and 1,024 workers need some 4,000 in a step. A
-letter to a node of eight takes as much as one of them. Workers get the same calls in the same order as without a relay:
-it sends those of a letter at once, letters by their numbers, and the first when its workers have formed the generation.
-It decides nothing. What fails is in its answer, as soon as it is known.
+letter to a node of eight takes as much as one of them, and one with the letters of ten nodes hardly more: the first
+relay of a group hands the others' on, and answers for all. What an encode leaves for another node goes from relay to
+relay. Workers get the same calls in the same order as without a relay: it sends those of a letter at once, letters by
+their numbers, and the first when its workers have formed the generation. It decides nothing. What fails is in its
+answer, as soon as it is known.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import ray
 
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelaySeat
+from actors.letters import (
+    FINISH,
+    TURN,
+    KeeperCall,
+    Letter,
+    NodeAnswer,
+    RelayedCall,
+    RelayedResult,
+    RelayHandle,
+    RelaySeat,
+)
 from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration, TurnReport, TurnTask
+from actors.names import NAMESPACE
 from actors.ray_calls import GONE, answer_of
 from actors.refs import Ref
 from actors.run.failures import exceeded_of, failed_turn, last_line, lost_argument, why_of
@@ -29,18 +42,53 @@ ENDED_S = 60.0  # a worker that has finished a step has ended its calls; an answ
 _GRACE_S = 0.2  # after the first failure, for others that say more of it: that a worker is gone
 
 
+def relay_at(address: str) -> RelayHandle:
+    """The relay with this address. Raises ValueError where there is none any more."""
+    found: RelayHandle = ray.get_actor(address, namespace=NAMESPACE)
+    return found
+
+
 class Relay:
     """Plain class with asynchronous methods; `actors.run.relays` makes the actor of it."""
 
-    def __init__(self, ended_s: float = ENDED_S) -> None:
-        """`ended_s`: how much later than the end of a step on a worker its other answers may arrive."""
-        self._ended_s = ended_s
+    def __init__(self, find: Callable[[str], RelayHandle] = relay_at, *, ended_s: float = ENDED_S) -> None:
+        """`find` gives another relay by its address; it may take a moment, and is called in a thread. `ended_s`: how
+        much later than the end of a step on a worker its other answers may arrive."""
+        self._find, self._ended_s = find, ended_s
+        self._others: dict[str, RelayHandle] = {}  # by address
         self._generation, self._next = -1, 0  # the letter that is to be sent next
         self._changed = asyncio.Condition()
         self._seats: dict[int, RelaySeat] = {}
         self._made: dict[str, asyncio.Future[Ref[list[PublishedResult]]]] = {}  # by cascade, of this generation
-        self._steps: dict[str, int] = {}  # of the cascades whose results were not asked for yet
+        self._steps: dict[str, int] = {}  # of the cascades in `_made` that have been sent
         self._watching: set[asyncio.Task[None]] = set()  # a loop itself does not keep its tasks
+
+    async def deliver(self, letters: Sequence[Letter]) -> NodeAnswer:
+        """The letters of a group of nodes: the first is this relay's own, it hands on the others. Answers when all have
+        been answered, or when something has failed. Raises StaleGeneration as `step`."""
+        own, *others = letters
+        if not others:
+            return await self.step(own)
+        answer, failed, raised = NodeAnswer(), asyncio.Event(), list[Exception]()
+
+        async def answered(letter: Letter) -> None:
+            try:
+                answer.add(await (self.step(letter) if letter is own else self._handed_on(letter)))
+            except (ray.exceptions.RayError, ValueError) as error:
+                answer.lost[letter.node] = last_line(str(error)) or type(error).__name__
+            except Exception as error:
+                raised.append(error)
+            if answer.has_failed or raised:
+                failed.set()
+
+        sent, failure = [self._keep(answered(one)) for one in letters], self._keep(_is_set(failed))
+        await _until(sent, failure)
+        if failed.is_set() and not raised:
+            await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
+        failure.cancel()
+        if raised:
+            raise raised[0]
+        return answer
 
     async def step(self, letter: Letter) -> NodeAnswer:
         """Make the calls of a letter after those before it. Answers when its workers have ended the step and their DiT
@@ -52,7 +100,10 @@ class Relay:
         if letter.generation != self._generation:  # it was over before its workers had formed it
             raise StaleGeneration(f"generation {letter.generation} has ended: the relay serves {self._generation}.")
         self._forget_before(letter.step - 1)
-        sent = [] if answer.has_failed else [(call, self._send(call)) for call in letter.calls]
+        results = {} if answer.has_failed else await self._asked_for(letter, answer)
+        if letter.generation != self._generation:
+            raise StaleGeneration(f"generation {letter.generation} has ended: the relay serves {self._generation}.")
+        sent = [] if answer.has_failed else [(call, self._send(call, results)) for call in letter.calls]
         async with self._changed:
             if letter.generation == self._generation:
                 self._next += 1
@@ -60,8 +111,8 @@ class Relay:
         return answer if answer.has_failed else await self._watched(sent, answer)
 
     async def published(self, generation: int, cascade: str) -> list[PublishedResult]:
-        """What an encode of a letter leaves for other workers; asked for once, also before the letter has come. Raises
-        what the encode has raised, and StaleGeneration once another generation has begun."""
+        """What an encode of a letter leaves for other workers; may be asked for before the letter has come. Raises what
+        the encode has raised, and StaleGeneration once another generation has begun."""
         if generation > self._generation:
             async with self._changed:
                 await self._changed.wait_for(lambda: generation <= self._generation)
@@ -71,15 +122,46 @@ class Relay:
             return await answer_of(await self._result(cascade))
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
-        finally:
-            if generation == self._generation:
-                self._made.pop(cascade, None)
-                self._steps.pop(cascade, None)
+
+    async def hold(self, calls: Sequence[KeeperCall]) -> bool:
+        """Have keepers hold shards. Whether all do. Raises RuntimeError with what the first that has failed says."""
+        answers = await asyncio.gather(*(answer_of(call.made()) for call in calls), return_exceptions=True)
+        for call, answer in zip(calls, answers, strict=True):
+            if isinstance(answer, BaseException):
+                cause = answer.cause if isinstance(answer, ray.exceptions.RayTaskError) else answer
+                why = last_line(str(cause))
+                raise RuntimeError(f"the keeper of node {call.node[:8]}: {type(cause).__name__}: {why}")
+        return all(answers)
 
     async def here(self) -> None:
         """Answers at once, whatever it waits for: a sign of life."""
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    async def _other(self, address: str) -> RelayHandle:
+        if address not in self._others:
+            self._others[address] = await asyncio.to_thread(self._find, address)
+        return self._others[address]
+
+    async def _handed_on(self, letter: Letter) -> NodeAnswer:
+        relay = await self._other(letter.relay)
+        return await answer_of(relay.step.options(name="letter").remote(letter))
+
+    async def _asked_for(self, letter: Letter, answer: NodeAnswer) -> dict[RelayedResult, Ref[object]]:
+        """What calls of the letter need of encodes that other relays have sent, each asked for once. References may
+        still wait for it; `answer` says which relay is gone."""
+        found: dict[RelayedResult, Ref[object]] = {}
+        for call in letter.calls:
+            for one in call.references:
+                if isinstance(one, RelayedResult) and one.relay != letter.relay and one not in found:
+                    try:
+                        relay = await self._other(one.relay)
+                    except ValueError as error:
+                        answer.failed[self._seats[call.rank].name] = f"{call.name} did not run: {error}"
+                        return {}
+                    asked = relay.published.options(name="handoff by relay")
+                    found[one] = asked.remote(letter.generation, one.cascade)
+        return found
 
     async def _turn_of(self, letter: Letter) -> None:
         """Returns when all letters before this one have been sent."""
@@ -106,8 +188,8 @@ class Relay:
         self._steps = {}
 
     def _forget_before(self, step: int) -> None:
-        """What was encoded for these steps and not asked for is needed by nobody: a letter comes when all workers have
-        ended the step two before it."""
+        """What was encoded for these steps is needed by nobody: a letter comes when all workers have ended the step two
+        before it."""
         for cascade in [cascade for cascade, of in self._steps.items() if of < step]:
             del self._steps[cascade], self._made[cascade]
 
@@ -124,11 +206,15 @@ class Relay:
     def _result(self, cascade: str) -> asyncio.Future[Ref[list[PublishedResult]]]:
         return self._made.setdefault(cascade, asyncio.get_running_loop().create_future())
 
-    def _send(self, call: RelayedCall) -> Ref[object]:
-        seat = self._seats[call.rank]
-        reference: Ref[object] = (
-            getattr(seat.handle, call.method).options(name=call.name).remote(*call.arguments, *call.references)
-        )
+    def _send(self, call: RelayedCall, results: Mapping[RelayedResult, Ref[object]]) -> Ref[object]:
+        seat, references = self._seats[call.rank], list[object]()
+        for one in call.references:
+            if isinstance(one, RelayedResult):  # of this node: its encode stood before it
+                references.append(results[one] if one in results else self._made[one.cascade].result())
+            else:
+                references.append(one)
+        method = getattr(seat.handle, call.method).options(name=call.name)
+        reference: Ref[object] = method.remote(*call.arguments, *references)
         if call.publishes:
             task = call.arguments[0]
             assert isinstance(task, CascadeTask), "only encodes publish"

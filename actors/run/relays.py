@@ -4,13 +4,16 @@ without: its workers are called directly again."""
 from __future__ import annotations
 
 import logging
+import math
+import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.letters import RelayHandle
+from actors.names import NAMESPACE
 from actors.ray_calls import kill, remote_of, wait
 from actors.refs import Ref
 from actors.run.relay import Relay
@@ -19,18 +22,34 @@ from actors.step import Seat
 log = logging.getLogger(__name__)
 
 _AT_A_TIME = 100_000  # calls of a relay that wait for workers
-_QUESTION_S = 5.0  # between two questions to a relay
+_LOOK_S = 5.0  # between two looks at what relays have answered
+_QUIET_S = 20.0  # a relay that has said nothing for so long is asked for a sign of life
 _SILENT_S = 60.0  # one that does not answer for so long hangs: it answers beside all its other work
 _START_S = 600.0  # for the first answer, as for a worker's (`workers.start_s`)
 
 
-def start_relay(node: str) -> RelayHandle:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRelay:
+    """A relay, and the address by which other relays find it."""
+
+    address: str
+    handle: RelayHandle
+
+
+def start_relay(node: str) -> NodeRelay:
     """A relay on the node with this id; it ends with this process."""
-    placed = NodeAffinitySchedulingStrategy(node, soft=False)
-    made: RelayHandle = (
-        remote_of(Relay).options(num_cpus=0, max_concurrency=_AT_A_TIME, scheduling_strategy=placed).remote()
+    placed, address = NodeAffinitySchedulingStrategy(node, soft=False), f"relay-{uuid.uuid4().hex}"
+    made = remote_of(Relay).options(
+        name=address, namespace=NAMESPACE, num_cpus=0, max_concurrency=_AT_A_TIME, scheduling_strategy=placed
     )
-    return made
+    return NodeRelay(address=address, handle=made.remote())
+
+
+def groups_of(nodes: Sequence[str]) -> list[list[str]]:
+    """Some sqrt(n) groups of some sqrt(n) nodes, which a relay can serve at once: the controller writes to the first of
+    each, which hands on the letters of the others. Node by node in turn, so that neighbours' work is spread."""
+    count = math.isqrt(max(0, len(nodes) - 1)) + 1
+    return [list(nodes[n::count]) for n in range(min(count, len(nodes)))]
 
 
 @dataclass(kw_only=True)
@@ -38,49 +57,63 @@ class Relays:
     """The relays of one run. `least` workers and more are called through them; 0: all are called directly."""
 
     least: int = 0
-    start: Callable[[str], RelayHandle] = start_relay  # on a node
-    _known: dict[str, RelayHandle] = field(default_factory=dict)
+    start: Callable[[str], NodeRelay] = start_relay  # on a node
+    groups: Sequence[Sequence[str]] = ()  # of the nodes with relays of the last generation
+    _known: dict[str, NodeRelay] = field(default_factory=dict)
+    _first: dict[str, str] = field(default_factory=dict)  # by node: the first of its group
     _without: set[str] = field(default_factory=set)  # nodes that have lost theirs
     _asked: dict[str, tuple[Ref[None], float]] = field(
         default_factory=dict
     )  # by node: what is not answered, since when
-    _heard: set[str] = field(default_factory=set)  # nodes whose relay has answered
-    _asked_at: float = -_QUESTION_S
+    _heard_at: dict[str, float] = field(default_factory=dict)  # by node: when its relay has last said something
+    _looked_at: float = -_LOOK_S
 
-    def of(self, world: Sequence[Seat]) -> Mapping[str, RelayHandle]:
+    def of(self, world: Sequence[Seat]) -> Mapping[str, NodeRelay]:
         """The relays of a generation, by node; none of a node with one worker, where a letter would save nothing."""
         counts = Counter(seat.node for seat in world)
         for node in [node for node in self._known if node not in counts]:
             self._forget(node, self._known.pop(node))
+        self.groups, self._first = (), {}
         if not self.least or len(world) < self.least:
             return {}
         wanted = [node for node, count in counts.items() if count > 1 and node not in self._without]
         for node in wanted:
             if node not in self._known:
                 self._known[node] = self.start(node)
+        self.groups = groups_of(wanted)
+        self._first = {node: group[0] for group in self.groups for node in group}
         return {node: self._known[node] for node in wanted}
 
+    def relay_for(self, node: str) -> RelayHandle | None:
+        """The first relay of the group of a node, to make calls there; None without one."""
+        first = self._known.get(self._first.get(node, ""))
+        return first.handle if first is not None else None
+
     @property
-    def known(self) -> Mapping[str, RelayHandle]:
+    def known(self) -> Mapping[str, NodeRelay]:
         """Those that live, by node."""
         return self._known
+
+    def hear(self, nodes: Iterable[str], now: float) -> None:
+        """The relays of these nodes have answered a letter: a sign of life, which need not be asked for."""
+        self._heard_at.update((node, now) for node in nodes if node in self._known)
 
     def silent(self, now: float) -> dict[str, float]:
         """Relays that hang, by node, with the seconds since they were asked for a sign of life; `now` are monotonic
         seconds. Ray says when a process dies, not when it stands still; nothing that its workers say comes then."""
-        if now - self._asked_at < _QUESTION_S:
+        if now - self._looked_at < _LOOK_S:
             return {}
-        self._asked_at = now
+        self._looked_at = now
         open_ones = {reference: node for node, (reference, _) in self._asked.items()}
         if open_ones:
             for reference in wait(list(open_ones), num_returns=len(open_ones), timeout=0)[0]:
-                self._heard.add(open_ones[reference])
+                self._heard_at[open_ones[reference]] = now
                 del self._asked[open_ones[reference]]
         for node, relay in self._known.items():
-            if node not in self._asked:
-                self._asked[node] = (relay.here.remote(), now)
+            if node not in self._asked and now - self._heard_at.get(node, -math.inf) >= _QUIET_S:
+                self._asked[node] = (relay.handle.here.remote(), now)
         waited = {node: now - since for node, (_, since) in self._asked.items()}
-        return {node: s for node, s in waited.items() if s >= (_SILENT_S if node in self._heard else _START_S)}
+        return {node: s for node, s in waited.items() if s >= (_SILENT_S if node in self._heard_at else _START_S)}
 
     def lose(self, node: str) -> None:
         """The relay of this node is gone, hangs, or has failed."""
@@ -93,10 +126,10 @@ class Relays:
         while self._known:
             self._forget(*self._known.popitem())
 
-    def _forget(self, node: str, relay: RelayHandle) -> None:
+    def _forget(self, node: str, relay: NodeRelay) -> None:
         self._asked.pop(node, None)
-        self._heard.discard(node)
-        self._end(relay)
+        self._heard_at.pop(node, None)
+        self._end(relay.handle)
 
     def _end(self, relay: RelayHandle) -> None:
         try:

@@ -16,7 +16,7 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayHandle, RelaySeat
+from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat
 from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnTask
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module, PlanError
 from actors.planning.client import PlannerClient
@@ -28,7 +28,7 @@ from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.failures import exceeded_of, failure_of, has_lost_argument, last_line
 from actors.run.relay import ENDED_S
-from actors.run.relays import Relays
+from actors.run.relays import NodeRelay, Relays
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
 from ops.degrees import BagRanks
@@ -70,14 +70,15 @@ class StepRunner:
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
     _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
-    _at_relays: dict[str, str] = field(default_factory=dict)  # published and not asked for yet: cascade -> node
+    _at_relays: dict[str, str] = field(default_factory=dict)  # published by a call of a letter: cascade -> node
     _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
     _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
     _planned: bool = False
 
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.bag_peers)
-        self._relay_of: Mapping[str, RelayHandle] = self.relays.of(self.world)
+        self._relay_of: Mapping[str, NodeRelay] = self.relays.of(self.world)
+        self._groups = self.relays.groups
         self._letters: dict[str, list[RelayedCall]] = {}  # by node: of the step that is being dispatched
         self._sent = 0  # letters to each node
         self._formed_by = tuple(self.forming) if self._relay_of else ()  # by rank
@@ -249,20 +250,20 @@ class StepRunner:
         """Make a call; None where it went into a letter, whose answer says what becomes of it."""
         seat, task = self.world[call.rank], call.task
         shown, publishes = shape_of(task.name), bool(task.publish) and not task.outlasts
-        if task.module == "dit":
-            arguments: list[Ref[object]] = [self._result(source) for source in call.needs]
-            reads_data = any(source.startswith(_CACHED) for source in call.needs)
-        else:
-            arguments, reads_data = [data[task.step].batches[item] for item in call.items], True
+        is_dit = task.module == "dit"
+        pixels = [] if is_dit else [data[task.step].batches[item] for item in call.items]
+        reads_data = not is_dit or any(source.startswith(_CACHED) for source in call.needs)
         if seat.node in self._letters:
-            self._relay(call.rank, task, _METHODS[task.module], shown, arguments, reads_data, publishes)
+            needed: Sequence[Ref[object] | RelayedResult] = pixels or [self._named(source) for source in call.needs]
+            self._relay(call.rank, task, _METHODS[task.module], shown, needed, reads_data, publishes)
             return None
         reference: Ref[object]
         if task.module == "dit":
-            reference = seat.handle.dit.options(name=shown).remote(task, *arguments)
+            results = [self._result(source) for source in call.needs]
+            reference = seat.handle.dit.options(name=shown).remote(task, *results)
         else:
             method = seat.handle.encode_text if task.module == "text" else seat.handle.encode_vae
-            encoded = method.options(name=shown).remote(task, *arguments)
+            encoded = method.options(name=shown).remote(task, *pixels)
             reference = encoded
             if publishes:
                 self._publish(call, encoded)
@@ -301,7 +302,7 @@ class StepRunner:
         task: CascadeTask,
         method: str,
         shown: str,
-        references: Sequence[Ref[object]] = (),
+        references: Sequence[Ref[object] | RelayedResult] = (),
         reads_data: bool = False,
         publishes: bool = False,
     ) -> None:
@@ -330,30 +331,41 @@ class StepRunner:
         return True
 
     def _result(self, source: str) -> Ref[list[PublishedResult]]:
-        """What a cascade has published. A relay is asked here, for what is needed: ranks turn out to have much of what
-        early encodes leave for all."""
+        """What a cascade has published, for a call that is made here."""
         if source not in self._results:
-            asked = self._relay_of[self._at_relays.pop(source)].published.options(name="handoff by relay")
+            asked = self._relay_of[self._at_relays[source]].handle.published.options(name="handoff by relay")
             self._results[source] = asked.remote(self.generation, source)
         return self._results[source]
 
-    def _send_letters(self, step: int) -> dict[Ref[NodeAnswer], str]:
-        """Send the calls of a step to the nodes that have a relay. Returns the answers, with the nodes."""
-        sent: dict[Ref[NodeAnswer], str] = {}
-        for node, calls in self._letters.items():
-            here = self._ranks[node] if not self._sent else []
-            letter = Letter(
-                generation=self.generation,
-                number=self._sent,
-                step=step,
-                calls=tuple(calls),
-                seats={rank: _relay_seat(self.world[rank]) for rank in here},
-                forming=tuple(self._formed_by[rank] for rank in here),
-            )
-            sent[self._relay_of[node].step.options(name="letter").remote(letter)] = node
+    def _named(self, source: str) -> Ref[list[PublishedResult]] | RelayedResult:
+        """The same for a call of a letter: its relay asks the one that has it."""
+        if (node := self._at_relays.get(source)) is None:
+            return self._results[source]
+        return RelayedResult(relay=self._relay_of[node].address, cascade=source)
+
+    def _send_letters(self, step: int) -> dict[Ref[NodeAnswer], tuple[str, ...]]:
+        """Send the calls of a step to the nodes that have a relay, by the first of each group. Returns the answers,
+        with the nodes of the group."""
+        sent: dict[Ref[NodeAnswer], tuple[str, ...]] = {}
+        for group in self._groups:
+            letters = [self._letter(node, step) for node in group]
+            sent[self._relay_of[group[0]].handle.deliver.options(name="letters").remote(letters)] = tuple(group)
         self._sent += 1
         self._letters = {}
         return sent
+
+    def _letter(self, node: str, step: int) -> Letter:
+        here = self._ranks[node] if not self._sent else []
+        return Letter(
+            node=node,
+            relay=self._relay_of[node].address,
+            generation=self.generation,
+            number=self._sent,
+            step=step,
+            calls=tuple(self._letters[node]),
+            seats={rank: _relay_seat(self.world[rank]) for rank in here},
+            forming=tuple(self._formed_by[rank] for rank in here),
+        )
 
     def _remember_early(self, assignment: StepAssignment, step: int) -> None:
         """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there. Their
@@ -446,15 +458,16 @@ class StepRunner:
         relay is gone, workers that live leave their groups like all others, and are called directly then."""
         fresh, pixels_lost = [one for one in running.letters if one in ready and one not in running.heard], False
         answers: dict[Ref[NodeAnswer], NodeAnswer] = {}
+        lost: dict[str, str] = {}
         if not _taken(fresh, answers):
             for reference in fresh:
-                node = running.letters[reference]
                 try:
                     answers[reference] = get(reference)
                 except ray.exceptions.RayError as error:
-                    self.relays.lose(node)
-                    failed[f"relay of node {node[:8]}"] = last_line(str(error)) or type(error).__name__
-        for one in answers.values():
+                    lost[running.letters[reference][0]] = last_line(str(error)) or type(error).__name__
+        for reference, one in answers.items():
+            if not one.has_failed:
+                self.relays.hear(running.letters[reference], time.monotonic())
             running.answers.update(one.ends)
             for rank, report in one.turns.items():
                 self.asides.hear(self.world[rank].name, report)
@@ -462,6 +475,10 @@ class StepRunner:
             failed.update(one.failed)
             exceeded += one.exceeded
             pixels_lost |= one.pixels_lost
+            lost.update(one.lost)
+        for node, why in lost.items():
+            self.relays.lose(node)
+            failed[f"relay of node {node[:8]}"] = why
         running.heard.update(answers)
         return pixels_lost
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import ray
 
 from actors.config import SnapshotConfig
+from actors.letters import KeeperCall, RelayFinder, held
 from actors.messages import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
@@ -106,21 +107,25 @@ class Keepers:
         """The keeper of this worker's node."""
         return self._handle(self._homes[rank])
 
-    def hold(self, snapshots: Sequence[Snapshot]) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
         """Have these shards held, each by the keeper of its node and by those that copy it. The answers, one of each
-        keeper for either, come when they are."""
+        keeper for either, or of each group of them that is called by a relay, come when they are."""
         puts: dict[str, list[Snapshot]] = {}
         copies: dict[str, list[tuple[Snapshot, NodeKeeper]]] = {}
         for snapshot in snapshots:
             if snapshot.lo < snapshot.hi:
-                shard, home = replace(snapshot, copied=None), self._homes[snapshot.rank]
+                shard = replace(snapshot, copied=None) if snapshot.copied is not None else snapshot
+                home = self._homes[snapshot.rank]
                 puts.setdefault(home, []).append(shard)
                 for name in self._placed[snapshot.rank]:
                     copies.setdefault(name, []).append((shard, self._handle(home)))
-        asked = [self._handle(name).put.remote(tuple(shards)) for name, shards in puts.items()]
-        return asked + [
-            self._handle(name).hold.options(concurrency_group=COPIES).remote(shards) for name, shards in copies.items()
-        ]
+        calls = [self._call(name, "put", tuple(shards)) for name, shards in puts.items()]
+        calls += [self._call(name, "hold", shards, COPIES) for name, shards in copies.items()]
+        return held(calls, post)
+
+    def _call(self, name: str, method: str, shards: Sequence[object], group: str = "") -> KeeperCall:
+        node = self._nodes.get(name, "")
+        return KeeperCall(keeper=self._handle(name), node=node, method=method, shards=shards, group=group)
 
     def in_use(self) -> dict[str, KeeperHandle]:
         """Keepers that are given shards now."""

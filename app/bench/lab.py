@@ -299,17 +299,17 @@ class LabRun:
         ray.get(self.controller.generations.monitor.scale.remote(target))
 
     def kill_actor(self, kind: str) -> None:
-        """End the process of the "planner", "feeder", "monitor", of a "relay" or "keeper", or of all "keepers" without
-        notice."""
+        """End the process of the "planner", "feeder", "monitor", of a "keeper", of all "keepers", or of a "relay", the
+        last of its group, without notice."""
         from actors.ray_calls import kill
 
         controller = self.controller
-        keepers = controller.state.keepers.find
+        keepers, relays = controller.state.keepers.find, controller.generations.forming.relays
         handles: list[object] = {
             "planner": lambda: [controller.planner._actor],
             "feeder": lambda: [controller.source._feeder],
             "monitor": lambda: [controller.generations.monitor],
-            "relay": lambda: list(controller.generations.forming.relays.known.values())[:1],
+            "relay": lambda: [relays.known[relays.groups[0][-1]].handle],
             "keeper": lambda: list(keepers().values())[:1],
             "keepers": lambda: list(keepers().values()),
         }[kind]()

@@ -11,9 +11,11 @@ the end of the file is ever read or cut, however many steps a run has.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import IO, TypeGuard
 
@@ -53,6 +55,7 @@ TAGS = {
 }
 
 
+_MOST_CURVES = 64  # of workers in a chart. 1,024 workers have 5,120, a quarter of a CPU second of TensorBoard per step
 PER_WORKER = "_by_worker"  # how the names of mappings from workers end; the others are of buckets
 
 
@@ -124,6 +127,12 @@ def _offset_of(path: Path, step: int) -> int:
     return offset
 
 
+def spread_of(values: Iterable[float]) -> dict[str, float]:
+    """Least, median and most of what more workers have than a chart can show."""
+    ranked = sorted(value for value in values if not math.isnan(value))
+    return {"least": ranked[0], "median": median(ranked), "most": ranked[-1]} if ranked else {}
+
+
 def scalars(record: StepMetrics) -> list[tuple[str, float]]:
     """Tags and values of one step, with the ratios users look for."""
     tagged = []
@@ -131,8 +140,12 @@ def scalars(record: StepMetrics) -> list[tuple[str, float]]:
         if name in ("step", "time"):
             continue
         if isinstance(value, Mapping):
-            group = f"workers/{name[: -len(PER_WORKER)]}" if name.endswith(PER_WORKER) else f"train/{name}"
-            tagged += [(f"{group}/{key}", float(child)) for key, child in value.items() if _is_number(child)]
+            found = {key: float(child) for key, child in value.items() if _is_number(child)}
+            group = f"train/{name}"
+            if name.endswith(PER_WORKER):
+                group = f"workers/{name[: -len(PER_WORKER)]}"
+                found = found if len(found) <= _MOST_CURVES else spread_of(found.values())
+            tagged += [(f"{group}/{key}", number) for key, number in found.items()]
         elif _is_number(value):
             tagged.append((TAGS.get(name, f"run/{name}"), float(value)))
     return tagged + _ratios(record)

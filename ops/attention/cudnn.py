@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ops.attention.backend import why_not_half_on_cuda
 from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BackendName
-from ops.attention.sdpa import by_sequence
+from ops.attention.sdpa import alike, by_sequence
 
 MOST = 128  # head size: more needs a newer cuDNN than the oldest PyTorch that we take brings
 MOST_HEADS = 65535  # heads, and sequences, at most: PyTorch's own limits of this call
@@ -27,7 +27,15 @@ class Cudnn:
         # after an all-to-all q, k and v are views of one tensor; cuDNN is only offered dense rows
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return by_sequence(q, k, v, q_lengths, k_lengths)
+            return by_sequence(q, k, v, q_lengths, k_lengths, _alike)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
+    if len(k) > count:
+        return alike(q, k, v, count)
+    # one key in each sequence, which cuDNN does not take: its share is 1. All three stay in the graph, as anywhere
+    values: Tensor = q.unflatten(0, (count, -1)) * 0 + (v + k * 0).unsqueeze(1)
+    return values.flatten(0, 1)
 
 
 def _why_not_count(q_lengths: Lengths, k_lengths: Lengths) -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,24 +22,24 @@ class Sdpa:
         return by_sequence(q, k, v, q_lengths, k_lengths)
 
 
-def by_sequence(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> Tensor:
-    """As `ops.attention.varlen.attention`, by PyTorch's own call."""
-    if q_lengths.equal and k_lengths.equal:
-        return _alike(q, k, v, len(q_lengths.host))
-    pieces = zip(q.split(q_lengths.host), k.split(k_lengths.host), v.split(k_lengths.host), strict=True)
-    return torch.cat([_one(*piece) for piece in pieces])
+Alike = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
-def _alike(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
-    """`count` sequences of one length: q [count * L, H, d], k and v alike -> [count * L, H, d]."""
-    if len(k) == count:  # one key, whose share is 1; no case for cuDNN. All three stay in the graph, as anywhere
-        alike: Tensor = q.unflatten(0, (count, -1)) * 0 + (v + k * 0).unsqueeze(1)
-        return alike.flatten(0, 1)
+def alike(q: Tensor, k: Tensor, v: Tensor, count: int) -> Tensor:
+    """`count` sequences of one length in one call: q [count * L, H, d], k and v alike -> [count * L, H, d]."""
     views = (rows.unflatten(0, (count, -1)).transpose(1, 2) for rows in (q, k, v))
     return F.scaled_dot_product_attention(*views).transpose(1, 2).flatten(0, 1)
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def by_sequence(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths, call: Alike = alike) -> Tensor:
+    """As `ops.attention.varlen.attention`: one `call` where all lengths are equal, one for each sequence elsewhere."""
+    if q_lengths.equal and k_lengths.equal:
+        return call(q, k, v, len(q_lengths.host))
+    pieces = zip(q.split(q_lengths.host), k.split(k_lengths.host), v.split(k_lengths.host), strict=True)
+    return torch.cat([_one(*piece, call) for piece in pieces])
+
+
+def _one(q: Tensor, k: Tensor, v: Tensor, call: Alike) -> Tensor:
     if not len(q) or not len(k):
         return q * 0  # zeros that stay in the graph, so that backward reaches every rank's collectives
-    return _alike(q, k, v, 1)
+    return call(q, k, v, 1)

@@ -18,7 +18,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     with Lab(tmp_path_factory.mktemp("relayed")) as made:
         made.add_node(workers=2)
         made.add_node(workers=2)
-        made.add_node(workers=1)
+        made.add_node(workers=2)
         yield made
 
 
@@ -27,26 +27,29 @@ def test_through_relays_a_run_trains_the_same_when_a_worker_a_relay_and_a_node_d
     alone = lab.start(lab.config("alone", model=MODEL, train={"steps": FEWEST}, workers={"max": 1}))
     assert alone.join().code == 0
     config = lab.config(
-        "relayed", model=MODEL, train={"steps": OPEN_END}, workers={"min": 2, "max": 5, "relay_from": 2}
+        "relayed", model=MODEL, train={"steps": OPEN_END}, workers={"min": 2, "max": 6, "relay_from": 2}
     )
     run = lab.start(config)
-    run.wait_for_workers(5)
+    run.wait_for_workers(6)
     run.wait_for_more_steps(3)
     relays = run.controller.generations.forming.relays
-    assert len(relays.known) == 2, "a node with one worker has none"
+    assert len(relays.known) == 3
     run.signal_worker(0)
     run.wait_for_recoveries(1)
-    run.wait_for_workers(5)
+    run.wait_for_workers(6)
     run.wait_for_more_steps(2)
-    run.kill_actor("relay")
+    run.wait_for(lambda: [len(group) for group in relays.groups] == [2, 1], "the letters of one node to be handed on")
+    first, second = relays.groups
+    run.wait_for_more_steps(2)
+    run.kill_actor("relay")  # the one that is handed its letters
     run.wait_for_recoveries(2)
     run.wait_for_more_steps(2)
-    assert len(relays.known) == 1, "its node goes on without"
-    (node,) = relays.known
+    assert len(relays.known) == 2 and first[-1] not in relays.known, "its node goes on without"
+    node = first[0]
     lab.kill_node(next(one for one in lab.nodes if one.node_id == node))
     run.wait_for_recoveries(3)
     run.wait_for_more_steps(3)
-    assert not relays.known
+    assert list(relays.known) == list(second)
     run.stop()
     assert run.steps() == list(range(len(run.steps()))), "a step is missing or comes twice"
     expected = alone.losses()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,10 @@ from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 from app.bench.cluster.command import disturbances, run, sizes_of
 from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures
+from app.bench.cluster.handles import VirtualKeeper
 from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.page import html
-from app.bench.cluster.parts import VirtualKeeper
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.simulate import (
     Aftermath,
@@ -33,9 +34,10 @@ from app.bench.cluster.simulate import (
     ddp_of,
     run_here,
     scaled_profile,
+    seconds_of_threads,
     workload,
 )
-from app.bench.cluster.tables import curves_of, fitted, ways_of
+from app.bench.cluster.tables import curves_of, fitted, thread_line, ways_of
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -97,6 +99,18 @@ def test_the_curve_is_the_power_law_behind_its_points() -> None:
     assert curves_of([SimpleNamespace(workers=16), SimpleNamespace(workers=32)]) == []  # type: ignore[list-item]
 
 
+def test_seconds_of_the_process_are_told_by_thread() -> None:
+    before = seconds_of_threads()
+    until = time.thread_time() + 0.05
+    while time.thread_time() < until:
+        pass
+    after = seconds_of_threads()
+    assert sum(after.values()) - sum(before.values()) >= 0.03
+    said = thread_line(SimpleNamespace(threads_s={"python": 0.3, "worker.io": 0.05, "idle": 0.001}))  # type: ignore[arg-type]
+    assert said == "CPU s a step of its process by thread: python 0.300, worker.io 0.050"
+    assert thread_line(SimpleNamespace(threads_s={})) == ""  # type: ignore[arg-type]
+
+
 def test_who_waits_for_a_member_that_is_gone_is_told_when_the_generation_ends() -> None:
     async def play() -> None:
         meetings = Meetings()
@@ -118,7 +132,7 @@ def test_a_worker_runs_calls_in_their_order_and_refuses_a_step_that_it_has_not_r
         host = Host(0, scaled_profile(200.0), replace(FAST, load_s=0.0, restore_s=0.0), Deaf())
         await host.know([Here(host)])
         await host.add("w0", "n0000")
-        keeper: Any = VirtualKeeper("n0000")
+        keeper: Any = VirtualKeeper("n0000", host)  # type: ignore[arg-type]
         form = FormTask(generation=1, rank=0, world=1, store=("", 0), origin=Origin(step=4), home=keeper, nodes=(0,))
         finish = FinishTask(generation=1, step=0, export=False, cascades=(), weight=0.0)
         late = asyncio.ensure_future(host.call("w0", "me", 1, "finish_step", [finish]))  # before the call it follows

@@ -212,6 +212,16 @@ def test_ratios_are_derived_from_the_line() -> None:
     assert tags["perf/tokens_per_s_per_gpu"] == 30.0
 
 
+def test_of_more_workers_than_a_chart_shows_the_spread_is_a_curve() -> None:
+    few = dict(scalars(line(1, tflops_by_worker={f"w{n}": float(n) for n in range(64)})))
+    assert few["workers/tflops/w63"] == 63.0 and "workers/tflops/most" not in few
+    values = {f"w{n}": float(n) for n in range(65)} | {"w65": math.nan}
+    many = {tag: value for tag, value in scalars(line(1, tflops_by_worker=values)) if tag.startswith("workers/")}
+    assert many == {"workers/tflops/least": 0.0, "workers/tflops/median": 32.0, "workers/tflops/most": 64.0}
+    unknown = scalars(line(1, tflops_by_worker=dict.fromkeys(values, math.nan)))
+    assert not [tag for tag, _ in unknown if tag.startswith("workers/")]
+
+
 def test_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     progress = ProgressLine(3, stream, interval_s=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -134,11 +135,15 @@ def test_auto_on_the_cpu_is_sdpa_bit_for_bit(pack: list[tuple[int, int]], seed: 
 
 
 @pytest.mark.parametrize("keys", [(1, 1, 1), (1, 4, 1)])
-def test_what_sees_one_key_takes_its_value_and_stays_in_the_graph(keys: tuple[int, ...]) -> None:
-    """Hooks count on a gradient of every weight, and ranks on each other's backward: zeros, not none."""
+def test_what_sees_one_key_takes_its_value_and_stays_in_the_graph(
+    keys: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN takes no single key. Hooks count on a gradient of every weight, and ranks on each other's backward: zeros,
+    not none."""
+    monkeypatch.setattr("ops.attention.cudnn.sdpa_kernel", lambda backend: nullcontext())
     rows = (2,) * len(keys)
     q, k, v = (torch.randn(sum(n), 2, 8, requires_grad=True) for n in (rows, keys, keys))
-    out = attention(q, k, v, Lengths.of(rows), Lengths.of(keys))
+    out = backend_of("cudnn").run(q, k, v, Lengths.of(rows), Lengths.of(keys))
     torch.testing.assert_close(out[:2], v[:1].expand(2, 2, 8), atol=0, rtol=0)
     seed = torch.randn_like(out)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), seed)

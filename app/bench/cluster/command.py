@@ -9,7 +9,9 @@ real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies 
 with noise, stragglers and seconds on the link (`app/bench/cluster/physics.py`); a step has Arachne's mix, four clips'
 batches for 16 GPUs. A virtual second takes 1 / --speed real ones, while the controller takes what it takes: its CPU
 seconds, and the milliseconds of a dispatch, are real ones, and a high speed makes steps look longer. Its share is that
-of a step of ten seconds. The bench ends with exit code 1 if a step was not committed once and whole.
+of a step of ten seconds: with `--ray` of the whole process, whose seconds a line tells by thread (the controller's own
+has that of the command, the others are Ray's), else of the controller's thread. The bench ends with exit code
+1 if a step was not committed once and whole.
 
 `ddp` is no strategy and takes no real time: it is evaluated on the same items with the same seconds
 (`app/bench/cluster/ddp.py`), on machines of which none is lost; no time of a controller is added.
@@ -29,7 +31,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.bench.cluster.tables import HEAD, change_rows, curves_of, markdown, row, way_rows, ways_of
+from app.bench.cluster.tables import HEAD, change_rows, curves_of, markdown, row, thread_line, way_rows, ways_of
 from app.bench.page import command_of, facts_of
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ def run(
                 print(f"{count} nodes, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
+            if on_ray and (line := thread_line(found[-1])):
+                print(line, flush=True)
     if found:
         print(f"\n{markdown(*change_rows(found))}")
     compared = ways_of(evaluated, found)

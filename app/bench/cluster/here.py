@@ -15,7 +15,7 @@ import inspect
 import logging
 import threading
 from collections import deque
-from collections.abc import Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -118,10 +118,15 @@ class LocalActor:
         bound = getattr(self._plain, method)
         if inspect.iscoroutinefunction(bound):
             return self._post.send(bound(*arguments))
-        return self._thread.submit(bound, *arguments)
+        return self._thread.submit(_called, bound, arguments)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def _called(method: Callable[..., object], arguments: Sequence[object]) -> object:
+    """References among the arguments are there when the method begins, as values."""
+    return method(*(one.result() if isinstance(one, Future) else one for one in arguments))
 
 
 class LocalCalls:

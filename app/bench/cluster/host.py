@@ -5,55 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import cast
 
 from ray.exceptions import ActorDiedError
 
-from actors.letters import Letter, NodeAnswer
-from actors.messages import HeldShard, PublishedResult, WorkerInfo
+from actors.letters import KeeperCall, Letter, NodeAnswer, RelayHandle
+from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
-from actors.refs import Method
 from actors.run.relay import Relay
+from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.physics import Physics
 from app.bench.cluster.worker import MeetingKey, VirtualWorker, resolve
 
 log = logging.getLogger(__name__)
-
-
-class HostHandle(Protocol):
-    """A `Host` as other processes know it."""
-
-    @property
-    def know(self) -> Method[[Sequence[HostHandle]], None]: ...
-    @property
-    def add(self) -> Method[[str, str], WorkerInfo]: ...
-    @property
-    def call(self) -> Method[[str, str, int, str, Sequence[object]], object]: ...
-    @property
-    def relay_step(self) -> Method[[str, Letter], NodeAnswer]: ...
-    @property
-    def relay_published(self) -> Method[[str, int, str], list[PublishedResult]]: ...
-    @property
-    def relay_here(self) -> Method[[str], None]: ...
-    @property
-    def end_relay(self) -> Method[[str], None]: ...
-    @property
-    def end(self) -> Method[[Sequence[str]], None]: ...
-    @property
-    def closed(self) -> Method[[int], None]: ...
-    @property
-    def together(self) -> Method[[MeetingKey, int, int, float], float]: ...
-    @property
-    def inventory(self) -> Method[[], dict[str, list[HeldShard]]]: ...
-    @property
-    def keep(self) -> Method[[str, Sequence[HeldShard]], bool]: ...
-    @property
-    def committed(self) -> Method[[int], None]: ...
-    @property
-    def begin(self) -> Method[[int], None]: ...
 
 
 @dataclass
@@ -155,8 +122,15 @@ class Host:
 
     async def relay_step(self, node: str, letter: Letter) -> NodeAnswer:
         """A letter to the relay of a node, which dies with it."""
-        relay, gone = self._relay(node), self._relays_gone.setdefault(node, asyncio.Event())
-        working, lost = asyncio.ensure_future(relay.step(letter)), asyncio.ensure_future(gone.wait())
+        return await self._while_it_lives(node, self._relay(node).step(letter))
+
+    async def relay_deliver(self, node: str, letters: Sequence[Letter]) -> NodeAnswer:
+        """Letters to the relay of a node for a group of them."""
+        return await self._while_it_lives(node, self._relay(node).deliver(letters))
+
+    async def _while_it_lives(self, node: str, work: Coroutine[object, object, NodeAnswer]) -> NodeAnswer:
+        gone = self._relays_gone.setdefault(node, asyncio.Event())
+        working, lost = asyncio.ensure_future(work), asyncio.ensure_future(gone.wait())
         await asyncio.wait({working, lost}, return_when=asyncio.FIRST_COMPLETED)
         lost.cancel()
         if not working.done():
@@ -167,6 +141,10 @@ class Host:
     async def relay_published(self, node: str, generation: int, cascade: str) -> list[PublishedResult]:
         """What an encode of a letter to this node leaves for others."""
         return await self._relay(node).published(generation, cascade)
+
+    async def relay_hold(self, node: str, calls: Sequence[KeeperCall]) -> bool:
+        """Keepers are called by this node's relay."""
+        return await self._relay(node).hold(calls)
 
     async def relay_here(self, node: str) -> None:
         """A sign of life of this node's relay."""
@@ -180,7 +158,13 @@ class Host:
     def _relay(self, node: str) -> Relay:
         if (gone := self._relays_gone.get(node)) is not None and gone.is_set():
             raise ActorDiedError()
-        return self._relays.setdefault(node, Relay())
+        if node not in self._relays:
+            self._relays[node] = Relay(self._relay_of)
+        return self._relays[node]
+
+    def _relay_of(self, node: str) -> RelayHandle:
+        """The relay of another node, whose address is its name."""
+        return cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts)))
 
     async def closed(self, generation: int) -> None:
         """A member of this generation is gone: its connections to the others are closed."""
@@ -194,14 +178,18 @@ class Host:
         """What the keepers of this host's nodes hold, by node."""
         return {node: list(held) for node, held in self._kept.items()}
 
-    async def keep(self, node: str, shards: Sequence[HeldShard]) -> bool:
+    async def keep(self, node: str, shards: Sequence[Snapshot]) -> bool:
         """The keeper of this node takes shards."""
-        self._kept.setdefault(node, []).extend(shards)
+        self._kept.setdefault(node, []).extend(map(_held, shards))
         return True
 
-    async def committed(self, step: int) -> None:
-        """The keepers let go of what is older than this step."""
-        self._kept = {node: [h for h in held if h.step >= step] for node, held in self._kept.items()}
+    async def copy(self, node: str, shards: Sequence[tuple[Snapshot, VirtualKeeper]]) -> bool:
+        """The keeper of this node copies shards from others."""
+        return await self.keep(node, [shard for shard, _ in shards])
+
+    async def committed(self, node: str, step: int, position: object, pinned: object) -> None:
+        """The keeper of this node lets go of what is older than this step."""
+        self._kept[node] = [held for held in self._kept.get(node, ()) if held.step >= step]
 
     async def begin(self, step: int) -> None:
         """Training goes on after this step: others are let go."""
@@ -240,3 +228,7 @@ class Host:
             except Exception as error:  # the monitor is being started again
                 log.debug("heartbeat of %s not delivered: %r", worker.name, error)
             await asyncio.sleep(self.physics.heartbeat_s)
+
+
+def _held(one: Snapshot) -> HeldShard:
+    return HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)

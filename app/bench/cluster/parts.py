@@ -16,34 +16,32 @@ import itertools
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Concatenate, Generic, TypeVar, cast
+from typing import cast
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import NodeAnswer, RelayHandle
-from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
+from actors.letters import KeeperCall, RelayFinder, RelayHandle, held
+from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
 from actors.ray_calls import get, put
-from actors.refs import Method, Ref
-from actors.run.relays import Relays
+from actors.refs import Ref
+from actors.run.relays import NodeRelay, Relays
 from actors.state.checkpoint_files import Meta
 from actors.state.keeper import KeeperHandle, Standing, place
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import KeeperInventory
 from actors.state.run_state import RunState
 from actors.step import DrawnItem, Position, StepBatches
-from app.bench.cluster.host import HostHandle
+from app.bench.cluster.handles import HostHandle, VirtualKeeper, VirtualRelay, host_of
 from app.bench.cluster.worker import ELEMENTS
 from app.inputs.workload import drawn_items
-
-R = TypeVar("R")
 
 
 @dataclass
@@ -73,13 +71,10 @@ class Machines:
         used = Counter(self.homes.values())
         return sum(self.gpus - used[node] for node in self.nodes)
 
-    def room(self) -> str | None:
-        """The first node with room for a worker."""
+    def rooms(self) -> list[str]:
+        """A node for every worker that has room now: the first is filled first."""
         used = Counter(self.homes.values())
-        return next((node for node in self.nodes if used[node] < self.gpus), None)
-
-    def number(self, node: str) -> int:
-        return int(node[1:])
+        return [node for node in self.nodes for _ in range(self.gpus - used[node])]
 
 
 class VirtualCall:
@@ -117,38 +112,6 @@ class VirtualHandle:
         return VirtualCall(self, method)
 
 
-class VirtualRelay:
-    """Looks like `actors.letters.RelayHandle`: the relay of a node, which is in the process of its workers."""
-
-    def __init__(self, node: str, host: HostHandle) -> None:
-        self._node, self.host = node, host
-
-    @property
-    def step(self) -> OfNode[NodeAnswer]:
-        return OfNode(self._node, self.host.relay_step)
-
-    @property
-    def published(self) -> OfNode[list[PublishedResult]]:
-        return OfNode(self._node, self.host.relay_published)
-
-    @property
-    def here(self) -> OfNode[None]:
-        return OfNode(self._node, self.host.relay_here)
-
-
-class OfNode(Generic[R]):
-    """A method of a host that wants the name of a node first."""
-
-    def __init__(self, node: str, method: Method[Concatenate[str, ...], R]) -> None:
-        self._node, self._method = node, method
-
-    def options(self, *, name: str = "", concurrency_group: str = "") -> OfNode[R]:
-        return OfNode(self._node, self._method.options(name=name))
-
-    def remote(self, *arguments: object) -> Ref[R]:
-        return self._method.remote(self._node, *arguments)
-
-
 class VirtualRelays(Relays):
     """The real book of relays."""
 
@@ -163,27 +126,25 @@ class VirtualPool(Pool):
         super().__init__()
         self._machines, self._hosts = machines, hosts
 
-    def host_of(self, node: str) -> HostHandle:
-        """The process that hosts the workers of a node."""
-        return self._hosts[self._machines.number(node) % len(self._hosts)]
+    def relay_of(self, node: str) -> NodeRelay:
+        """A relay on this node, in the process of its workers."""
+        return NodeRelay(address=node, handle=cast(RelayHandle, VirtualRelay(node, host_of(node, self._hosts))))
 
-    def _request(self, name: str) -> PoolMember | None:
-        node = self._machines.room()
-        if node is None:  # asked for again
-            return None
-        self._machines.homes[name] = node
-        host = self.host_of(node)
-        return PoolMember(
-            name=name,
-            handle=cast(WorkerHandle, VirtualHandle(name, host)),
-            info_ref=host.add.remote(name, node),
-            requested_at=time.time(),
-            wished=node,
-        )
+    def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
+        for name, node in zip(names, self._machines.rooms(), strict=False):  # who finds none is asked for again
+            self._machines.homes[name] = node
+            host = host_of(node, self._hosts)
+            yield PoolMember(
+                name=name,
+                handle=cast(WorkerHandle, VirtualHandle(name, host)),
+                info_ref=host.add.remote(name, node),
+                requested_at=time.time(),
+                wished=node,
+            )
 
     def _end(self, member: PoolMember, frozen: bool) -> None:
         node = self._machines.homes.pop(member.name)
-        self.host_of(node).end.remote([member.name])
+        host_of(node, self._hosts).end.remote([member.name])
 
 
 class VirtualLookout(Lookout):
@@ -197,13 +158,6 @@ class VirtualLookout(Lookout):
         return self._machines.free
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualKeeper:
-    """A keeper by its node."""
-
-    node: str
-
-
 class VirtualKeepers:
     """Stands for `actors.state.keeper_fleet.Keepers`: one on every node, whose books the hosts of the workers keep.
     Keepers are called as often as real ones: those of a host are one actor, which says at once that they hold it."""
@@ -212,7 +166,8 @@ class VirtualKeepers:
 
     def __init__(self, machines: Machines, hosts: Sequence[HostHandle], copies: int) -> None:
         self._machines, self._hosts, self._copies = machines, hosts, copies
-        self._homes: list[str] = []  # by rank
+        self._keepers: dict[str, VirtualKeeper] = {}  # by node
+        self._homes: list[VirtualKeeper] = []  # by rank
         self._placed: dict[int, tuple[str, ...]] = {}
 
     def inventories(
@@ -221,18 +176,19 @@ class VirtualKeepers:
         """What the keepers on living nodes hold."""
         found: dict[str, list[HeldShard]] = {node: [] for node in self._machines.nodes}
         for asked in [host.inventory.remote() for host in self._hosts]:
-            for node, held in get(asked).items():
+            for node, kept in get(asked).items():
                 if node in found:
-                    found[node] += held
+                    found[node] += kept
         return [
-            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node)), shards=held) for node, held in found.items()
+            KeeperInventory(keeper=cast(KeeperHandle, VirtualKeeper(node, host_of(node, self._hosts))), shards=held)
+            for node, held in found.items()
         ]
 
     def standing(self, patience_s: float) -> Standing:
         return Standing()
 
     def home(self, rank: int) -> VirtualKeeper:
-        return VirtualKeeper(self._homes[rank])
+        return self._homes[rank]
 
     def in_use(self) -> dict[str, VirtualKeeper]:
         return {}
@@ -242,22 +198,25 @@ class VirtualKeepers:
 
     def prepare(self, worker_nodes: Sequence[str], needs_bytes: int = 0, lenders: object = None) -> list[str]:
         keepers = {node: node for node in dict.fromkeys(worker_nodes)}
-        self._homes = list(worker_nodes)
+        self._keepers = {node: VirtualKeeper(node, host_of(node, self._hosts)) for node in keepers}
+        self._homes = [self._keepers[node] for node in worker_nodes]
         self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
         return []
 
-    def hold(self, snapshots: Sequence[Snapshot]) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
         """One call for each keeper that has shards of its own node, one for each that copies."""
-        puts: dict[str, list[HeldShard]] = {}
-        copies: dict[str, list[HeldShard]] = {}
+        puts: dict[str, list[Snapshot]] = {}
+        copies: dict[str, list[tuple[Snapshot, VirtualKeeper]]] = {}
         for one in snapshots:
-            held = HeldShard(
-                step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0
-            )
-            puts.setdefault(self._homes[one.rank], []).append(held)
+            home = self._homes[one.rank]
+            puts.setdefault(home.node, []).append(one)
             for node in self._placed[one.rank]:
-                copies.setdefault(node, []).append(held)
-        return [self._host_of(node).keep.remote(node, held) for told in (puts, copies) for node, held in told.items()]
+                copies.setdefault(node, []).append((one, home))
+        calls = [self._call(node, "put", shards) for node, shards in puts.items()]
+        return held([*calls, *(self._call(node, "hold", shards) for node, shards in copies.items())], post)
+
+    def _call(self, node: str, method: str, shards: Sequence[object]) -> KeeperCall:
+        return KeeperCall(keeper=self._keepers[node], node=node, method=method, shards=shards)
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
@@ -268,15 +227,12 @@ class VirtualKeepers:
         return []
 
     def commit(self, step: int, position: object, pinned: object = ()) -> None:
-        for host in self._hosts:
-            host.committed.remote(step)
+        for keeper in self._keepers.values():
+            keeper.commit.remote(step, position, pinned)
 
     def begin(self, base: Base) -> None:
         for host in self._hosts:
             host.begin.remote(base.step)
-
-    def _host_of(self, node: str) -> HostHandle:
-        return self._hosts[self._machines.number(node) % len(self._hosts)]
 
     def close(self) -> None:
         """Nothing is held that could be let go."""
@@ -339,8 +295,8 @@ class VirtualFeeder(AnsweringActor):
         return drawn_items(step, self._steps[step])
 
     def batches(self, step: int) -> StepBatches:
-        nothing = put(b"")
-        return StepBatches(references=(nothing,) * len(self._steps[step]), position=self.token(step + 1))
+        """Every item has a reference of its own, as in a run: whoever passes them on counts each."""
+        return StepBatches(references=tuple(put(b"") for _ in self._steps[step]), position=self.token(step + 1))
 
     def resize(self, record: object) -> None: ...
     def release(self, step: int) -> None: ...

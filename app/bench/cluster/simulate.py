@@ -9,10 +9,11 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from actors.config import (
     CheckpointConfig,
@@ -23,7 +24,6 @@ from actors.config import (
     WorkersConfig,
 )
 from actors.feed.step_source import FeederHandle, StepSource
-from actors.letters import RelayHandle
 from actors.outcome import Events, Outcome
 from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
@@ -44,18 +44,18 @@ from actors.run.step_metrics import StepAccount
 from actors.state.survivors import Survivors
 from actors.step import StepAssignment
 from app.bench.cluster.ddp import DdpFigures, ddp_figures
-from app.bench.cluster.host import HostHandle
+from app.bench.cluster.handles import HostHandle
 from app.bench.cluster.parts import (
     Machines,
     VirtualKeepers,
     VirtualLookout,
     VirtualPool,
-    VirtualRelay,
     VirtualRelays,
     VirtualState,
     VirtualWriter,
 )
 from app.bench.cluster.physics import Physics
+from app.run.recorder import Recorder
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -97,12 +97,14 @@ class Sample:
     thread_s: float  # CPU seconds of the controller's own thread
     process_s: float  # of its whole process, with Ray's threads
     rss_mib: float
+    threads_s: Mapping[str, float]  # of it by the names of its threads
 
 
 @dataclass
 class Watching:
-    """The listener of a run: keeps what it hears, and disturbs the machines in time."""
+    """The listener of a run: keeps what it hears, as the real one writes it, and disturbs the machines in time."""
 
+    recorder: Recorder
     disturbances: Sequence[Disturbance] = ()
     disturb: Callable[[str], None] = lambda what: None
     steps: list[StepMetrics] = field(default_factory=list)
@@ -112,9 +114,16 @@ class Watching:
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         """Called by the controller's thread."""
+        self.recorder.on_step(metrics, timeline, plan)
         self.steps.append(metrics)
         self.samples.append(
-            Sample(at=time.time(), thread_s=time.thread_time(), process_s=time.process_time(), rss_mib=resident_mib())
+            Sample(
+                at=time.time(),
+                thread_s=time.thread_time(),
+                process_s=time.process_time(),
+                rss_mib=resident_mib(),
+                threads_s=seconds_of_threads(),
+            )
         )
         for one in self.disturbances:
             if one.step == metrics.step:
@@ -122,6 +131,7 @@ class Watching:
                 self.disturb(one.what)
 
     def on_event(self, event: RunEvent) -> None:
+        self.recorder.on_event(event)
         self.told.append((time.time(), event))
 
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
@@ -169,6 +179,7 @@ class ClusterFigures:
     rss_growth_mib: float  # since the tenth step
     form_s: float  # real seconds to form the first generation
     recovered: tuple[Aftermath, ...] = ()
+    threads_s: Mapping[str, float] = field(default_factory=dict)  # `process_s` by the names of threads, most first
 
 
 class VirtualRunFailed(RuntimeError):
@@ -235,10 +246,11 @@ def _run(
     try:
         for told in [host.know.remote(hosts) for host in hosts]:
             get(told)
-        watching = Watching(disturbances=setup.disturbances)
-        controller, machines = controller_of_virtual(setup, hosts, monitor, planner, feeder, watching)
-        watching.disturb = lambda what: disturb(what, controller, machines, hosts)
-        outcome = _train(controller, timeout_s)
+        with TemporaryDirectory() as folder, Recorder(Path(folder)) as recorder:
+            watching = Watching(recorder=recorder, disturbances=setup.disturbances)
+            controller, machines = controller_of_virtual(setup, hosts, monitor, planner, feeder, watching)
+            watching.disturb = lambda what: disturb(what, controller, machines, hosts)
+            outcome = _train(controller, timeout_s)
         if outcome.code:
             raise VirtualRunFailed(f"the run on {setup.nodes} nodes ended early: {outcome.reason}")
         return figures_of(setup, watching, alone)
@@ -310,10 +322,7 @@ def controller_of_virtual(
         new_store=_NoStore,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),
         skips=Skips(10, events.tell),
-        relays=VirtualRelays(
-            least=config.workers.relay_from,
-            start=lambda node: cast(RelayHandle, VirtualRelay(node, pool.host_of(node))),
-        ),
+        relays=VirtualRelays(least=config.workers.relay_from, start=pool.relay_of),
     )
     return controller, machines
 
@@ -445,7 +454,31 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         rss_growth_mib=watching.samples[-1].rss_mib - watching.samples[min(10, setup.steps - 1)].rss_mib,
         form_s=next(event.seconds for _, event in watching.told if isinstance(event, GenerationFormed)),
         recovered=tuple(recoveries(watching, speed)),
+        threads_s=_by_thread(watching.samples),
     )
+
+
+def _by_thread(samples: Sequence[Sample]) -> dict[str, float]:
+    """CPU seconds of a step by the names of threads that took some, those that took most first; {} of a short run."""
+    first, last = samples[min(SETTLED, len(samples) - 1)], samples[-1]
+    steps = len(samples) - 1 - SETTLED
+    if steps < 1:
+        return {}
+    found = {name: (s - first.threads_s.get(name, 0.0)) / steps for name, s in last.threads_s.items()}
+    return {name: s for name, s in sorted(found.items(), key=lambda one: -one[1]) if s > 0}
+
+
+def seconds_of_threads() -> dict[str, float]:
+    """CPU seconds of the threads of this process by their names, of which Ray's come in groups."""
+    found: dict[str, float] = {}
+    for folder in Path("/proc/self/task").iterdir():
+        try:
+            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # it has ended
+            continue
+        user, system = rest.split()[11:13]
+        found[name] = found.get(name, 0.0) + (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def ddp_of(setup: Setup) -> list[DdpFigures]:

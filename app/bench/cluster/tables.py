@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from app.bench.cluster.simulate import ClusterFigures
 
 FAR = 10_000  # GPUs that the curves are continued to
+_LEAST_S = 0.002  # of a step, for a thread to be named
 
 
 HEAD = (
@@ -32,6 +33,12 @@ def row(one: ClusterFigures) -> str:
         f"{one.share:.1%} | {one.dispatch_ms:.1f} ({one.calls:.0f}) | {one.planning_s:.3f} | "
         f"{one.rss_mib:.0f} ({one.rss_growth_mib:+.0f} after step 10) |"
     )
+
+
+def thread_line(one: ClusterFigures) -> str:
+    """What the process of the controller took in a step, by its threads; "" where nobody knows."""
+    told = ", ".join(f"{name} {seconds:.3f}" for name, seconds in one.threads_s.items() if seconds >= _LEAST_S)
+    return f"CPU s a step of its process by thread: {told}" if told else ""
 
 
 def change_rows(found: Sequence[ClusterFigures]) -> tuple[list[str], list[list[str]]]:

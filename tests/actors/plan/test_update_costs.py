@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig, TrainConfig, WorkersConfig
-from actors.messages import Span
+from actors.letters import NodeAnswer
+from actors.messages import Span, StepReport
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
@@ -81,6 +82,19 @@ def test_a_run_learns_the_end_of_its_steps_from_the_worker_that_came_last() -> N
         planner.observe([finish(5.0, step=step), finish(seconds, step=step)], {}, Cluster(nodes=(2,)))
     assert planner.learned().update_seconds(2) == pytest.approx(0.5), "not the wait, nor one busy moment"
     assert updates([finish(math.nan), finish(math.nan)]) == updates([finish(1.0)]) == [], "nor what cannot be"
+
+
+def test_what_relays_have_answered_is_learned_as_what_workers_have() -> None:
+    planner = Planner(profile(costs((2, 0.7))), PlannerConfig(budget_s=0.0))
+    for step in range(4):
+        answers = [NodeAnswer(ends={rank: (report_of(finish(s, step=step)), None)}) for rank, s in ((1, 5.0), (0, 0.5))]
+        planner.observe([], {}, Cluster(nodes=(2,)), 0, None, *answers)
+    assert planner.learned().update_seconds(2) == pytest.approx(0.5)
+
+
+def report_of(span: Span) -> StepReport:
+    return StepReport(worker="w", step=span.step, loss=0.0, weight=1.0, grad_norm=0.0, lr=0.0, applied=True,
+                      spans=(span,), peak_memory_gib=0.0, rss_gib=0.0)  # fmt: skip
 
 
 def test_what_was_learned_is_kept_and_taken_up_by_the_same_kind_of_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
-from actors.pool.room import Need, node_with_room, where
+from actors.pool.room import Need, nodes_with_room, where
 from actors.refs import RayNode
 from app.bench.lab import patiently
 
@@ -24,10 +24,14 @@ def node(name: str, gpus: int, cpus: int = 64, alive: bool = True) -> RayNode:
 
 
 def requested(nodes: list[RayNode], count: int, need: Need = GPU_WORKER) -> list[str | None]:
+    return nodes_with_room(nodes, [], need, count)
+
+
+def one_by_one(nodes: list[RayNode], count: int) -> list[str | None]:
     taken: list[str] = []
     asked = []
     for _ in range(count):
-        asked.append(node_with_room(nodes, taken, need))
+        asked += nodes_with_room(nodes, taken, GPU_WORKER, 1)
         taken += [asked[-1]] if asked[-1] else []
     return asked
 
@@ -54,6 +58,7 @@ def test_shares_of_a_core_fill_it() -> None:
 def test_no_node_gets_more_than_it_holds_and_at_most_one_is_half_full(sizes: list[int], count: int) -> None:
     nodes = [node(str(i), gpus) for i, gpus in enumerate(sizes)]
     asked = requested(nodes, count)
+    assert asked == one_by_one(nodes, count)
     held = [asked.count(str(i)) for i in range(len(sizes))]
     assert sum(held) == min(count, sum(sizes))
     assert all(h <= s for h, s in zip(held, sizes, strict=True))
@@ -88,3 +93,15 @@ def test_ray_follows_the_wish_and_passes_it_over_where_others_are(cluster: Clust
     assert ray.get([s.node.remote() for s in strangers]) == [full, full]
     ours = [made.options(**where(full)).remote(), made.options(**where(other)).remote()]
     assert ray.get([one.node.remote() for one in ours], timeout=120) == [other, other]
+
+
+def test_a_thousand_workers_are_placed_by_one_look_at_every_node() -> None:
+    looks: list[str] = []
+
+    class Watched(Need):
+        def capacity(self, resources: Any) -> int:
+            looks.append("")
+            return super().capacity(resources)
+
+    found = nodes_with_room([node(f"n{n:03}", 8) for n in range(128)], ["n007"], Watched(cpus=2, gpus=1), 1024)
+    assert len(looks) == 128 and found[:7] == ["n007"] * 7 and found[-1] is None and None not in found[:-1]

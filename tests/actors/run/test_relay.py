@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelaySeat
+from actors.letters import FINISH, TURN, KeeperCall, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat, held
 from actors.messages import (
     CascadeTask,
     MemoryExceeded,
@@ -23,7 +23,7 @@ from actors.messages import (
 from actors.plan.types import Module
 from actors.run import relays as relays_book
 from actors.run.relay import ENDED_S, Relay
-from actors.run.relays import Relays
+from actors.run.relays import NodeRelay, Relays, groups_of
 from tests.actors.fakes import Handle
 
 TASK_ERROR: Any = ray.exceptions.RayTaskError
@@ -32,9 +32,11 @@ TASK_ERROR: Any = ray.exceptions.RayTaskError
 class Crew:
     """Workers by rank, whose answers are futures that the test resolves; `order` has their calls as they came."""
 
-    def __init__(self, ranks: int = 2) -> None:
+    def __init__(self, ranks: int = 2, node: str = "a") -> None:
+        self.node = node
         self.order: list[tuple[str, str]] = []
         self.answers: dict[tuple[str, str], asyncio.Future[Any]] = {}
+        self.given: dict[tuple[str, str], tuple[Any, ...]] = {}
         self.seats = {
             n: RelaySeat(name=f"w{n}", handle=self._handle(f"w{n}"), publishes_later=False) for n in range(ranks)
         }
@@ -51,6 +53,7 @@ class Crew:
                 def remote(*arguments: Any) -> Any:
                     what = getattr(arguments[0], "cascade", method)
                     crew.order.append((worker, what))
+                    crew.given[worker, what] = arguments
                     crew.answers[worker, what] = crew._future()
                     return crew.answers[worker, what]
 
@@ -60,12 +63,24 @@ class Crew:
 
     def letter(self, number: int, *calls: RelayedCall, generation: int = 1) -> Letter:
         first = number == 0
-        return Letter(generation=generation, number=number, step=number, calls=calls, seats=self.seats if first else {},
-                      forming=self.formed if first else ())  # fmt: skip
+        return Letter(
+            node=self.node,
+            relay=self.node,
+            generation=generation,
+            number=number,
+            step=number,
+            calls=calls,
+            seats=self.seats if first else {},
+            forming=self.formed if first else (),
+        )
 
     def form(self) -> None:
         for one in self.formed:
             one.set_result(None)
+
+
+def started(handle: Any) -> NodeRelay:
+    return NodeRelay(address="", handle=handle)
 
 
 def task_of(name: str, module: Module) -> CascadeTask:
@@ -89,7 +104,7 @@ def finish(rank: int) -> RelayedCall:
 
 def play(case: Callable[[Relay, Crew], Any], ended_s: float = ENDED_S) -> None:
     async def run() -> None:
-        await asyncio.wait_for(case(Relay(ended_s), Crew()), 20)
+        await asyncio.wait_for(case(Relay(ended_s=ended_s), Crew()), 20)
 
     asyncio.run(run())
 
@@ -211,12 +226,12 @@ def test_what_an_encode_publishes_is_had_from_the_relay_also_before_its_letter_h
         with pytest.raises(ValueError, match="bad clip"):
             await asked[1]
         await step
-        assert relay._made == {}, "nothing is kept for those that have had it"
+        assert await relay.published(1, "v") == ["latents"], "members of a bag may be on several nodes"
 
     play(case)
 
 
-def test_what_nobody_has_asked_for_goes_when_its_step_has_ended() -> None:
+def test_what_was_published_goes_when_its_step_has_ended() -> None:
     async def case(relay: Relay, crew: Crew) -> None:
         crew.form()
         await relay.step(crew.letter(0, encode(0, publishes=True), encode(1, "x", step=1, publishes=True)))
@@ -293,26 +308,37 @@ def test_a_relay_that_does_not_answer_is_known_after_a_minute(monkeypatch: pytes
         relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in answered], [])
     )
     monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
-    book = Relays(least=4, start=lambda node: Handle(here=lambda: node))  # type: ignore[arg-type, return-value]
+    book = Relays(least=4, start=lambda node: started(Handle(here=lambda: node)))
     book.of(tuple(SimpleNamespace(node=node) for node in "aabb"))  # type: ignore[misc]
     answered |= {"a", "b"}
     assert not book.silent(0.0) and not book.silent(5.0)
     answered.remove("a")
     found = [set(book.silent(float(now))) for now in range(10, 130, 5)]
-    assert found.index({"a"}) == 11 and found[:11] == [set()] * 11, "asked last at 5 s"
+    assert found.index({"a"}) == 15 and found[:15] == [set()] * 15, "heard of at 5 s, asked at 25 s"
     book.lose("a")
     assert not book.silent(200.0)
 
 
+def test_a_relay_whose_letters_are_answered_is_not_asked_for_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: (list(refs), []))
+    book = Relays(least=4, start=lambda node: started(Handle(here=lambda: asked.append(node) or node)))  # type: ignore[func-returns-value]
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabb"))  # type: ignore[misc]
+    for now in range(0, 100, 5):
+        book.hear(["a", "gone"], float(now))
+        book.silent(float(now))
+    assert asked == ["b"] * 4, "at 0, 25, 50 and 75 s"
+
+
 def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
-    book = Relays(least=2, start=lambda node: Handle(here=lambda: node))  # type: ignore[arg-type, return-value]
+    book = Relays(least=2, start=lambda node: started(Handle(here=lambda: node)))
     book.of(tuple(SimpleNamespace(node=node) for node in "aa"))  # type: ignore[misc]
     assert not book.silent(0.0) and not book.silent(599.0) and book.silent(605.0) == {"a": 605.0}
 
 
 def test_nodes_of_several_workers_have_relays_from_a_number_of_workers_on_until_theirs_is_lost() -> None:
-    started: list[str] = []
+    begun: list[str] = []
     ended: list[Any] = []
 
     class Book(Relays):
@@ -322,12 +348,206 @@ def test_nodes_of_several_workers_have_relays_from_a_number_of_workers_on_until_
     def world(*nodes: str) -> Any:
         return tuple(SimpleNamespace(node=node) for node in nodes)
 
-    book = Book(least=4, start=lambda node: started.append(node) or node)  # type: ignore[arg-type, func-returns-value, return-value]
+    def start(node: str) -> Any:
+        begun.append(node)
+        return started(node)
+
+    def nodes(found: Any) -> dict[str, str]:
+        return {node: relay.handle for node, relay in found.items()}
+
+    book = Book(least=4, start=start)
     assert book.of(world("a", "a", "b")) == {} and Book().of(world(*"aabb")) == {}
-    assert book.of(world(*"aabbc")) == {"a": "a", "b": "b"}
-    assert book.of(world(*"aabbc")) == {"a": "a", "b": "b"} and started == ["a", "b"]
+    assert nodes(book.of(world(*"aabbc"))) == {"a": "a", "b": "b"}
+    assert nodes(book.of(world(*"aabbc"))) == {"a": "a", "b": "b"} and begun == ["a", "b"]
     book.lose("a")
-    assert book.of(world(*"aabbc")) == {"b": "b"}, "its workers are called directly"
-    assert book.of(world(*"aacc")) == {"c": "c"} and ended == ["a", "b"], "b is gone with its node"
+    assert nodes(book.of(world(*"aabbc"))) == {"b": "b"}, "its workers are called directly"
+    assert nodes(book.of(world(*"aacc"))) == {"c": "c"} and ended == ["a", "b"], "b is gone with its node"
     book.close()
     assert ended == ["a", "b", "c"] and book.known == {}
+
+
+class Nodes:
+    """Relays that find each other, each with a crew of its own."""
+
+    def __init__(self, *names: str) -> None:
+        self.crews = {name: Crew(node=name) for name in names}
+        self.relays = {name: Relay(self._at) for name in names}
+        self.gone: set[str] = set()
+        self.asked: list[tuple[str, str]] = []
+
+    def _at(self, address: str) -> Any:
+        if address in self.gone:
+            raise ValueError(f"no actor {address}")
+        nodes = self
+
+        def call(method: str) -> Any:
+            def remote(*arguments: Any) -> Any:
+                nodes.asked.append((address, method))
+                return asyncio.ensure_future(nodes._answer(getattr(nodes.relays[address], method), arguments))
+
+            return SimpleNamespace(options=lambda **options: SimpleNamespace(remote=remote))
+
+        return SimpleNamespace(step=call("step"), published=call("published"))
+
+    async def _answer(self, method: Any, arguments: Any) -> Any:
+        try:
+            return await method(*arguments)
+        except Exception as error:
+            raise TASK_ERROR("relay", str(error), error) from error
+
+    def form(self) -> None:
+        for crew in self.crews.values():
+            crew.form()
+
+
+def among(*names: str) -> Callable[[Callable[[Nodes], Any]], None]:
+    def play_it(case: Callable[[Nodes], Any]) -> None:
+        async def run() -> None:
+            await asyncio.wait_for(case(Nodes(*names)), 20)
+
+        asyncio.run(run())
+
+    return play_it
+
+
+def test_every_node_is_in_one_group_and_neither_groups_nor_nodes_of_one_are_many() -> None:
+    for count in (0, 1, 2, 3, 16, 17, 128, 1250):
+        nodes = [f"n{n}" for n in range(count)]
+        groups = groups_of(nodes)
+        assert sorted(node for group in groups for node in group) == sorted(nodes) and all(groups)
+        assert len(groups) <= count**0.5 + 1 and max(map(len, groups), default=0) <= count**0.5 + 1
+    assert groups_of(["a", "b"]) == [["a"], ["b"]]
+
+
+def test_a_group_is_answered_for_when_the_workers_of_all_its_nodes_have_ended_the_step() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        letters = [nodes.crews[name].letter(0, finish(rank)) for rank, name in enumerate("ab")]
+        asked = asyncio.ensure_future(nodes.relays["a"].deliver(letters))
+        await nodes_settled(nodes, "b")
+        nodes.crews["a"].answers["w0", FINISH].set_result(("report a", None))
+        await settled()
+        assert not asked.done() and nodes.asked == [("b", "step")]
+        nodes.crews["b"].answers["w1", FINISH].set_result(("report b", None))
+        assert await asked == NodeAnswer(ends={0: ("report a", None), 1: ("report b", None)})  # type: ignore[dict-item]
+
+    among("a", "b")(case)
+
+
+async def nodes_settled(nodes: Nodes, *names: str) -> None:
+    """Until the workers of these nodes have been called: relays are found in threads."""
+    while not all(nodes.crews[name].order for name in names):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dead", ["a", "b"])
+def test_a_group_says_at_once_which_worker_has_died_on_whichever_node(dead: str) -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        letters = [nodes.crews[name].letter(0, finish(rank)) for rank, name in enumerate("ab")]
+        asked = asyncio.ensure_future(nodes.relays["a"].deliver(letters))
+        await nodes_settled(nodes, "a", "b")
+        worker = f"w{'ab'.index(dead)}"
+        nodes.crews[dead].answers[worker, FINISH].set_exception(ray.exceptions.ActorDiedError())
+        assert (await asked).dead == [worker]
+
+    among("a", "b")(case)
+
+
+def test_a_relay_that_is_gone_is_named_by_its_node_and_one_that_fails_too() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        nodes.gone.add("b")
+        broken = replace(
+            nodes.crews["c"].letter(0), seats={}, forming=(nodes.crews["c"].formed[0],), calls=(finish(0),)
+        )
+        letters = [nodes.crews["a"].letter(0, finish(0)), nodes.crews["b"].letter(0), replace(broken, seats={7: None})]  # type: ignore[dict-item]
+        found = await nodes.relays["a"].deliver(letters)
+        assert found.lost["b"] == "no actor b" and "c" in found.lost and found.has_failed and not found.failed
+
+    among("a", "b", "c")(case)
+
+
+def test_letters_of_a_generation_that_is_over_are_refused_for_the_group() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        await nodes.relays["a"].step(replace(nodes.crews["a"].letter(0), generation=2))
+        with pytest.raises(StaleGeneration, match="generation 1 has ended"):
+            await nodes.relays["a"].deliver([nodes.crews[name].letter(0) for name in "ab"])
+
+    among("a", "b")(case)
+
+
+def test_what_an_encode_of_another_node_leaves_is_asked_of_its_relay_once_for_all_that_need_it() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        made = asyncio.ensure_future(nodes.relays["a"].step(nodes.crews["a"].letter(0, encode(0, publishes=True))))
+        needs = (RelayedResult(relay="a", cascade="v"),)
+        calls = [dit(rank, f"d{rank}", references=needs) for rank in (0, 1)]
+        running = asyncio.ensure_future(nodes.relays["b"].step(nodes.crews["b"].letter(0, *calls)))
+        await nodes_settled(nodes, "a", "b")
+        assert nodes.asked == [("a", "published")] and nodes.crews["b"].order == [("w0", "d0"), ("w1", "d1")]
+        nodes.crews["a"].answers["w0", "v"].set_result(["latents"])
+        assert await nodes.crews["b"].given["w0", "d0"][-1] == ["latents"] and (await made).ends == {}
+        assert not running.done(), "its DiT calls have not ended"
+        assert nodes.crews["b"].given["w0", "d0"][-1] is nodes.crews["b"].given["w1", "d1"][-1]
+
+    among("a", "b")(case)
+
+
+def test_what_an_encode_of_the_same_node_leaves_needs_no_question_and_a_relay_that_is_gone_is_told() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        crew = nodes.crews["a"]
+        needs = (RelayedResult(relay="a", cascade="v"),)
+        calls = (encode(0, publishes=True), dit(1, references=needs))
+        running = asyncio.ensure_future(nodes.relays["a"].step(crew.letter(0, *calls)))
+        await nodes_settled(nodes, "a")
+        assert not running.done()
+        assert crew.given["w1", "d"][-1] is crew.answers["w0", "v"] and not nodes.asked
+        nodes.gone.add("b")
+        lost = dit(1, references=(RelayedResult(relay="b", cascade="x"),))
+        found = await nodes.relays["a"].step(crew.letter(1, lost))
+        assert found.failed == {"w1": "dit d did not run: no actor b"}
+
+    among("a", "b")(case)
+
+
+def keeper_call(node: str, answer: Any) -> KeeperCall:
+    async def answered(shards: object) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return KeeperCall(keeper=Handle(put=answered), node=node, method="put", shards=(node,))
+
+
+def test_keepers_that_a_relay_calls_hold_all_shards_or_one_says_why_not() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        assert await relay.hold([keeper_call("a", True), keeper_call("b", True)])
+        assert not await relay.hold([keeper_call("a", True), keeper_call("b", False)])
+        gone = TASK_ERROR("put", "", MemoryError("no room"))
+        with pytest.raises(RuntimeError, match="the keeper of node b: MemoryError: no room"):
+            await relay.hold([keeper_call("a", True), keeper_call("b", gone)])
+
+    play(case)
+
+
+def test_keepers_are_called_by_the_first_relay_of_their_group_and_directly_where_that_is_lost() -> None:
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def start(node: str) -> Any:
+        return started(Handle(hold=lambda calls: asked.append((node, tuple(call.node for call in calls))) or node))  # type: ignore[func-returns-value]
+
+    class Book(Relays):
+        def _end(self, relay: Any) -> None: ...
+
+    book = Book(least=4, start=start)
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabbcc"))  # type: ignore[misc]
+    assert book.groups == [["a", "c"], ["b"]]
+    calls = [KeeperCall(keeper=Handle(put=lambda shards: shards), node=n, method="put", shards=(n,)) for n in "abcd"]
+    assert held(calls, book) == [("d",), "a", "b"], "d has no relay"
+    assert asked == [("a", ("a", "c")), ("b", ("b",))]
+    book.lose("a")
+    assert held(calls, book) == [("a",), ("c",), ("d",), "b"]
+    assert held(calls) == [("a",), ("b",), ("c",), ("d",)]
