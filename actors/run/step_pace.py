@@ -1,8 +1,9 @@
 """How long steps take beside what their plans add up: the remainder that the planner learns. Pure.
 
 Measured from the end of a step to the end of the next one, less waiting for data, less the end of the step, and less
-the plan's makespan at the costs that its cascades turned out to have: a cascade that took longer than planned is a
-matter of its own costs, and no remainder.
+the plan's makespan. Cascades that took far longer than planned, or far less, are a matter of their own costs, which are
+learned: then it is the makespan at what they took. Nearer to it, their costs are known as medians, and where seconds
+are skewed, as on workers that share cores, a step of many takes more than its medians add up to: that is remainder.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from actors.messages import Span
 from actors.planning.actor import updates
 from actors.planning.observations import cannot_be, work_of
 from actors.step import CollectedStep
+
+
+_FAR = 1.5  # measured over planned seconds of a step's cascades, either way, from which their costs are wrong
 
 
 @dataclass
@@ -44,7 +48,7 @@ def remainder_of_step(spans: Sequence[Span], makespan_s: float, step_s: float) -
     stretch, ends = stretch_of(spans), updates(spans)
     if stretch is None or not ends or any(span.first_here for span in spans):
         return None
-    return max(0.0, step_s - ends[0][1] - stretch * makespan_s)
+    return max(0.0, step_s - ends[0][1] - makespan_s * (1.0 if 1 / _FAR < stretch < _FAR else stretch))
 
 
 def stretch_of(spans: Sequence[Span]) -> float | None:

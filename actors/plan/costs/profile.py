@@ -1,6 +1,6 @@
 """Profile: what cascades cost on a device, and how measurements change that.
 
-What is known and the models fitted to it are in `known`, prices by them in `prices` and, of several shapes, `packs`.
+What is known and the models fitted to it are in `known`, prices by them in `prices`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,15 @@ def test_it_is_what_neither_cascades_nor_end_nor_data_explain() -> None:
     assert pace.remainder(step(112.0, cascade(2.0), finish(0.5))) == 0.0, "never less than nothing"
 
 
-def test_cascades_that_took_longer_than_planned_are_no_remainder() -> None:
+def test_what_medians_leave_out_of_a_sum_is_remainder() -> None:
+    """Of skewed seconds the median is known, and a step is a sum: here one of 2.6 s where 2 s were planned."""
+    pace = StepPace()
+    pace.remainder(step(100.0, cascade(2.0), finish(0.5)))
+    assert pace.remainder(step(103.3, cascade(2.6), finish(0.5))) == pytest.approx(0.8)
+    assert pace.remainder(step(105.8, cascade(1.6), finish(0.5))) == 0.0
+
+
+def test_cascades_that_took_far_longer_than_planned_are_no_remainder() -> None:
     pace = StepPace()
     pace.remainder(step(100.0, cascade(2.0), finish(0.5)))
     assert stretch_of([cascade(3.0), cascade(5.0), finish(0.5)]) == 2.0
