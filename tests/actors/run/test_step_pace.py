@@ -61,7 +61,7 @@ def test_it_is_what_neither_cascades_nor_end_nor_data_explain() -> None:
 
 
 def test_what_medians_leave_out_of_a_sum_is_remainder() -> None:
-    """Of skewed seconds the median is known, and a step is a sum: here one of 2.6 s where 2 s were planned."""
+    """The median of skewed seconds is known, and a step is a sum: here one of 2.6 s where 2 s were planned."""
     pace = StepPace()
     pace.remainder(step(100.0, cascade(2.0), finish(0.5)))
     assert pace.remainder(step(103.3, cascade(2.6), finish(0.5))) == pytest.approx(0.8)
