@@ -88,7 +88,7 @@ class Relay:
         failure.cancel()
         if raised:
             raise raised[0]
-        return answer
+        return answer.by_now()
 
     async def step(self, letter: Letter) -> NodeAnswer:
         """Make the calls of a letter after those before it. Answers when its workers have ended the step and their DiT
@@ -247,7 +247,7 @@ class Relay:
             name = self._seats[call.rank].name
             answer.failed[name] = f"{call.name} has not answered, although its worker has finished the step"
         failure.cancel()
-        return answer
+        return answer.by_now()
 
     async def _watch(
         self, call: RelayedCall, reference: Ref[object], answer: NodeAnswer, failed: asyncio.Event

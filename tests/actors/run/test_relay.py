@@ -440,6 +440,22 @@ async def nodes_settled(nodes: Nodes, *names: str) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_what_is_heard_after_a_failure_changes_no_answer_that_is_on_its_way() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        letters = [nodes.crews["a"].letter(0, finish(0), finish(1)), nodes.crews["b"].letter(0, finish(0))]
+        group = asyncio.ensure_future(nodes.relays["a"].deliver(letters))
+        await nodes_settled(nodes, "a", "b")
+        nodes.crews["a"].answers["w0", FINISH].set_exception(ray.exceptions.ActorDiedError())
+        found = await group
+        nodes.crews["a"].answers["w1", FINISH].set_result(("report", None))
+        nodes.crews["b"].answers["w0", FINISH].set_exception(ray.exceptions.ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert found == NodeAnswer(dead=["w0"])
+
+    among("a", "b")(case)
+
+
 @pytest.mark.parametrize("dead", ["a", "b"])
 def test_a_group_says_at_once_which_worker_has_died_on_whichever_node(dead: str) -> None:
     async def case(nodes: Nodes) -> None:
