@@ -549,6 +549,16 @@ def test_keepers_that_a_relay_calls_hold_all_shards_or_one_says_why_not() -> Non
     play(case)
 
 
+def test_a_keeper_that_fails_is_told_of_while_another_waits_for_its_shard() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        waiting = replace(keeper_call("b", True), keeper=Handle(put=lambda shards: crew.formed[0]))
+        with pytest.raises(RuntimeError, match="the keeper of node a: MemoryError: no room"):
+            await relay.hold([waiting, keeper_call("a", TASK_ERROR("put", "", MemoryError("no room")))])
+        assert not await relay.hold([waiting, keeper_call("a", False)])
+
+    play(case)
+
+
 def test_keepers_are_called_by_the_first_relay_of_their_group_and_directly_where_that_is_lost() -> None:
     asked: list[tuple[str, tuple[str, ...]]] = []
 
