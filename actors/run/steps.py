@@ -484,7 +484,7 @@ class StepRunner:
             exceeded += one.exceeded
             pixels_lost |= one.pixels_lost
             lost.update(one.lost)
-        for node, why in lost.items():
+        for node, why in {**self.relays.gone(), **lost}.items() if lost else ():
             self.relays.lose(node)
             failed[f"relay of node {node[:8]}"] = why
         running.heard.update(answers)

@@ -22,6 +22,7 @@ from actors.messages import (
 )
 from actors.plan.types import Module
 from actors.run import relays as relays_book
+from actors.run import steps
 from actors.run.relay import ENDED_S, Relay
 from actors.run.relays import NodeRelay, Relays, groups_of
 from tests.actors.fakes import Handle
@@ -328,6 +329,30 @@ def test_a_relay_whose_letters_are_answered_is_not_asked_for_a_sign_of_life(monk
         book.hear(["a", "gone"], float(now))
         book.silent(float(now))
     assert asked == ["b"] * 4, "at 0, 25, 50 and 75 s"
+
+
+def test_when_a_relay_is_lost_all_that_are_gone_are_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"b": ray.exceptions.ActorDiedError(), "c": None, "d": ray.exceptions.ActorDiedError()}
+    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in gone], ["a"]))
+
+    def get(node: str) -> None:
+        if (error := gone[node]) is not None:
+            raise error
+
+    monkeypatch.setattr(relays_book, "get", get)
+    monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
+    book = Relays(least=4, start=lambda node: started(Handle(here=lambda: node)))
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabbccddee"))  # type: ignore[misc]
+    assert set(book.gone()) == {"b", "d"} and all(book.gone().values()), "a and e may only be slow"
+    running: Any = SimpleNamespace(letters={"letters": ("e", "b")}, heard=set(), answers={})
+    runner: Any = SimpleNamespace(relays=book)
+    monkeypatch.setattr(
+        steps, "_taken", lambda fresh, answers: answers.update(letters=NodeAnswer(lost={"e": "gone"})) or True
+    )
+    failed: dict[str, str] = {}
+    steps.StepRunner._hear(runner, running, {"letters"}, [], failed, [])  # type: ignore[arg-type]
+    assert set(failed) == {f"relay of node {node}" for node in "bde"} and set(book.known) == {"a", "c"}
+    assert Relays().gone() == {}
 
 
 def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
