@@ -107,6 +107,12 @@ class NodeAnswer:
         self.exceeded += other.exceeded
         self.lost.update(other.lost)
 
+    def by_now(self) -> NodeAnswer:
+        """What is known now. Ray packs an answer beside the loop that may still add to this one: it would fail."""
+        known = NodeAnswer()
+        known.add(self)
+        return known
+
 
 class RelayHandle(Protocol):
     """A relay as the controller knows it."""

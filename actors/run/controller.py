@@ -189,6 +189,7 @@ class Controller:
             held_s = _HELD_S if done is not None else 0.0
             self.committer.settle(runner.world, quiet=not runner.running, timeout_s=held_s)
             if not runner.running:
+                runner.end_hanging_relays()  # a commit may wait for one, and no step does
                 self._at_boundary(runner)
         except GenerationLost as lost:
             self.generations.lost(lost)

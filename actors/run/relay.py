@@ -88,7 +88,7 @@ class Relay:
         failure.cancel()
         if raised:
             raise raised[0]
-        return answer
+        return answer.by_now()
 
     async def step(self, letter: Letter) -> NodeAnswer:
         """Make the calls of a letter after those before it. Answers when its workers have ended the step and their DiT
@@ -124,14 +124,27 @@ class Relay:
             raise error.cause from None
 
     async def hold(self, calls: Sequence[KeeperCall]) -> bool:
-        """Have keepers hold shards. Whether all do. Raises RuntimeError with what the first that has failed says."""
-        answers = await asyncio.gather(*(answer_of(call.made()) for call in calls), return_exceptions=True)
-        for call, answer in zip(calls, answers, strict=True):
-            if isinstance(answer, BaseException):
+        """Have keepers hold shards. Whether all do. Does not wait for the others, which may wait for that shard, once
+        one does not: answers False, or raises RuntimeError with what has failed."""
+        said = asyncio.Queue[tuple[KeeperCall, bool | Exception]]()
+
+        async def asked(call: KeeperCall) -> None:
+            try:
+                said.put_nowait((call, await answer_of(call.made())))
+            except Exception as error:
+                said.put_nowait((call, error))
+
+        for call in calls:
+            self._keep(asked(call))
+        for _ in calls:
+            call, answer = await said.get()
+            if isinstance(answer, Exception):
                 cause = answer.cause if isinstance(answer, ray.exceptions.RayTaskError) else answer
                 why = last_line(str(cause))
                 raise RuntimeError(f"the keeper of node {call.node[:8]}: {type(cause).__name__}: {why}")
-        return all(answers)
+            if not answer:
+                return False
+        return True
 
     async def here(self) -> None:
         """Answers at once, whatever it waits for: a sign of life."""
@@ -247,7 +260,7 @@ class Relay:
             name = self._seats[call.rank].name
             answer.failed[name] = f"{call.name} has not answered, although its worker has finished the step"
         failure.cancel()
-        return answer
+        return answer.by_now()
 
     async def _watch(
         self, call: RelayedCall, reference: Ref[object], answer: NodeAnswer, failed: asyncio.Event

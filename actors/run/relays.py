@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.letters import RelayHandle
 from actors.names import NAMESPACE
-from actors.ray_calls import kill, remote_of, wait
+from actors.ray_calls import get, kill, remote_of, wait
 from actors.refs import Ref
+from actors.run.failures import last_line
 from actors.run.relay import Relay
 from actors.step import Seat
 
@@ -25,6 +27,7 @@ _AT_A_TIME = 100_000  # calls of a relay that wait for workers
 _LOOK_S = 5.0  # between two looks at what relays have answered
 _QUIET_S = 20.0  # a relay that has said nothing for so long is asked for a sign of life
 _SILENT_S = 60.0  # one that does not answer for so long hangs: it answers beside all its other work
+_GONE_S = 1.0  # until those that live have answered, when one is lost
 _START_S = 600.0  # for the first answer, as for a worker's (`workers.start_s`)
 
 
@@ -114,6 +117,18 @@ class Relays:
                 self._asked[node] = (relay.handle.here.remote(), now)
         waited = {node: now - since for node, (_, since) in self._asked.items()}
         return {node: s for node, s in waited.items() if s >= (_SILENT_S if node in self._heard_at else _START_S)}
+
+    def gone(self) -> dict[str, str]:
+        """Relays that are gone, by node, with why. To be asked when one is lost: if it was the first of its group, it
+        says nothing of the others, and each generation would lose some that have long been gone."""
+        asked = {relay.handle.here.remote(): node for node, relay in self._known.items()}
+        found: dict[str, str] = {}
+        for reference in wait(list(asked), num_returns=len(asked), timeout=_GONE_S)[0] if asked else ():
+            try:
+                get(reference)
+            except ray.exceptions.RayError as error:
+                found[asked[reference]] = last_line(str(error)) or type(error).__name__
+        return found
 
     def lose(self, node: str) -> None:
         """The relay of this node is gone, hangs, or has failed."""

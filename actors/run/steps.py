@@ -210,6 +210,14 @@ class StepRunner:
             collected_at=time.time(),
         )
 
+    def end_hanging_relays(self) -> dict[str, float]:
+        """End relays that hang: what waits for one fails then, also keepers' answers, which others are asked for. Those
+        of this generation, by node, with the seconds for which they have not answered."""
+        hanging = self.relays.silent(time.monotonic())
+        for node in hanging:
+            self.relays.lose(node)
+        return {node: s for node, s in hanging.items() if node in self._relay_of}
+
     def _question(self, step: int) -> tuple[list[tuple[Item, ...]], list[EarlyEncode]]:
         """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
         window: list[tuple[Item, ...]] = []
@@ -476,7 +484,7 @@ class StepRunner:
             exceeded += one.exceeded
             pixels_lost |= one.pixels_lost
             lost.update(one.lost)
-        for node, why in lost.items():
+        for node, why in {**self.relays.gone(), **lost}.items() if lost else ():
             self.relays.lose(node)
             failed[f"relay of node {node[:8]}"] = why
         running.heard.update(answers)
@@ -484,10 +492,7 @@ class StepRunner:
 
     def _check_relays(self) -> None:
         """A relay that hangs holds up all that its workers say, also that they cannot go on."""
-        hanging = self.relays.silent(time.monotonic())
-        for node in hanging:
-            self.relays.lose(node)
-        if found := {n: s for n, s in hanging.items() if n in self._relay_of}:
+        if found := self.end_hanging_relays():
             whys = {f"relay of node {n[:8]}": f"has not answered for {s:.0f} s" for n, s in found.items()}
             raise GenerationLost([], whys)
 

@@ -320,6 +320,22 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
     assert heard == [{}, {"w0": 1.0, "w1": 0.5}]
 
 
+def test_a_relay_that_hangs_is_ended_also_while_only_a_commit_waits_for_it() -> None:
+    lost: list[str] = []
+    relays = SimpleNamespace(silent=lambda now: {"a": 61.0, "b": 70.0}, lose=lost.append)
+    runner = SimpleNamespace(running=[], world=(), relays=relays, _relay_of={"a": None})
+    runner.end_hanging_relays = lambda: StepRunner.end_hanging_relays(runner)  # type: ignore[arg-type]
+    controller = SimpleNamespace(
+        generations=SimpleNamespace(runner=runner),
+        committer=SimpleNamespace(settle=lambda world, quiet, timeout_s: None),
+        _dispatch=lambda runner: None,
+        _at_boundary=lambda runner: None,
+    )
+    Controller._advance(controller)  # type: ignore[arg-type]
+    assert lost == ["a", "b"]
+    assert runner.end_hanging_relays() == {"a": 61.0}, "no call of this generation goes through b's"
+
+
 def test_a_node_whose_object_store_is_too_small_is_told_so_before_any_worker_forms() -> None:
     workers = Workers()
     told = workers.info

@@ -22,6 +22,7 @@ from actors.messages import (
 )
 from actors.plan.types import Module
 from actors.run import relays as relays_book
+from actors.run import steps
 from actors.run.relay import ENDED_S, Relay
 from actors.run.relays import NodeRelay, Relays, groups_of
 from tests.actors.fakes import Handle
@@ -330,6 +331,30 @@ def test_a_relay_whose_letters_are_answered_is_not_asked_for_a_sign_of_life(monk
     assert asked == ["b"] * 4, "at 0, 25, 50 and 75 s"
 
 
+def test_when_a_relay_is_lost_all_that_are_gone_are_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {"b": ray.exceptions.ActorDiedError(), "c": None, "d": ray.exceptions.ActorDiedError()}
+    monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([r for r in refs if r in gone], ["a"]))
+
+    def get(node: str) -> None:
+        if (error := gone[node]) is not None:
+            raise error
+
+    monkeypatch.setattr(relays_book, "get", get)
+    monkeypatch.setattr(Relays, "_end", lambda self, relay: None)
+    book = Relays(least=4, start=lambda node: started(Handle(here=lambda: node)))
+    book.of(tuple(SimpleNamespace(node=node) for node in "aabbccddee"))  # type: ignore[misc]
+    assert set(book.gone()) == {"b", "d"} and all(book.gone().values()), "a and e may only be slow"
+    running: Any = SimpleNamespace(letters={"letters": ("e", "b")}, heard=set(), answers={})
+    runner: Any = SimpleNamespace(relays=book)
+    monkeypatch.setattr(
+        steps, "_taken", lambda fresh, answers: answers.update(letters=NodeAnswer(lost={"e": "gone"})) or True
+    )
+    failed: dict[str, str] = {}
+    steps.StepRunner._hear(runner, running, {"letters"}, [], failed, [])  # type: ignore[arg-type]
+    assert set(failed) == {f"relay of node {node}" for node in "bde"} and set(book.known) == {"a", "c"}
+    assert Relays().gone() == {}
+
+
 def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
     book = Relays(least=2, start=lambda node: started(Handle(here=lambda: node)))
@@ -440,6 +465,22 @@ async def nodes_settled(nodes: Nodes, *names: str) -> None:
         await asyncio.sleep(0.001)
 
 
+def test_what_is_heard_after_a_failure_changes_no_answer_that_is_on_its_way() -> None:
+    async def case(nodes: Nodes) -> None:
+        nodes.form()
+        letters = [nodes.crews["a"].letter(0, finish(0), finish(1)), nodes.crews["b"].letter(0, finish(0))]
+        group = asyncio.ensure_future(nodes.relays["a"].deliver(letters))
+        await nodes_settled(nodes, "a", "b")
+        nodes.crews["a"].answers["w0", FINISH].set_exception(ray.exceptions.ActorDiedError())
+        found = await group
+        nodes.crews["a"].answers["w1", FINISH].set_result(("report", None))
+        nodes.crews["b"].answers["w0", FINISH].set_exception(ray.exceptions.ActorDiedError())
+        await asyncio.sleep(0.01)
+        assert found == NodeAnswer(dead=["w0"])
+
+    among("a", "b")(case)
+
+
 @pytest.mark.parametrize("dead", ["a", "b"])
 def test_a_group_says_at_once_which_worker_has_died_on_whichever_node(dead: str) -> None:
     async def case(nodes: Nodes) -> None:
@@ -529,6 +570,16 @@ def test_keepers_that_a_relay_calls_hold_all_shards_or_one_says_why_not() -> Non
         gone = TASK_ERROR("put", "", MemoryError("no room"))
         with pytest.raises(RuntimeError, match="the keeper of node b: MemoryError: no room"):
             await relay.hold([keeper_call("a", True), keeper_call("b", gone)])
+
+    play(case)
+
+
+def test_a_keeper_that_fails_is_told_of_while_another_waits_for_its_shard() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        waiting = replace(keeper_call("b", True), keeper=Handle(put=lambda shards: crew.formed[0]))
+        with pytest.raises(RuntimeError, match="the keeper of node a: MemoryError: no room"):
+            await relay.hold([waiting, keeper_call("a", TASK_ERROR("put", "", MemoryError("no room")))])
+        assert not await relay.hold([waiting, keeper_call("a", False)])
 
     play(case)
 
