@@ -16,7 +16,6 @@ from actors.planning.actor import updates
 from actors.planning.observations import cannot_be, work_of
 from actors.step import CollectedStep
 
-
 _FAR = 1.5  # measured over planned seconds of a step's cascades, either way, from which their costs are wrong
 
 
