@@ -101,11 +101,11 @@ def test_the_curve_is_the_power_law_behind_its_points() -> None:
 
 def test_seconds_of_the_process_are_told_by_thread() -> None:
     before = seconds_of_threads()
-    until = time.thread_time() + 0.05
+    until = time.thread_time() + 0.5
     while time.thread_time() < until:
         pass
     after = seconds_of_threads()
-    assert sum(after.values()) - sum(before.values()) >= 0.03
+    assert sum(after.values()) - sum(before.values()) >= 0.2, "threads that have ended meanwhile take theirs along"
     said = thread_line(SimpleNamespace(threads_s={"python": 0.3, "worker.io": 0.05, "idle": 0.001}))  # type: ignore[arg-type]
     assert said == "CPU s a step of its process by thread: python 0.300, worker.io 0.050"
     assert thread_line(SimpleNamespace(threads_s={})) == ""  # type: ignore[arg-type]
