@@ -51,7 +51,7 @@ _CUDNN = Preference("cudnn", least=1024**2, alone=4096**2, plans=True)
 _FLEX = Preference("flex", plans=True)
 
 # From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s) and those of docs/gpu (H200:
-# 565 and 355; to 512 keys cuDNN takes 0.58 of flash's time); where a table of `python -m app.bench.gpu` is given, what
+# 564 and 357; to 512 keys cuDNN takes 0.58 of flash's time); where a table of `python -m app.bench.gpu` is given, what
 # it measured comes first.
 PREFERENCES = (Preference("flash3"), _CUDNN, Preference("flash"), Preference("sdpa"))
 _MEASURED: dict[BackendName, Preference] = {"cudnn": _CUDNN, "flex": _FLEX}  # costs that a table does not show
