@@ -135,13 +135,13 @@ class RelayFinder(Protocol):
     def relay_for(self, node: str) -> RelayHandle | None: ...
 
 
-def held(calls: Sequence[KeeperCall], post: RelayFinder | None = None) -> list[Ref[bool]]:
+def held(calls: Sequence[KeeperCall], relays: RelayFinder | None = None) -> list[Ref[bool]]:
     """Make these calls, by the relays of their nodes' groups where there are any. The answers to come: of calls that go
     to one relay a common one, which says whether all hold."""
     groups: dict[int, tuple[RelayHandle, list[KeeperCall]]] = {}
     answers: list[Ref[bool]] = []
     for call in calls:
-        relay = post.relay_for(call.node) if post is not None else None
+        relay = relays.relay_for(call.node) if relays is not None else None
         if relay is None:
             answers.append(call.made())
         else:

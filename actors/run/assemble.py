@@ -199,7 +199,7 @@ def put_together(
         listener=listener,
         events=events,
         source=source,
-        post=relays,
+        relays=relays,
         patience_s=config.snapshot.patience_s,
     )
     turns = AsideTurns(asides or NoAsides(), events.tell)

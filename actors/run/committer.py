@@ -61,7 +61,7 @@ class Committer:
     listener: Listener
     events: Events
     source: StepSource
-    post: RelayFinder | None = None  # by which keepers are called; None: each by itself
+    relays: RelayFinder | None = None  # by which keepers are called; None: each by itself
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
@@ -80,7 +80,7 @@ class Committer:
     def add(self, done: CollectedStep) -> None:
         """All workers have finished this step."""
         copying = {s.copied: done.reports[s.rank].worker for s in done.snapshots if s.copied is not None}
-        waiting = [] if copying else self.state.keepers.hold(done.snapshots, self.post)
+        waiting = [] if copying else self.state.keepers.hold(done.snapshots, self.relays)
         self._open.append(UncommittedStep(collected=done, copying=copying, waiting=waiting, since=time.monotonic()))
 
     def settle(self, world: Sequence[Seat], quiet: bool, timeout_s: float = 0.0) -> None:
@@ -155,7 +155,7 @@ class Committer:
                 _check_copied(reference, step.copying.pop(reference))
             if step.copying:
                 return None
-            step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots, self.post), time.monotonic()
+            step.waiting, step.since = self.state.keepers.hold(step.collected.snapshots, self.relays), time.monotonic()
         if not step.waiting:
             return None
         done, late = wait(step.waiting, num_returns=len(step.waiting), timeout=timeout_s)

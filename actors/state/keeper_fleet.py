@@ -107,7 +107,7 @@ class Keepers:
         """The keeper of this worker's node."""
         return self._handle(self._homes[rank])
 
-    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], relays: RelayFinder | None = None) -> list[Ref[bool]]:
         """Have these shards held, each by the keeper of its node and by those that copy it. The answers, one of each
         keeper for either, or of each group of them that is called by a relay, come when they are."""
         puts: dict[str, list[Snapshot]] = {}
@@ -121,7 +121,7 @@ class Keepers:
                     copies.setdefault(name, []).append((shard, self._handle(home)))
         calls = [self._call(name, "put", tuple(shards)) for name, shards in puts.items()]
         calls += [self._call(name, "hold", shards, COPIES) for name, shards in copies.items()]
-        return held(calls, post)
+        return held(calls, relays)
 
     def _call(self, name: str, method: str, shards: Sequence[object], group: str = "") -> KeeperCall:
         node = self._nodes.get(name, "")

@@ -125,7 +125,7 @@ class KeepersHere:
     def begin(self, base: Base) -> None:
         self.told.append(("begin", base))
 
-    def hold(self, snapshots: Sequence[Snapshot], post: object = None) -> list[Any]:
+    def hold(self, snapshots: Sequence[Snapshot], relays: object = None) -> list[Any]:
         self.told.append(("hold", *(one.step for one in snapshots)))
         return [f"held {one.step}" for one in snapshots]
 

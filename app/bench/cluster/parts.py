@@ -203,7 +203,7 @@ class VirtualKeepers:
         self._placed = place(dict(enumerate(worker_nodes)), keepers, self._copies)
         return []
 
-    def hold(self, snapshots: Sequence[Snapshot], post: RelayFinder | None = None) -> list[Ref[bool]]:
+    def hold(self, snapshots: Sequence[Snapshot], relays: RelayFinder | None = None) -> list[Ref[bool]]:
         """One call for each keeper that has shards of its own node, one for each that copies."""
         puts: dict[str, list[Snapshot]] = {}
         copies: dict[str, list[tuple[Snapshot, VirtualKeeper]]] = {}
@@ -213,7 +213,7 @@ class VirtualKeepers:
             for node in self._placed[one.rank]:
                 copies.setdefault(node, []).append((one, home))
         calls = [self._call(node, "put", shards) for node, shards in puts.items()]
-        return held([*calls, *(self._call(node, "hold", shards) for node, shards in copies.items())], post)
+        return held([*calls, *(self._call(node, "hold", shards) for node, shards in copies.items())], relays)
 
     def _call(self, node: str, method: str, shards: Sequence[object]) -> KeeperCall:
         return KeeperCall(keeper=self._keepers[node], node=node, method=method, shards=shards)

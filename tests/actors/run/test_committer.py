@@ -30,7 +30,7 @@ class Told:
         self.held_again: list[int] = []  # steps of the shards that others were given in a repair
         self.repaired: Sequence[Any] | None = None  # answers to come, once others were given the shards
         self.gone: StuckCommit | None = None
-        self.keepers = SimpleNamespace(hold=lambda snapshots, post: [name for one in snapshots for name in one.names])
+        self.keepers = SimpleNamespace(hold=lambda snapshots, relays: [name for one in snapshots for name in one.names])
 
     def look(self) -> StuckCommit | None:
         return self.gone

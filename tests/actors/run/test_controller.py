@@ -125,7 +125,7 @@ class Held(StateHere):
 
     def __init__(self) -> None:
         super().__init__(-1, STEPS - 1, first=-1)
-        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}", hold=lambda snapshots, post: [])
+        self.keepers = SimpleNamespace(home=lambda rank: f"home of {rank}", hold=lambda snapshots, relays: [])
         self.recovered: list[int] = []
         self.taken_over: list[tuple[tuple[str, ...], int]] = []  # (workers, step)
 

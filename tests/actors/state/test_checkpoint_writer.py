@@ -332,7 +332,7 @@ def test_the_data_position_is_read_from_a_whole_checkpoint(tmp_path: Path) -> No
 class Told(KeepersHere):
     """Holds what it was made with."""
 
-    def hold(self, snapshots: Sequence[Snapshot], post: object = None) -> list[Any]:
+    def hold(self, snapshots: Sequence[Snapshot], relays: object = None) -> list[Any]:
         held = [
             HeldShard(step=one.step, generation=one.generation, lo=one.lo, hi=one.hi, total=one.total, num_bytes=0)
             for one in snapshots
