@@ -15,12 +15,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from actors.plan.types import USABLE
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30
 _TEXTS = ("out of memory", "CUDNN_STATUS_ALLOC_FAILED", "Failed to CUDA calloc", "CUBLAS_STATUS_ALLOC_FAILED")
+_TRACED = (FakeTensor, FunctionalTensor)
 
 
 class Meter(Protocol):
@@ -137,17 +139,22 @@ class TensorMeter:
         """Counted when the modules or the state have come, and not in a cascade, whose own tensors would count with
         them: walking all tensors takes a tenth of a second."""
         if self._room is None:
-            tensors = (
-                o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), FakeTensor)
-            )
-            alive = [tensor for tensor in tensors if tensor.device.type == "cpu"]
-            self._room = self._limit - storage_bytes(alive) / GIB
+            self._room = self._limit - host_bytes() / GIB
         return self._room
 
     def settled(self) -> None:
         collect()
         self._room = None
         self.room_gib()
+
+
+def host_bytes() -> int:
+    """Bytes of all tensors of this process in host memory, those in garbage included.
+
+    A compiler's tensors have no memory, and their sizes may be symbols: they are left out.
+    """
+    tensors = (o for o in gc.get_objects() if issubclass(type(o), Tensor) and not issubclass(type(o), _TRACED))
+    return storage_bytes(tensor for tensor in tensors if tensor.device.type == "cpu")
 
 
 def meter_of(device: torch.device, limit_gib: float) -> Meter:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from actors.config import TrainMemoryConfig
 from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import USABLE, Item
 from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
-from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, ran_out
-from ops.storages import storage_bytes
+from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, ran_out
 from ops.sync import trainable
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
 
@@ -118,11 +118,6 @@ def test_memory_that_runs_out_before_a_pass_is_no_matter_of_what_the_last_one_ke
         run_step([host], ITEMS, one_worker(ITEMS))
 
 
-def tensors_gib() -> float:
-    """GiB of all tensors that live, those in garbage included."""
-    return storage_bytes(o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)) / 2**30
-
-
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_bag_that_ran_out_of_memory_leaves_nothing_of_it_on_any_rank(
     monkeypatch: pytest.MonkeyPatch, phase: str
@@ -143,15 +138,23 @@ def test_a_bag_that_ran_out_of_memory_leaves_nothing_of_it_on_any_rank(
     monkeypatch.setattr(Executor, "dit", run)
     run_step(hosts, ITEMS, plan)
     collect()
-    before = tensors_gib()
+    before = host_bytes()
     hosts[0].executor.on_phase = failing
     with pytest.raises((OutOfMemory, RuntimeError)):
         run_step(hosts, ITEMS, plan)
     for host in hosts:
         assert host.error is not None
         host.executor.leave()
-    left = tensors_gib() - before
-    assert left < 0.02 * max(span.need_gib or 0.0 for span in metered_spans())
+    left_gib = (host_bytes() - before) / GIB
+    assert left_gib < 0.02 * max(span.need_gib or 0.0 for span in metered_spans())
+
+
+def test_a_compilers_tensors_count_nothing_and_their_sizes_may_be_symbols() -> None:
+    before = host_bytes()
+    real = torch.zeros(1 << 20)
+    fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(real)
+    assert isinstance(fake.shape[0], torch.SymInt)
+    assert 4 << 20 <= host_bytes() - before < 5 << 20
 
 
 def metered_spans() -> list[Span]:
