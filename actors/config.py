@@ -26,7 +26,7 @@ _LEAST_START_S = 600.0  # for a device or file system that is slow to answer
 _OWN_BYTES_PER_S = 2.5e7  # that a worker gets of a slow storage
 _SHARED_BYTES_PER_S = 1e9  # of a storage that all workers read at the same time
 _GRADIENT_BYTES = 4  # per trained weight, whatever the parameters are
-_SHARED_GRADIENT_BYTES = 64 << 20  # below it is a trifle, and a sum in a fixed order is worth more
+_SHARED_GRADIENT_BYTES = 64 << 20  # a smaller one has room on every worker, and is summed in a fixed order there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 Its laws are not those that costs are fitted to. Products of matrices fill whole waves of tiles on 132 multiprocessors,
 so few rows leave them half idle and a row more may cost a wave; attention fills them by heads and tiles of queries, and
 slows down where keys no longer stay in the cache; a VAE pays for every tile, and more for a pixel of a long one;
-exchanges of little reach little bandwidth. Handoffs cross an object store, and a step has an end and a rest.
+small exchanges reach little bandwidth. Handoffs cross an object store, and a step has an end and a rest.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Machine:
         return len({w // self.nodes[0] for w in workers}) > 1
 
     def normal(self, module: Module, parts: Sequence[PartShape], degree: int, spanning: bool = False) -> float:
-        """The same on workers of normal speed."""
+        """Seconds of a cascade on workers of normal speed, without noise."""
         if module == "text":
             captions = sum(count for count, *_ in parts)
             longest = max(text for *_, text in parts)
@@ -120,8 +120,8 @@ class Machine:
         return work * cached / filled / 5.2e14
 
     def exchange(self, sent: float, degree: int, spanning: bool = False) -> float:
-        """Seconds of one all-to-all in which a member sends `sent` bytes: what goes to each peer has to be much to be
-        quick."""
+        """Seconds of one all-to-all in which a member sends `sent` bytes; bandwidth grows with what goes to each
+        peer."""
         half = 2**16 * (degree - 1)  # bytes at which half of the bandwidth is reached
         return 2e-5 * math.log2(degree) + (sent + half) / (4e10 if spanning else 1.6e11)
 

@@ -148,7 +148,7 @@ def _part(folder: Path) -> Path:
 
 
 def make_scenes(config: SynthConfig) -> Iterator[Scene]:
-    """Every combination of colour, shape and direction comes up before one is repeated; the rest is drawn."""
+    """Every combination of colour, shape and direction comes up before one is repeated; the rest is random."""
     rng = np.random.default_rng([config.seed, 0x5C3E])
     combinations = [(color, shape, direction) for color in COLORS for shape in SHAPES for direction in DIRECTIONS]
     order: list[int] = []

@@ -20,7 +20,8 @@ from ops.spatial_temporal.layers import LayerFunction
 
 def run_in_place(x: Tensor, layers: Sequence[LayerFunction], positions: Tensor) -> Tensor:
     """x [B, T, s, C] (all frames, own `positions` [s]) through spatial and temporal layers in turn, a spatial one
-    first; the same shape back. What a spatial layer needs of other ranks it gets itself, also without rows."""
+    first; the same shape back. A spatial layer exchanges rows with the other ranks itself, and so is called on every
+    rank, also on one without rows."""
     frames = torch.arange(x.shape[1], device=x.device)
     for number, layer in enumerate(layers):
         x = layer(x, positions if number % 2 else frames)

@@ -36,9 +36,9 @@ from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
-_DOUBT = 0.3  # of what a fit leaves, carried to other points: at this distance from all of them the fit counts alone
+_DOUBT = 0.3  # weight of "the fit is right" beside the points that ran, each of which has at most 1
 _NUMBER = re.compile(r"-?\d[\d.]*")
-_LEAST = 0.1  # of a cascade over nodes that is not for spanning them: noise cannot make the rest nothing
+_LEAST = 0.1  # of the seconds of a cascade over nodes: what it would take on one at least, however noisy they are
 
 
 @dataclass(kw_only=True, slots=True)
@@ -182,7 +182,7 @@ class KnownCosts:
         return found
 
     def _note(self, module: Module, notes: Sequence[str]) -> None:
-        """Notes on the fit of now, in place of those on earlier ones; told where they say more than other numbers."""
+        """Replace the notes on the module's fit. Those that say something new, numbers apart, are logged."""
         told = {_NUMBER.sub("", note) for note in self.notes}
         for note in notes:
             if _NUMBER.sub("", note) not in told:
@@ -239,9 +239,8 @@ class KnownCosts:
         return max(seconds - more, _LEAST * seconds)
 
     def by_text(self, key: PointKey, measured_with: int, wanted: int, of_file: bool = False) -> float:
-        """What a point that was measured with `measured_with` text tokens of a sample is to be multiplied by for as
-        many as are wanted, by the module's model, or by that of the file's points alone; 1 where either is not
-        known."""
+        """Factor from a point's seconds with `measured_with` text tokens of a sample to those with `wanted`, by the
+        module's model or by that of the file's points alone; 1 where either number is unknown."""
         if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
             return 1.0
         module = cast(Module, key[0])

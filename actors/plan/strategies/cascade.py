@@ -2,8 +2,8 @@
 
 Consecutive steps are planned in order: each knows which encodes have run already and how long workers are busy. A
 long horizon is planned by beam search: the best few plans of the steps so far are kept, and each is continued with
-different values of running ahead. What the rest of the horizon needs at least decides between them. The trials of a
-step share its budget.
+different values of running ahead. The earliest end of the whole horizon decides between them. The trials of a step
+share its budget.
 
 Where packed bags end earlier, the plan of knapsack, which costs milliseconds, is taken instead.
 """
