@@ -37,7 +37,8 @@ from app.bench.cluster.simulate import (
     seconds_of_threads,
     workload,
 )
-from app.bench.cluster.tables import curves_of, fitted, thread_line, ways_of
+from app.bench.cluster.tables import curves_of, fitted, steps_line, thread_line, ways_of
+from ops.typed import ConfigError
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)
 
@@ -180,6 +181,38 @@ def test_a_larger_cluster_has_more_items_and_the_same_seed_the_same() -> None:
     assert small == workload(Setup(nodes=2, steps=3)) and small[0] != small[1]
 
 
+def test_a_published_set_runs_as_it_is_with_its_encodes_ahead(tmp_path: Path) -> None:
+    shapes = ({"batch": 1, "frames": 121}, {"batch": 6, "frames": 9})
+    steps = [[{"id": f"i{n}", "height": 1280, "width": 720, **one} for n, one in enumerate(shapes)]] * 4
+    path = tmp_path / "set.json"
+    path.write_text(json.dumps({"cluster": "2x4", "steps": steps}))
+    physics = replace(FAST, speed=20.0, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
+    setup = Setup.of_published(path, physics)
+    assert (setup.nodes, setup.gpus, setup.steps) == (2, 4, 4)
+    assert [(item.frames, item.cached) for item in workload(setup)[3]] == [(121, ("text",)), (9, ("text",))]
+    found = run_here(setup, timeout_s=120)
+    executed, planned = zip(*found.every_step_s, strict=True)
+    assert len(executed) == 4 and planned[1] < planned[0], "the encodes of the second step run in the first"
+    assert sum(executed) > 0.99 * sum(planned)
+    path.write_text(json.dumps({"steps": steps}))
+    with pytest.raises(ConfigError, match="must name its cluster, such as 2x8"):
+        Setup.of_published(path, physics)
+
+
+def test_all_steps_of_a_set_are_told_beside_what_was_planned() -> None:
+    said = steps_line(figures(16))
+    assert said == (
+        "all 2 steps, virtual s a step: executed 31.50, planned 30.50; without the first executed 29.00, planned 28.00"
+    )
+
+
+def test_an_unknown_set_is_refused_and_ddp_beside_one() -> None:
+    with pytest.raises(typer.BadParameter, match=r"'D-8gpu' is none of A-16gpu, B-16gpu"):
+        run(published="D-8gpu")
+    with pytest.raises(typer.BadParameter, match="ddp is not evaluated on published steps"):
+        run(published="A-16gpu", strategy=["ddp"], calm=True)
+
+
 # DDP beside them
 
 QUIET = Physics(noise=0.0, stragglers=0.0)
@@ -272,6 +305,7 @@ def figures(workers: int, **changed: Any) -> ClusterFigures:
         elapsed_s=900.0,
         executed_s=31.0,
         mean_step_s=30.0,
+        every_step_s=((34.0, 33.0), (29.0, 28.0)),
         samples_per_s=0.25,
         planned_s=29.0,
         steps_per_hour=120.0,

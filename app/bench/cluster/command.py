@@ -3,6 +3,7 @@
 heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
 heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
 heddle bench cluster --nodes 1,2,4 --calm --strategy ddp --strategy static --strategy cascade --out page.html
+heddle bench cluster --set A-16gpu --exact --lookahead 2 --speed 5  # the published steps, one after the other
 
 The controller is the real one, with its planner, membership, heartbeats, dispatch, commits and recovery; what is not
 real is said in `app/bench/cluster/parts.py`. Workers wait as long as latencies published for HunyuanVideo on H100s say,
@@ -12,6 +13,11 @@ seconds, and the milliseconds of a dispatch, are real ones, and a high speed mak
 of a step of ten seconds: with `--ray` of the whole process, whose seconds a line tells by thread (the controller's own
 has that of the command, the others are Ray's), else of the controller's thread. The bench ends with exit code
 1 if a step was not committed once and whole.
+
+With `--set` the steps are those of a published workload (`configs/bench/`), in their order, on its own cluster, of
+which nothing is lost; its items need no text encode, as the published costs have none. With `--exact` its cascades take
+what the profile says, and neither the link nor the end of a step takes time, as in plans of `heddle bench planner`:
+then executed seconds are above the planned ones by what the controller takes.
 
 `ddp` is no strategy and takes no real time: it is evaluated on the same items with the same seconds
 (`app/bench/cluster/ddp.py`), on machines of which none is lost; no time of a controller is added.
@@ -25,13 +31,24 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from app.bench.cluster.tables import HEAD, change_rows, curves_of, markdown, row, thread_line, way_rows, ways_of
+from actors.config import PlannerConfig
+from app.bench.cluster.tables import (
+    HEAD,
+    change_rows,
+    curves_of,
+    markdown,
+    row,
+    steps_line,
+    thread_line,
+    way_rows,
+    ways_of,
+)
 from app.bench.page import command_of, facts_of
 
 if TYPE_CHECKING:
@@ -40,6 +57,8 @@ if TYPE_CHECKING:
     from app.bench.cluster.ddp import DdpFigures
     from app.bench.cluster.simulate import ClusterFigures, Disturbance
 
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+SETS = tuple(sorted(path.stem for path in (CONFIGS / "bench").glob("*gpu.json")))
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
 DDP = "ddp"  # evaluated beside them
 WAYS = (DDP, *STRATEGIES)
@@ -57,6 +76,16 @@ def run(
     direct: Annotated[bool, typer.Option("--direct", help="Every worker is called by itself, without relays.")] = False,
     calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
     seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
+    published: Annotated[
+        str, typer.Option("--set", help=f"Steps and cluster of a published workload: {', '.join(SETS)}.")
+    ] = "",
+    exact: Annotated[bool, typer.Option("--exact", help="No noise, stragglers, seconds on the link, ends.")] = False,
+    lookahead: Annotated[
+        int, typer.Option(min=0, max=64, help="Steps whose encodes may run early.")
+    ] = PlannerConfig().lookahead,
+    budget: Annotated[
+        float, typer.Option(min=0.0, help="Real seconds of planning a step: more where other work slows it down.")
+    ] = PlannerConfig().budget_s,
     out: Annotated[
         list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
     ] = None,
@@ -77,29 +106,42 @@ def run(
     from app.bench.cluster.physics import Physics
     from app.bench.cluster.simulate import RELAY_FROM, Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
 
+    if published and published not in SETS:
+        raise typer.BadParameter(f"{published!r} is none of {', '.join(SETS)}.", param_hint="--set")
+    if published and DDP in ways:
+        raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
+    physics = Physics(speed=speed, seed=seed)
+    if exact:
+        physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
+    relay_from = 0 if direct else RELAY_FROM
+    if published:
+        setups = [Setup.of_published(CONFIGS / "bench" / f"{published}.json", physics)]
+    else:
+        setups = [
+            Setup(
+                nodes=count,
+                gpus=gpus,
+                steps=steps,
+                physics=physics,
+                disturbances=() if calm else disturbances(steps, count),
+            )
+            for count in sizes
+        ]
+
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
     found: list[ClusterFigures] = []
     evaluated: list[DdpFigures] = []
     if DDP in ways:
         try:
-            for count in sizes:
-                setup = Setup(nodes=count, gpus=gpus, steps=steps, physics=Physics(seed=seed))
+            for setup in setups:
                 evaluated += ddp_of(setup)
         except NoDegree as failed:
             raise typer.BadParameter(str(failed), param_hint="--nodes") from None
     if strategies:
         print(HEAD, flush=True)
-    for count in sizes:
+    for one in setups:
         for name in strategies:
-            setup = Setup(
-                nodes=count,
-                gpus=gpus,
-                steps=steps,
-                strategy=name,
-                physics=Physics(speed=speed, seed=seed),
-                disturbances=() if calm else disturbances(steps, count),
-                relay_from=0 if direct else RELAY_FROM,
-            )
+            setup = replace(one, strategy=name, relay_from=relay_from, lookahead=lookahead, budget_s=budget)
             try:
                 if on_ray:
                     with _ray():
@@ -107,11 +149,13 @@ def run(
                 else:
                     found.append(run_here(setup))
             except VirtualRunFailed as failed:
-                print(f"{count} nodes, {name}: {failed}")
+                print(f"{setup.nodes} nodes, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
             if on_ray and (line := thread_line(found[-1])):
                 print(line, flush=True)
+            if published:
+                print(steps_line(found[-1]), flush=True)
     if found:
         print(f"\n{markdown(*change_rows(found))}")
     compared = ways_of(evaluated, found)
@@ -125,9 +169,7 @@ def run(
             from app.bench.cluster.page import html
 
             options: list[tuple[str, object]] = [
-                ("--nodes", nodes),
-                ("--gpus", gpus),
-                ("--steps", steps),
+                *([("--set", published)] if published else [("--nodes", nodes), ("--gpus", gpus), ("--steps", steps)]),
                 ("--strategy", ways),
             ]
             options += [
@@ -136,6 +178,9 @@ def run(
                 ("--direct", direct),
                 ("--calm", calm),
                 ("--seed", seed),
+                ("--exact", exact),
+                ("--lookahead", lookahead),
+                ("--budget", f"{budget:g}"),
             ]
             command = command_of("cluster", [*options, ("--out", path.name)])
             path.write_text(html(compared, found, curves, command, facts_of()), encoding="utf-8")

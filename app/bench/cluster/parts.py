@@ -21,12 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
 from actors.letters import KeeperCall, RelayFinder, RelayHandle, held
-from actors.messages import HeldShard, Origin, Snapshot, WorkerHandle
+from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
 from actors.outcome import Tell
-from actors.plan.types import Item
+from actors.plan.types import Item, Module
 from actors.pool.lookout import Lookout
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, PoolMember
@@ -282,6 +284,12 @@ class VirtualState(RunState):
         return {"step": step}
 
 
+def _cached(step: int, item: Item, module: Module) -> list[PublishedResult]:
+    """What a cache holds of an item."""
+    rows = np.zeros((1, 1), np.float32)
+    return [PublishedResult(module=module, id=(step, item.id, n), rows=rows, ok=True) for n in range(item.batch)]
+
+
 class VirtualFeeder(AnsweringActor):
     """Hands out the items of a workload; there are no pixels."""
 
@@ -296,7 +304,12 @@ class VirtualFeeder(AnsweringActor):
 
     def batches(self, step: int) -> StepBatches:
         """Every item has a reference of its own, as in a run: whoever passes them on counts each."""
-        return StepBatches(references=tuple(put(b"") for _ in self._steps[step]), position=self.token(step + 1))
+        items = self._steps[step]
+        return StepBatches(
+            references=tuple(put(b"") for _ in items),
+            position=self.token(step + 1),
+            cached={(module, item.id): put(_cached(step, item, module)) for item in items for module in item.cached},
+        )
 
     def resize(self, record: object) -> None: ...
     def release(self, step: int) -> None: ...

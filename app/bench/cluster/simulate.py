@@ -55,10 +55,12 @@ from app.bench.cluster.parts import (
     VirtualWriter,
 )
 from app.bench.cluster.physics import Physics
+from app.inputs.workload import read_workload
 from app.run.recorder import Recorder
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
+from ops.typed import ConfigError
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 PROFILE = CONFIGS / "profiles/hunyuan-13b-720p-h100.json"
@@ -139,7 +141,7 @@ class Watching:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A run on a virtual cluster, with items of the `workload`."""
+    """A run on a virtual cluster, with items of the `workload`, or with its very steps (`published`)."""
 
     nodes: int
     gpus: int = 8
@@ -149,8 +151,27 @@ class Setup:
     budget_s: float = 0.2  # real seconds of planning
     physics: Physics = field(default_factory=Physics)
     workload: Path = WORKLOAD
+    lookahead: int = PlannerConfig().lookahead
+    published: bool = False  # the workload's steps as they are, of items that need no text encode, as it has none
     disturbances: tuple[Disturbance, ...] = ()
     relay_from: int = RELAY_FROM  # workers.relay_from; 0: every worker is called by itself
+
+    @classmethod
+    def of_published(cls, path: Path, physics: Physics) -> Setup:
+        """All steps of a published workload on its own cluster. Raises ConfigError, and PlanError for a cluster that is
+        none."""
+        known = read_workload(path)
+        if not known.cluster:
+            raise ConfigError(f"workload {path} must name its cluster, such as 2x8.")
+        sizes = Cluster.parse(known.cluster).nodes
+        return cls(
+            nodes=len(sizes),
+            gpus=sizes[0],
+            steps=len(known.steps),
+            physics=physics,
+            workload=path,
+            published=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +185,7 @@ class ClusterFigures:
     elapsed_s: float  # virtual seconds of all steps
     executed_s: float  # median virtual seconds of a step
     mean_step_s: float
+    every_step_s: tuple[tuple[float, float], ...]  # executed and planned virtual seconds of all steps, in order
     samples_per_s: float  # in virtual seconds
     planned_s: float  # the same by the plan
     steps_per_hour: float
@@ -372,7 +394,12 @@ def runtime_config(setup: Setup) -> RuntimeConfig:
 
 
 def planner_config(setup: Setup) -> PlannerConfig:
-    return PlannerConfig(strategy=setup.strategy, budget_s=setup.budget_s, static_degree=setup.static_degree)
+    return PlannerConfig(
+        strategy=setup.strategy,
+        budget_s=setup.budget_s,
+        static_degree=setup.static_degree,
+        lookahead=setup.lookahead,
+    )
 
 
 def scaled_profile(speed: float) -> Profile:
@@ -387,7 +414,13 @@ def scaled_profile(speed: float) -> Profile:
 
 
 def workload(setup: Setup) -> list[list[Item]]:
-    """Items of every step: as many for four GPUs as in the published workload, drawn from all of its steps."""
+    """Items of every step: those of the published workload, or as many for four GPUs as it has, drawn from all of its
+    steps."""
+    if setup.published:
+        return [
+            [replace(item, id=f"s{step}.{item.id}", cached=("text",)) for item in items]
+            for step, items in enumerate(read_workload(setup.workload).steps)
+        ]
     known = [item for step in json.loads(setup.workload.read_text())["steps"] for item in step]
     luck = random.Random(setup.physics.seed)
     fields = ("batch", "frames", "height", "width")
@@ -439,6 +472,7 @@ def figures_of(setup: Setup, watching: Watching, alone: bool) -> ClusterFigures:
         elapsed_s=(watching.samples[-1].at - watching.samples[0].at + first.step_s) * speed,
         executed_s=executed,
         mean_step_s=counted_s / len(of),
+        every_step_s=tuple((m.step_s * speed, m.predicted_s * speed) for m in watching.steps),
         samples_per_s=sum(item.batch for n in calm for item in items[n]) / counted_s,
         planned_s=planned,
         steps_per_hour=3600 / executed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,17 @@ def thread_line(one: ClusterFigures) -> str:
     """What the process of the controller took in a step, by its threads; "" where nobody knows."""
     told = ", ".join(f"{name} {seconds:.3f}" for name, seconds in one.threads_s.items() if seconds >= _LEAST_S)
     return f"CPU s a step of its process by thread: {told}" if told else ""
+
+
+def steps_line(one: ClusterFigures) -> str:
+    """What all steps took, from the end of each to that of the next, beside what was planned: of a sequence of which
+    the last ones find what the first ones have encoded, none may be left out."""
+    executed, planned = zip(*one.every_step_s, strict=True)
+    later = [statistics.fmean(of[1:]) if len(of) > 1 else of[0] for of in (executed, planned)]
+    return (
+        f"all {len(executed)} steps, virtual s a step: executed {statistics.fmean(executed):.2f}, planned "
+        f"{statistics.fmean(planned):.2f}; without the first executed {later[0]:.2f}, planned {later[1]:.2f}"
+    )
 
 
 def change_rows(found: Sequence[ClusterFigures]) -> tuple[list[str], list[list[str]]]:
