@@ -82,7 +82,6 @@ UNSEEN_CLIPS = (
 UNSEEN_TEXTS = tuple((1, 480, 832, batch) for batch in (2, 4, 6))
 ITEMS = 8  # of a step
 DEGREES = {"static": 2}
-EQUAL_SPEEDS = ("exact",)  # strategies that know no slow worker: their machine has none
 ITEMS_OF = {"exact": 4}  # of a step, where that of the others takes a proof its whole time: 15 s and more of a core
 
 
@@ -189,8 +188,7 @@ def learn_live(
     """One run of `steps` from the wrong profile, judged on `unseen` further ones; `late` is the share of late ranks,
     `launches_s` what a training cascade takes however little it computes."""
     rng = np.random.default_rng(seed)
-    equal = strategy in EQUAL_SPEEDS
-    machine = Machine(rng, late=late, slow=-1 if equal else SLOW_WORKER, launches_s=launches_s)
+    machine = Machine(rng, late=late, launches_s=launches_s)
     workload = np.random.default_rng(seed + 1)
     config = PlannerConfig(strategy=strategy, budget_s=budget_s, static_degree=DEGREES.get(strategy, 1), lookahead=0)
     planner, speeds = CountedPlanner(wrong_profile(), config), Speeds()
@@ -198,7 +196,7 @@ def learn_live(
     cluster = Cluster(nodes=NODES)
     count = ITEMS_OF.get(strategy, ITEMS)
     judged = [_items(workload, step, count) for step in range(steps, steps + unseen)]
-    known = cluster if equal else _true_cluster()
+    known = _true_cluster()
     truth = _judge(CountedPlanner(true_profile(launches_s), config), judged, known, machine)
     measured = _judge(CountedPlanner(profiled(_machine_of(seed, launches_s)), config), judged, known, machine)
     before = _judge(CountedPlanner(wrong_profile(), config), judged, cluster, machine)
@@ -213,7 +211,7 @@ def learn_live(
         rest_s = remainder_of_step(spans, assigned.step.makespan_s, took)
         planner.observe(spans, texts, cluster, 0, rest_s)
         speeds.observe(reports, dict(zip(names, cluster.speed, strict=False)))
-        cluster = cluster if equal else replace(cluster, speed=speeds.factors(names))
+        cluster = replace(cluster, speed=speeds.factors(names))
     after = _judge(planner, judged, cluster, machine)
     errors = sorted(after.errors)
     return StrategyResult(

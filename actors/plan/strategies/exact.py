@@ -1,14 +1,17 @@
 """CP-SAT: the proven optimum of a small step, the yardstick of the other strategies.
 
-Optional intervals per degree and set of nodes, one cumulative per node. A bag over several nodes takes equal shares on
-common rails, as in the search space of `cascade`; batches keep the given cut.
+Optional intervals per degree, set of nodes and, where workers are of unequal speed, how many of each speed a bag has;
+one cumulative per node and speed. Workers of a node and a speed are interchangeable, so whatever keeps to the
+cumulatives can be placed. A bag over several nodes takes equal shares on common rails, as in the search space of
+`cascade`; batches keep the given cut.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
 
 from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.figures import end_with_credit
@@ -22,8 +25,21 @@ from actors.plan.strategies.search.step import plan_step
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
 
+Team = tuple[int, float]  # the workers of a node with this speed
+
 log = logging.getLogger(__name__)
 RESOLUTION = 40_000  # ticks of a step's serial length; durations are rounded up, the evaluator then uses the exact ones
+MOST_WAYS = 20_000  # to run the jobs of a step; with more no proof is tried
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run a job: its degree on these nodes, with so many workers of each team. Seconds are of its slowest."""
+
+    degree: int
+    nodes: tuple[int, ...]
+    takes: tuple[tuple[Team, int], ...]
+    seconds: float
 
 
 class Exact:
@@ -53,9 +69,12 @@ def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: ListSch
     """The proven optimum, or the best found in the larger of budget and `proof_s`; never worse than `start`."""
     nodes = [tuple(sorted({problem.topology.node[w] for w in start.where[i]})) for i in range(len(jobs))]
     degrees = [len(start.where[i]) for i in range(len(jobs))]
-    hint = SearchResult(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0)
+    bags = [start.where[i] for i in range(len(jobs))]
+    hint = SearchResult(max(start.end), 0.0, [p.job for p in start.placed], degrees, nodes, list(start.begin), 0, bags)
     budget_s = max(problem.options.proof_s, problem.options.budget_s)
     found, _ = solve(problem, jobs, hint, budget_s, seed)
+    if found is hint:
+        return start
     best = realise(problem, jobs, start.context, found, budget_s)
     return best if max(best.end) < max(start.end) - EPS else start
 
@@ -63,50 +82,54 @@ def improve_exactly(problem: Problem, jobs: Sequence[PlannedJob], start: ListSch
 def solve(
     problem: Problem, jobs: Sequence[PlannedJob], hint: SearchResult | None, budget_s: float, seed: int
 ) -> tuple[SearchResult, bool]:
-    """(best schedule, proven optimal). PlanError when the budget ends without any schedule and there is no hint."""
+    """(best schedule, proven optimal). PlanError when the budget ends without any schedule and there is no hint, which
+    has the workers of every job."""
     from ortools.sat.python import cp_model
 
-    if not problem.topology.uniform:
-        raise PlanError("exact needs workers of equal speed. Use strategy cascade for a cluster with speed factors.")
+    teams = _teams(problem)
+    choices = [_ways(problem, job, teams) for job in jobs]
+    if sum(map(len, choices)) > MOST_WAYS:
+        if hint is None:
+            raise PlanError(f"exact: workers have too many speeds ({len(teams)} by node). Use strategy cascade.")
+        log.info("exact: too many speeds of workers for a proof")
+        return hint, False
     model = cp_model.CpModel()
-    serial = sum(job.quickest for job in jobs)
+    serial = sum(job.quickest for job in jobs) / min(problem.topology.speed)
     ticks = RESOLUTION / serial
     horizon = 3 * RESOLUTION + len(jobs)
-    sizes = problem.cluster.nodes
-    per_node: list[list[tuple[cp_model.IntervalVar, int]]] = [[] for _ in sizes]
+    of_team: dict[Team, list[tuple[cp_model.IntervalVar, int]]] = {team: [] for team in teams}
     starts: list[cp_model.IntVar] = []
     ends: list[cp_model.IntVar] = []
-    choices: list[list[tuple[cp_model.IntVar, int, tuple[int, ...]]]] = []
-    for job in jobs:
-        start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
-        options = []
-        for degree, count, seconds in useful_modes(problem, job):
-            for nodes in combinations(range(len(sizes)), count):
-                if all(sizes[n] >= degree // count for n in nodes):
-                    present = model.new_bool_var("")
-                    interval = model.new_optional_interval_var(start, int(-(-seconds * ticks // 1)), end, present, "")
-                    for node in nodes:
-                        per_node[node].append((interval, degree // count))
-                    options.append((present, degree, nodes))
-        if not options:
+    taken: list[list[cp_model.IntVar]] = []
+    for job, ways in zip(jobs, choices, strict=True):
+        if not ways:
+            sizes = problem.cluster.nodes
             raise PlanError(f"item {job.item[1]!r}: no degree fits equal shares of the nodes {sizes}; use cascade.")
-        model.add_exactly_one(present for present, _, _ in options)
+        start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
+        own = [model.new_bool_var("") for _ in ways]
+        for present, way in zip(own, ways, strict=True):
+            length = int(-(-way.seconds * ticks // 1))
+            interval = model.new_optional_interval_var(start, length, end, present, "")
+            for team, count in way.takes:
+                of_team[team].append((interval, count))
+        model.add_exactly_one(own)
         for pred in job.preds:
             model.add(start >= ends[pred])
         starts.append(start)
         ends.append(end)
-        choices.append(options)
-    for node, size in enumerate(sizes):
-        model.add_cumulative([i for i, _ in per_node[node]], [k for _, k in per_node[node]], size)
+        taken.append(own)
+    for team, workers in teams.items():
+        model.add_cumulative([i for i, _ in of_team[team]], [k for _, k in of_team[team]], len(workers))
     makespan = model.new_int_var(0, horizon, "")
     for index, job in enumerate(jobs):
         if job.module == "dit" or not any(j.module == "dit" for j in jobs):
             model.add(makespan >= ends[index])
     if hint is not None:
         model.add(makespan <= int(hint.makespan * ticks) + len(jobs) + 1)
-        for index, options in enumerate(choices):
-            for present, degree, nodes in options:
-                model.add_hint(present, degree == hint.degree[index] and nodes == tuple(sorted(hint.nodes[index])))
+        for index, (own, ways) in enumerate(zip(taken, choices, strict=True)):
+            takes = _takes(problem, hint.bags[index])
+            for present, way in zip(own, ways, strict=True):
+                model.add_hint(present, way.takes == takes)
     model.minimize(makespan)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # with one worker and deterministic time the answer does not depend on the load
@@ -121,11 +144,92 @@ def solve(
             )
         log.info("exact: no improvement on the starting plan within the budget")
         return hint, False
-    order = sorted(range(len(jobs)), key=lambda i: (solver.value(starts[i]), i))
-    picked = [next(option for option in options if solver.value(option[0])) for options in choices]
-    last, begin = solver.value(makespan) / ticks, [solver.value(start) / ticks for start in starts]
-    found = SearchResult(last, last, order, [p[1] for p in picked], [p[2] for p in picked], begin, 0)
+    begin, over = [solver.value(start) for start in starts], [solver.value(end) for end in ends]
+    order = sorted(range(len(jobs)), key=lambda i: (begin[i], i))
+    picked = [
+        next(way for way, present in zip(ways, own, strict=True) if solver.value(present))
+        for ways, own in zip(choices, taken, strict=True)
+    ]
+    last = solver.value(makespan) / ticks
+    found = SearchResult(
+        last, last, order, [way.degree for way in picked], [way.nodes for way in picked], [b / ticks for b in begin], 0
+    )
+    if not problem.topology.uniform:
+        found.bags = _bags(problem, teams, picked, begin, over)
     return found, status == cp_model.OPTIMAL
+
+
+def _teams(problem: Problem) -> dict[Team, list[int]]:
+    """The workers of each node by their speed."""
+    found: dict[Team, list[int]] = {}
+    for worker, node in enumerate(problem.topology.node):
+        found.setdefault((node, problem.topology.speed[worker]), []).append(worker)
+    return found
+
+
+def _takes(problem: Problem, workers: Sequence[int]) -> tuple[tuple[Team, int], ...]:
+    """How many workers of each team a bag has."""
+    found: dict[Team, int] = {}
+    for worker in workers:
+        team = problem.topology.node[worker], problem.topology.speed[worker]
+        found[team] = found.get(team, 0) + 1
+    return tuple(sorted(found.items()))
+
+
+def _ways(problem: Problem, job: PlannedJob, teams: Mapping[Team, Sequence[int]]) -> list[Way]:
+    """All ways to run a job."""
+    sizes = problem.cluster.nodes
+    ways = []
+    for degree, count, seconds in useful_modes(problem, job):
+        share = degree // count
+        for nodes in combinations(range(len(sizes)), count):
+            for parts in product(*(_shares(teams, node, share) for node in nodes)):
+                takes = tuple(one for part in parts for one in part)
+                ways.append(Way(degree, nodes, takes, seconds / min(speed for (_, speed), _ in takes)))
+                if len(ways) > MOST_WAYS:
+                    return ways
+    return ways
+
+
+def _shares(teams: Mapping[Team, Sequence[int]], node: int, share: int) -> list[tuple[tuple[Team, int], ...]]:
+    """All ways to take this many workers of a node, the slowest teams first."""
+    own = sorted(team for team in teams if team[0] == node)
+    found = []
+    for counts in product(*(range(min(share, len(teams[team])) + 1) for team in own)):
+        if sum(counts) == share:
+            found.append(tuple((team, count) for team, count in zip(own, counts, strict=True) if count))
+    return found
+
+
+def _bags(
+    problem: Problem,
+    teams: Mapping[Team, Sequence[int]],
+    ways: Sequence[Way],
+    begin: Sequence[int],
+    over: Sequence[int],
+) -> list[tuple[int, ...]]:
+    """Workers of every job that are free from its begin, in ticks, until it is over: of several nodes those on rails
+    that all of them have free."""
+    topology = problem.topology
+    busy = [0] * topology.num_workers
+    bags: list[tuple[int, ...]] = [()] * len(ways)
+    for index in sorted(range(len(ways)), key=lambda i: (begin[i], i)):
+        idle = {team: [w for w in teams[team] if busy[w] <= begin[index]] for team, _ in ways[index].takes}
+        rails = [
+            {topology.rail[w] for (n, _), own in idle.items() if n == node for w in own} for node in ways[index].nodes
+        ]
+        common = set.intersection(*rails)
+        bag: tuple[int, ...] = ()
+        for team, count in ways[index].takes:
+            wished = sorted(idle[team], key=lambda w: (topology.rail[w] not in common, topology.rail[w], w))
+            near = topology.near[team[0]]
+            beside = tuple(w for w in bag if topology.node[w] == team[0])
+            alike = near.alike or len(ways[index].nodes) > 1
+            bag += tuple(wished[:count]) if alike else near.nearest(wished, count, beside)
+        for worker in bag:
+            busy[worker] = over[index]
+        bags[index] = tuple(sorted(bag))
+    return bags
 
 
 STRATEGY: type[Strategy] = Exact

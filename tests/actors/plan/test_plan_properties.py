@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import statistics
 import time
@@ -242,15 +243,59 @@ def test_ten_thousand_random_plans_drain_whatever_bags_overlap() -> None:
                     queues[worker].pop(0)
 
 
+SPEEDS = st.one_of(st.just(()), st.lists(st.sampled_from([1.0, 0.6, 0.8, 1.5]), min_size=8, max_size=8).map(tuple))
+
+
 @settings(max_examples=8, deadline=None)
-@given(st.lists(items, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 2))
-def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(step: list, size: int, nodes: int) -> None:
-    workload, cluster = named([step]), Cluster(nodes=(size,) * nodes)
+@given(st.lists(items, min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 2), SPEEDS)
+def test_exact_is_not_above_cascade_and_cascade_not_above_its_start(
+    step: list, size: int, nodes: int, speeds: tuple[float, ...]
+) -> None:
+    workload, cluster = named([step]), Cluster(nodes=(size,) * nodes, speed=speeds[: size * nodes])
     start, cascade, exact = (
         make_plan(workload, FLOPS, cluster, counted(strategy=name, budget_s=budget, proof_s=0.5)).steps[0].makespan_s
         for name, budget in (("cascade", 0.0), ("cascade", 0.02), ("exact", 0.02))
     )
     assert exact <= cascade * (1 + 1e-9) and cascade <= start * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_finds_the_optimum_of_workers_of_unequal_speed(h100: Profile, seed: int) -> None:
+    """Encoded batches, of which some can only run in bags: all orders, degrees and sets of workers are tried."""
+    source = random.Random(seed)
+    shapes = source.sample([(6, 5), (6, 9), (1, 69), (1, 77), (2, 57), (3, 41)], 3)
+    step = [
+        Item(id=f"i{n}", batch=b, frames=f, height=1280, width=720, cached=("vae",)) for n, (b, f) in enumerate(shapes)
+    ]
+    cluster = Cluster(nodes=(6,), speed=tuple(source.choice([1.0, 0.8, 0.6]) for _ in range(6)))
+    options = counted(strategy="exact", budget_s=0.0, split=False)
+    problem = Problem([step], h100, cluster, options)
+    plan = make_plan([step], h100, cluster, options)
+    check(plan, [step], h100, cluster)
+    assert plan.steps[0].makespan_s == pytest.approx(best_by_worker(problem), rel=1e-3)
+
+
+def best_by_worker(problem: Problem) -> float:
+    """The shortest of all schedules of jobs that wait for nothing: every order, and every bag for every job."""
+    jobs, workers = problem.jobs(), range(problem.topology.num_workers)
+    bags = [
+        [(bag, job.on(problem.topology, bag)) for k, _ in job.modes for bag in itertools.combinations(workers, k)]
+        for job in jobs
+    ]
+    best = math.inf
+
+    def extend(left: frozenset[int], free: tuple[float, ...]) -> None:
+        nonlocal best
+        if not left:
+            best = min(best, max(free))
+        for job in left:
+            for bag, seconds in bags[job]:
+                end = max(free[w] for w in bag) + seconds
+                if end < best:
+                    extend(left - {job}, tuple(end if w in bag else at for w, at in enumerate(free)))
+
+    extend(frozenset(range(len(jobs))), (0.0,) * len(workers))
+    return best
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "genetic"])
