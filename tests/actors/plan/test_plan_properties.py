@@ -19,6 +19,7 @@ from actors.plan.registry import STRATEGIES
 from actors.plan.schedule.check import bag_order_is_deadlock_free, check
 from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
+from actors.plan.strategies import genetic
 from actors.plan.strategies.search.space import useful_modes
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan, rolling_cut
@@ -296,6 +297,17 @@ def best_by_worker(problem: Problem) -> float:
 
     extend(frozenset(range(len(jobs))), (0.0,) * len(workers))
     return best
+
+
+def test_genetic_places_the_few_fittest_of_a_pool_that_knows_no_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, ends = Cluster(nodes=(3, 3), speed=(1.0, 0.5, 1.0, 1.0, 1.0, 1.0)), []
+    for placed in (1, 4):
+        monkeypatch.setattr(genetic, "PLACED", placed)
+        steps = [[(1 + (n + seed) % 4, (5, 17, 33)[n % 3], 64, 64, 10) for n in range(6)] for seed in range(4)]
+        plans = [make_plan(named([step]), FLOPS, cluster, counted(strategy="genetic", budget_s=0.02)) for step in steps]
+        ends.append([plan.steps[0].makespan_s for plan in plans])
+    fittest, best = ends
+    assert all(new <= old for old, new in zip(fittest, best, strict=True)) and sum(best) < 0.99 * sum(fittest)
 
 
 @pytest.mark.parametrize("strategy", ["cascade", "genetic"])
