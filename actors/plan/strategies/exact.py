@@ -33,8 +33,8 @@ MOST_WAYS = 20_000  # to run the jobs of a step; with more no proof is tried
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A way to run a job: its degree on these nodes, with so many workers of each team. Seconds are of its slowest."""
+class BagChoice:
+    """A bag for a job: its nodes, and how many workers of each team. `seconds` are with the slowest of them."""
 
     degree: int
     nodes: tuple[int, ...]
@@ -176,7 +176,7 @@ def _takes(problem: Problem, workers: Sequence[int]) -> tuple[tuple[Team, int], 
     return tuple(sorted(found.items()))
 
 
-def _ways(problem: Problem, job: PlannedJob, teams: Mapping[Team, Sequence[int]]) -> list[Way]:
+def _ways(problem: Problem, job: PlannedJob, teams: Mapping[Team, Sequence[int]]) -> list[BagChoice]:
     """All ways to run a job."""
     sizes = problem.cluster.nodes
     ways = []
@@ -185,7 +185,7 @@ def _ways(problem: Problem, job: PlannedJob, teams: Mapping[Team, Sequence[int]]
         for nodes in combinations(range(len(sizes)), count):
             for parts in product(*(_shares(teams, node, share) for node in nodes)):
                 takes = tuple(one for part in parts for one in part)
-                ways.append(Way(degree, nodes, takes, seconds / min(speed for (_, speed), _ in takes)))
+                ways.append(BagChoice(degree, nodes, takes, seconds / min(speed for (_, speed), _ in takes)))
                 if len(ways) > MOST_WAYS:
                     return ways
     return ways
@@ -204,7 +204,7 @@ def _shares(teams: Mapping[Team, Sequence[int]], node: int, share: int) -> list[
 def _bags(
     problem: Problem,
     teams: Mapping[Team, Sequence[int]],
-    ways: Sequence[Way],
+    ways: Sequence[BagChoice],
     begin: Sequence[int],
     over: Sequence[int],
 ) -> list[tuple[int, ...]]:

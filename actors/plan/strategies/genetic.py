@@ -22,7 +22,8 @@ GENERATIONS = 50
 MUTATION = 0.1
 ELITE = 4
 SCHEDULE_S = 2.5e-5  # calibration: one job of one list schedule
-PLACED = 4  # of the last generation
+PLACED, PLACE_S = 4, 4e-5  # of the last generation, more where PLACING of the budget pays for it at PLACE_S a job
+PLACING = 0.5
 PATIENCE = 4.0  # budgets after which the wall clock ends what a slow machine has not finished
 
 
@@ -47,7 +48,7 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
     source = random.Random(seed)
     choices = [[k for k, _ in job.modes] for job in jobs]
     population = [[source.choice(options) for options in choices] for _ in range(POPULATION)]
-    generations = max(1, min(GENERATIONS, int(budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
+    generations = max(1, min(GENERATIONS, int((1 - PLACING) * budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
     deadline = problem.options.clock_end(time.perf_counter() + PATIENCE * budget_s)
     seconds = [dict(job.at_best(problem.topology)) for job in jobs]
 
@@ -70,7 +71,7 @@ def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget
             )
     found = dict.fromkeys(tuple(genes) for genes in sorted(population, key=makespan))
     placed: list[ListSchedule] = []
-    for genes in list(found)[:PLACED]:
+    for genes in list(found)[: max(PLACED, int(PLACING * budget_s / (len(jobs) * PLACE_S)))]:
         if not placed or time.perf_counter() <= deadline:
             placed.append(list_by_tail(problem, jobs, genes))
     return min(placed, key=lambda schedule: schedule.step_end)

@@ -301,6 +301,7 @@ def best_by_worker(problem: Problem) -> float:
 
 def test_genetic_places_the_few_fittest_of_a_pool_that_knows_no_slow_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, ends = Cluster(nodes=(3, 3), speed=(1.0, 0.5, 1.0, 1.0, 1.0, 1.0)), []
+    monkeypatch.setattr(genetic, "PLACE_S", math.inf)
     for placed in (1, 4):
         monkeypatch.setattr(genetic, "PLACED", placed)
         steps = [[(1 + (n + seed) % 4, (5, 17, 33)[n % 3], 64, 64, 10) for n in range(6)] for seed in range(4)]
