@@ -38,14 +38,14 @@ class Genetic:
 
 def _plan_step(problem: Problem, step: int, seed: int) -> list[Cascade]:
     jobs = problem.jobs(steps=[step])
-    return (
-        to_cascades(problem, jobs, genetic_step(problem, jobs, seed, problem.options.budget_s).placed) if jobs else []
-    )
+    if not jobs:
+        return []
+    source = random.Random(f"{seed} {step}")  # with the seed alone its luck would be the same in every step
+    return to_cascades(problem, jobs, genetic_step(problem, jobs, source, problem.options.budget_s).placed)
 
 
-def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], seed: int, budget_s: float) -> ListSchedule:
+def genetic_step(problem: Problem, jobs: Sequence[PlannedJob], source: random.Random, budget_s: float) -> ListSchedule:
     """The best of the last of GENERATIONS, or of the budget's worth of them, placed on nodes."""
-    source = random.Random(seed)
     choices = [[k for k, _ in job.modes] for job in jobs]
     population = [[source.choice(options) for options in choices] for _ in range(POPULATION)]
     generations = max(1, min(GENERATIONS, int((1 - PLACING) * budget_s / (POPULATION * len(jobs) * SCHEDULE_S))))
