@@ -21,7 +21,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
     one piece of the device's memory.
     """
     place = torch.device(device)
-    return list(tensors) if place.type == "cpu" else _together(tensors, place)
+    return list(tensors) if place.type == "cpu" or not tensors else _together(tensors, place)
 
 
 def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -78,6 +78,21 @@ class StreamWait:
         return float(self.before.elapsed_time(self.after)) / 1e3
 
 
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """What a thread has waited in a stretch of its work, and its stream, whose waits may not have ended."""
+
+    host_s: float = 0.0
+    waits: tuple[StreamWait, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """All of them; waits for the last wait of the stream."""
+        if self.waits:
+            self.waits[-1].after.synchronize()
+        return self.host_s + sum(one.seconds for one in self.waits)
+
+
 class WaitClock:
     """Seconds for which nothing was computed because the result of a collective was awaited: the communication that is
     not hidden behind work.
@@ -113,18 +128,16 @@ class WaitClock:
             self._of_stream.setdefault(torch.cuda.current_stream().cuda_stream, []).append(booked)
         return booked
 
-    def take(self) -> float:
-        """Seconds since the last `take`; waits for the last wait of the stream."""
+    def take(self) -> Waited:
+        """What was waited since the last `take`."""
         found, self._host.seconds = self._host.seconds, 0.0
         if not self._of_stream:
-            return found
+            return Waited(found)
         import torch
 
         with self._lock:
             waits = self._of_stream.pop(torch.cuda.current_stream().cuda_stream, [])
-        if waits:
-            waits[-1].after.synchronize()
-        return found + sum(one.seconds for one in waits)
+        return Waited(found, tuple(waits))
 
 
 class _HostSeconds(threading.local):

@@ -26,6 +26,7 @@ from ops.noise import NoiseKey, ScaledNoise
 from ops.objective import draw_picture_sigma
 from ops.packing import patchify
 from ops.units import share_units
+from ops.uploads import upload
 
 if TYPE_CHECKING:
     from ops.models.text import TextEncoder
@@ -181,7 +182,7 @@ def _alone(
 
     def encode(part: range) -> list[Tensor]:
         clips = slice(part.start, part.stop)
-        latents = latents_of(modules.vae, frame, pixels[clips].to(device), noise[clips])
+        latents = latents_of(modules.vae, frame, upload([pixels[clips]], device)[0], noise[clips])
         return [patchify(latent.float(), modules.geometry.patch) for latent in latents]
 
     parts = clip_groups(len(pixels), *pixels.shape[1:4], batch_pixels=batch_pixels)
@@ -210,7 +211,7 @@ def _together(
         mine = [n for n in range(len(units)) if (first + n) % group.size == group.rank]
         if not mine:
             continue
-        whole = pixels[clip : clip + 1].to(device)
+        (whole,) = upload([pixels[clip : clip + 1]], device)
         seen = [whole, frame.still(whole, noise[clip : clip + 1])] if frame.is_told else [whole]
         for n in mine:
             which, tile = units[n]

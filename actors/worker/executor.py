@@ -4,6 +4,9 @@ Encode cascades are in `actors.worker.encoding`. The worker actor feeds both; te
 member of a bag calls the same method with its own view of the same cascade, in the same order; partial gradients add up
 in the parameters until `finish`, whose one sum over all workers is the exact gradient of the step (whatever the plan
 was).
+
+On CUDA a cascade's call returns when all of it is queued: the host prepares and queues the next one while the device
+runs it. What was measured is read when the device has come to its end (`actors.worker.work_done`).
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -37,8 +42,8 @@ from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs,
 from actors.worker.loading import Modules
 from actors.worker.meter import Meter, NoMeter, freed, ran_out, release
 from actors.worker.outlasting import OutlastingEncode
-from actors.worker.stopwatch import stopwatch_of
-from actors.worker.work_done import FinishedStep, WorkDone
+from actors.worker.stopwatch import Stopwatch, stopwatch_of
+from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
 from ops.comm import Group
 from ops.compiled_blocks import codes_made
 from ops.conditions import NOTHING, Conditions
@@ -53,6 +58,7 @@ from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import PhaseListener, StepIncomplete, Sync
 from ops.train_pass import PassClip, sequence_losses, train_pass
+from ops.waiting import Waited
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -153,9 +159,11 @@ class Executor:
             self.groups.allow(task.patience)
 
     def leave_bag(self, bag: tuple[int, ...]) -> None:
-        """Close a bag whose collectives have all ended here; its other members do the same."""
+        """Close a bag, when its collectives have ended here; its other members do the same."""
         assert self.groups is not None, "form() comes before the first bag"
         try:
+            if len(bag) > 1:
+                self._watch.settle()
             self.groups.leave(bag)
         except Exception as error:
             self.broken = f"leaving bag {bag}: {error!r}"
@@ -191,16 +199,21 @@ class Executor:
             self._outlasting = None
         for result in one.kept:
             self.store.keep(task.module, result)
-        assert one.span is not None, "an encode that has ended was measured"
-        self.work.add_cascade(replace(one.span, planned_start_s=task.planned_start_s, planned_end_s=task.planned_end_s))
+        assert one.launched is not None, "an encode that has ended was measured"
+        begun = one.launched.span
+
+        def planned_now() -> Span:
+            return replace(begun(), planned_start_s=task.planned_start_s, planned_end_s=task.planned_end_s)
+
+        self.add_cascade(replace(one.launched, span=planned_now))
         if task.leave:
             self.leave_bag(task.bag)
         return results
 
     @contextmanager
     def beside_encodes(self) -> Iterator[None]:
-        """A context for the end of a step: on CUDA it does not wait for an encode that goes on. All cascades of the
-        step have ended on the device by then (`CascadeMeasure` waits for them)."""
+        """A context for the end of a step: on CUDA it does not wait for an encode that goes on. `finish` waits for the
+        cascades of the step."""
         if self._outlasting is None or self.device.type != "cuda":
             yield
             return
@@ -208,6 +221,38 @@ class Executor:
         with torch.cuda.stream(self._stream):
             yield
             self._stream.synchronize()
+
+    def add_cascade(self, launched: Launched) -> None:
+        """A cascade has been run here. Raises DeviceFailure when the device has failed in it or in one before."""
+        with self._blamed():
+            self.work.add_cascade(launched)
+
+    def settle(self) -> None:
+        """Returns when the device has ended all cascades. Raises DeviceFailure when it has failed."""
+        with self._blamed():
+            self.work.read(wait=True)
+
+    def ended_at(self) -> float | None:
+        """When the device ended the last cascade, in unix seconds; None while it has work. Raises DeviceFailure when it
+        has failed."""
+        with self._blamed():
+            return self.work.ended_at
+
+    def is_behind(self) -> bool:
+        """Whether the device has not come to the end of what was queued. Any thread may ask."""
+        under_way = self.work.under_way
+        try:
+            return bool(under_way) and not under_way[-1].has_ended()
+        except RuntimeError:  # of the device: its next call says so
+            return False
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        try:
+            yield
+        except DeviceFailure as error:
+            self.broken = str(error)
+            raise
 
     def own_outlasting(self) -> OutlastingEncode | None:
         """The encode whose thread calls."""
@@ -285,10 +330,12 @@ class Executor:
         """
         self.admit(task.generation)
         self._wait_as(task)
-        started = time.time()
         marks: dict[str, float] = {}
-        phase_of = _PhaseClock(marks, self.on_phase)
         try:
+            self.settle()
+            self._watch.settle()
+            started = time.time()
+            phase_of = _PhaseClock(marks, self.on_phase)
             self.work.check_complete(task)
             loss, weight, bad = self.work.take_losses(task.step)
             weights = self.work.take_expert_weights(task.step, len(self.modules.config.dit.experts))
@@ -308,11 +355,11 @@ class Executor:
             self.broken = f"finish of step {task.step}: {error!r}"
             raise
         phase_of("done")
-        exposed_s = self.groups.clock.take() if self.groups is not None else 0.0
+        exposed_s = self.groups.clock.take().seconds if self.groups is not None else 0.0
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
         copy_s = marks.pop("snapshot", 0.0)  # of a snapshot, not of the end of a step, which plans learn
-        self.work.spans.append(
+        self.work.add_span(
             Span(
                 name=f"finish s{task.step}",
                 module="finish",
@@ -373,12 +420,32 @@ class _PhaseClock:
         self._then(phase)
 
 
+class _PhaseMarks:
+    """Seconds of a cascade's phases, by marks where they begin."""
+
+    def __init__(self, watch: Stopwatch, then: PhaseListener) -> None:
+        self._watch, self._then = watch, then
+        self._begun: list[tuple[str, object]] = []
+
+    def __call__(self, phase: str) -> object:
+        mark = self._watch.mark()
+        self._begun.append((phase, mark))
+        self._then(phase)
+        return mark
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase but the one that goes on, when that has begun."""
+        found: dict[str, float] = {}
+        for (phase, began), (_, ended) in pairwise(self._begun):
+            found[phase] = found.get(phase, 0.0) + self._watch.seconds(began, ended)
+        return found
+
+
 class CascadeMeasure:
     """Times one cascade, refuses stale ones, and marks the executor broken when it fails."""
 
     def __init__(self, executor: Executor, task: CascadeTask) -> None:
         self._executor, self._task = executor, task
-        self._marks: dict[str, float] = {}
         self._inputs: Inputs | None = None
         self._fetch_s: float | None = None
         self._exceeded_gib: float | None = None
@@ -393,10 +460,10 @@ class CascadeMeasure:
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._codes = codes_made()
-        self._start = time.time()
-        self._clock = _PhaseClock(self._marks, self._executor.on_phase if self._outlasting is None else _unseen)
+        watch = self._executor._watch
+        self._phases = _PhaseMarks(watch, self._executor.on_phase if self._outlasting is None else _unseen)
         self.room_gib = self._executor.meter.start()
-        self._came = self._met = self._executor._watch.mark()
+        self._came = self._met = self._phase_began = self._gathering = self._gathered = watch.mark()
         return self
 
     def meet(self) -> Group:
@@ -406,7 +473,7 @@ class CascadeMeasure:
         if self._outlasting is not None:
             return executor._bag(self._task)
         if len(self._task.bag) > 1:
-            self._clock("wait")  # also for the others to connect
+            self._phases("wait")  # also for the others to connect
         group = executor._bag(self._task)
         if group.size > 1:
             group.barrier(executor.device)
@@ -437,18 +504,20 @@ class CascadeMeasure:
     def phase(self, name: str) -> None:
         if self._outlasting is not None and name == "handoff":
             self._hold(self._outlasting)
-        self._clock(name)
+        self._phase_began = self._phases(name)
 
     def _hold(self, outlasting: OutlastingEncode) -> None:
         """Until the end of the step that the encode outlasts."""
         self._executor._watch.settle()
-        self._clock("wait")
+        self._phases("wait")
         began = time.perf_counter()
         outlasting.pass_gate()
         self._held_s += time.perf_counter() - began
 
     def received(self, inputs: Inputs, fetch_s: float | None) -> None:
+        """What was gathered since the last phase began."""
         self._inputs, self._fetch_s = inputs, fetch_s
+        self._gathering, self._gathered = self._phase_began, self._executor._watch.mark()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -457,7 +526,7 @@ class CascadeMeasure:
         need_gib = executor.meter.stop()
         kept = task.module == "dit" and executor.attention.keeps
         if error is not None:
-            executor.broken = f"{task.name}: {error!r}"
+            executor.broken = f"{task.name}: {error!r}{self._others(error)}"
             if kept and ran_out(error):
                 executor.attention.give_up()  # no limit of the cascade, which runs again without
                 return
@@ -472,57 +541,76 @@ class CascadeMeasure:
         worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
         if task.start_sum in (SumStart.DURING, SumStart.AFTER):
             executor.sync.start_sum()
-        executor._watch.settle()  # not the copies of published results
-        self._clock("idle")
-        wait_s = executor._watch.seconds(self._came, self._met) + self._held_s
-        exposed_s = executor.groups.clock.take() if executor.groups is not None else 0.0
-        if executor.device.type == "cuda":
-            exposed_s = max(0.0, exposed_s - wait_s)
+        ended = self._phases("idle")  # not the copies of published results
+        waited = executor.groups.clock.take() if executor.groups is not None else Waited()
         first_here = not self._shapes <= executor._seen or codes_made() != self._codes
         executor._seen |= self._shapes
-        ended = time.time()
-        span = self._with_handoff(
-            Span(
-                name=task.name,
-                module=task.module,
-                cascade=task.cascade,
-                step=task.step,
-                start=self._start,
-                end=ended,
-                batch=len(task.samples),
-                degree=len(task.bag),
-                pieces=task.pieces,
-                planned_start_s=task.planned_start_s,
-                planned_end_s=task.planned_end_s,
-                phases=self._marks,
-                need_gib=need_gib,
-                exceeded_gib=self._exceeded_gib,
-                bag=task.bag,
-                work_s=executor._watch.seconds(self._met, worked) - self._held_s,
-                wait_s=wait_s,
-                exposed_s=exposed_s,
-                first_here=first_here,
-                kept_attention=kept,
-            )
+        span = Span(
+            name=task.name,
+            module=task.module,
+            cascade=task.cascade,
+            step=task.step,
+            start=0.0,
+            end=0.0,
+            batch=len(task.samples),
+            degree=len(task.bag),
+            pieces=task.pieces,
+            planned_start_s=task.planned_start_s,
+            planned_end_s=task.planned_end_s,
+            need_gib=need_gib,
+            exceeded_gib=self._exceeded_gib,
+            bag=task.bag,
+            first_here=first_here,
+            kept_attention=kept,
+        )
+        launched = Launched(
+            name=task.name,
+            cascade=task.cascade,
+            has_ended=partial(executor._watch.has_come, ended),
+            span=partial(self._timed, span, worked, ended, waited),
         )
         if self._outlasting is not None:
-            self._outlasting.span = span
+            self._outlasting.launched = launched
             return
+        executor.add_cascade(launched)
         if task.leave:
             executor.leave_bag(task.bag)
-        executor.work.add_cascade(span)
 
-    def _with_handoff(self, span: Span) -> Span:
-        """The span with what its inputs took to get here."""
-        if (inputs := self._inputs) is None:
-            return span
-        return replace(
+    def _timed(self, span: Span, worked: object, ended: object, waited: Waited) -> Span:
+        """The span with its times, when the cascade has ended."""
+        watch = self._executor._watch
+        watch.wait(ended)
+        wait_s, exposed_s = watch.seconds(self._came, self._met) + self._held_s, waited.seconds
+        if self._executor.device.type == "cuda":
+            exposed_s = max(0.0, exposed_s - wait_s)
+        timed = replace(
             span,
+            start=watch.unix(self._came),
+            end=watch.unix(ended),
+            phases=self._phases.seconds(),
+            work_s=watch.seconds(self._met, worked) - self._held_s,
+            wait_s=wait_s,
+            exposed_s=exposed_s,
+        )
+        if (inputs := self._inputs) is None:
+            return timed
+        gathered_s = watch.seconds(self._gathering, self._gathered) if inputs.moved else 0.0
+        return replace(
+            timed,
             handoff_bytes=inputs.bytes_received + inputs.bytes_fetched,
-            handoff_s=inputs.seconds + (self._fetch_s or 0.0),
+            handoff_s=gathered_s + (self._fetch_s or 0.0),
             fetched_bytes=inputs.bytes_fetched,
             fetch_s=self._fetch_s if inputs.bytes_fetched else None,
         )
+
+    def _others(self, error: BaseException) -> str:
+        """A device tells a failure to whatever call comes next: the cascades before it that may have failed."""
+        before = self._executor.work.under_way if isinstance(error, torch.AcceleratorError) else ()
+        if not before:
+            return ""
+        others = f"; or it is a failure of {', '.join(one.name for one in before)}, not known to have ended there"
+        error.add_note(others.removeprefix("; "))
+        return others
 
     def _exceeded(self, peak_gib: float) -> MemoryExceeded:
         task = self._task

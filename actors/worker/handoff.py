@@ -3,7 +3,7 @@
 A published result leaves a CUDA worker in three parts that overlap with the cascades after it: a copy to pinned memory
 on a side stream, which the task thread only queues (`HostCopies.start`); the wait for that copy and the write into the
 object store, both in the actor's "io" thread (`HostCopies.take`, called by Worker.published). The task thread never
-waits for a copy.
+waits for a copy. Published results that come here go to the device from pinned memory, without a wait of the host.
 
 S samples, P = width of a row of the VAE's results, E text width. Latents travel as token rows `[tokens, P]` so that
 each rank of a bag receives its chunk only; text is needed whole by every rank, and so are the `tail` rows that may
@@ -13,7 +13,6 @@ stand after those of the tokens (ops/models/first_frame.py).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +21,7 @@ import torch
 from actors.messages import STORE, SampleId, StepSample
 from ops.chunks import chunk_bounds
 from ops.comm import Group
+from ops.uploads import upload_all
 
 
 class HandoffError(ValueError):
@@ -149,7 +149,11 @@ class Inputs:
     ok: list[bool]
     bytes_received: int  # through the bag's group
     bytes_fetched: int  # through the object store
-    seconds: float  # of gathering; 0 when everything was in place
+
+    @property
+    def moved(self) -> bool:
+        """Whether any was not in place."""
+        return bool(self.bytes_received or self.bytes_fetched)
 
 
 def gather_inputs(
@@ -169,7 +173,6 @@ def gather_inputs(
     group in one exchange for lengths and one for each kind of rows; nothing is exchanged when every result is in place
     or came from the store.
     """
-    started = time.perf_counter()
     mine = {
         module: {
             i: (store.take(module, s.id) if source[i] == group.rank else fetched[module, s.id])
@@ -187,9 +190,9 @@ def gather_inputs(
     bounds = [[chunk_bounds(n, group.size, r, i) for r in range(group.size)] for i, n in enumerate(tokens)]
 
     received = 0
-    rows = {i: e.rows[slice(*bounds[i][group.rank])].to(device, dtype) for i, e in mine["vae"].items()}
-    tails = {i: e.rows[tokens[i] :].to(device, dtype) for i, e in mine["vae"].items()}
-    text = {i: e.rows.to(device, dtype) for i, e in mine["text"].items()}
+    own = [{i: e.rows[slice(*bounds[i][group.rank])] for i, e in mine["vae"].items()}]
+    own += [{i: e.rows[tokens[i] :] for i, e in mine["vae"].items()}, {i: e.rows for i, e in mine["text"].items()}]
+    rows, tails, text = _there(own, device, dtype)
     whole_tails = [[(n, n + tail)] * group.size for n in tokens]
     whole_texts = [[(0, n)] * group.size for n in text_lengths]
     for module, width, spans, out in (
@@ -207,9 +210,6 @@ def gather_inputs(
         for i, encoded in mine[module].items()
         if source[i] == STORE
     )
-    moved = bool(received or fetched_bytes)
-    if moved and device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()  # copies and exchange are only queued until here
     order = range(len(samples))
     return Inputs(
         rows=[rows[i] for i in order],
@@ -218,8 +218,19 @@ def gather_inputs(
         ok=[ok[i] for i in order],
         bytes_received=received,
         bytes_fetched=fetched_bytes,
-        seconds=time.perf_counter() - started if moved else 0.0,
     )
+
+
+def _there(
+    parts: Sequence[dict[int, torch.Tensor]], device: torch.device, dtype: torch.dtype
+) -> list[dict[int, torch.Tensor]]:
+    """The same on the device, in `dtype`; what lies in host memory goes there by one copy, for which nobody waits."""
+    on_host = [{i: rows for i, rows in part.items() if rows.device.type == "cpu"} for part in parts]
+    sent = upload_all(on_host, device)
+    return [
+        {i: there.get(i, rows).to(device, dtype) for i, rows in part.items()}
+        for part, there in zip(parts, sent, strict=True)
+    ]
 
 
 def _check(module: str, sample: StepSample, rows: torch.Tensor, width: int, tail: int) -> None:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -51,6 +52,7 @@ class Heartbeat:
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
+        self._launched: tuple[Progress, Callable[[], bool]] = (progress, lambda: False)  # what an idle worker did last
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
         self._patience = Patience(limit_s=config.collective_timeout_s, why="workers.collective_timeout_s")
 
@@ -102,9 +104,12 @@ class Heartbeat:
         """Where the worker's GPU is."""
         self._set(replace(self.progress, place=place))
 
-    def idle(self) -> None:
-        """The worker waits for a call."""
+    def idle(self, is_behind: Callable[[], bool] = lambda: False) -> None:
+        """The worker waits for a call. While its device `is_behind`, still in what it was doing, others are told that
+        and its patience goes on."""
         self._since = time.monotonic()
+        if self.progress.activity != "idle":
+            self._launched = (self.progress, is_behind)
         self._set(
             replace(self.progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0, limit_s=0.0)
         )
@@ -112,6 +117,9 @@ class Heartbeat:
     def beat(self) -> None:
         """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again."""
         progress, cancel = self._now
+        before, is_behind = self._launched
+        if progress.activity == "idle" and is_behind():
+            progress = replace(before, generation=progress.generation)
         groups = self.groups
         if groups is not None:
             bags = groups.progress.values()

@@ -13,8 +13,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from actors.messages import CascadeTask, Span
+from actors.messages import CascadeTask
 from actors.worker.handoff import EncodeResult
+from actors.worker.work_done import Launched
 
 
 class OutlastingEncode:
@@ -23,7 +24,7 @@ class OutlastingEncode:
     def __init__(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
         """Begins. `encode` runs in the thread, and calls `pass_gate` before its first collective."""
         self.task = task
-        self.span: Span | None = None  # what was measured of it
+        self.launched: Launched | None = None  # what is measured of it
         self.kept: list[EncodeResult] = []  # results that stay on this worker
         self._encode = encode
         self._gate = threading.Event()

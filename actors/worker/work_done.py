@@ -1,10 +1,15 @@
-"""What a worker has run of the steps that are not finished: its cascades, their samples, losses and spans."""
+"""What a worker has run of the steps that are not finished: its cascades, their samples, losses and spans.
+
+On CUDA the host is ahead of its device: losses and spans of a cascade are read when it has ended there, at the latest
+at the end of the step.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +43,28 @@ class _UnreadLosses:
     values: Tensor  # fp64 [1 + S]: of all, then of each sample
 
 
+class DeviceFailure(RuntimeError):
+    """A device has failed in a cascade whose call had returned."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launched:
+    """A cascade whose call has returned, and which its device may still be running."""
+
+    name: str
+    cascade: str
+    has_ended: Callable[[], bool]  # any thread may ask; raises RuntimeError for a failure of the device
+    span: Callable[[], Span]  # waits until it has ended
+
+
 class WorkDone:
     """An executor's account. Early encodes of a step count with the step in which they run. Losses stay on the device
     until they are asked for: reading one makes the host wait for it."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self._spans: list[Span] = []
+        self._launched: deque[Launched] = deque()  # whose spans have not been read, in their order
+        self._ended_at = 0.0  # unix seconds, of the last one that was read
         self._ran: set[str] = set()  # cascades since the end of the last step
         self._unread: dict[int, list[_UnreadLosses]] = {}  # by step
         self._losses: dict[int, float] = {}  # by step
@@ -53,10 +74,47 @@ class WorkDone:
         self._bad: list[str] = []
         self._item_losses: dict[str, tuple[float, float]] = {}
 
-    def add_cascade(self, span: Span) -> None:
-        """A cascade has ended here."""
-        self.spans.append(span)
-        self._ran.add(span.cascade)
+    def add_cascade(self, one: Launched) -> None:
+        """A cascade has been run here. Raises DeviceFailure as `read` does."""
+        self._ran.add(one.cascade)
+        self._launched.append(one)
+        self.read()
+
+    def add_span(self, span: Span) -> None:
+        """Something else has ended here."""
+        self._spans.append(span)
+
+    def read(self, wait: bool = False) -> None:
+        """Take the spans of cascades that have ended; `wait`: of all, when they have. Raises DeviceFailure, which names
+        the first that had not ended, when the device has failed."""
+        while self._launched:
+            one = self._launched[0]
+            try:
+                if not (wait or one.has_ended()):
+                    return
+                span = one.span()
+            except RuntimeError as error:
+                raise DeviceFailure(f"{one.name} failed on the device: {error}") from error
+            self._launched.popleft()
+            self._spans.append(span)
+            self._ended_at = span.end
+
+    @property
+    def spans(self) -> list[Span]:
+        """Of all that has been run; waits until it has ended."""
+        self.read(wait=True)
+        return self._spans
+
+    @property
+    def under_way(self) -> tuple[Launched, ...]:
+        """Cascades that are not known to have ended. Any thread may ask."""
+        return tuple(self._launched.copy())
+
+    @property
+    def ended_at(self) -> float | None:
+        """When the last cascade ended, in unix seconds; None while one goes on. As `read`."""
+        self.read()
+        return None if self._launched else self._ended_at
 
     def add_weights(self, step: int, good: float, bad: float) -> None:
         """Shares of the step's samples that were run here, and that did not decode."""
@@ -135,5 +193,5 @@ class WorkDone:
             bad_samples=tuple(self._bad),
             item_losses=tuple((item, *values) for item, values in self._item_losses.items()),
         )
-        self.spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
+        self._spans, self._bad, self._item_losses, self._ran = [], [], {}, set()
         return done

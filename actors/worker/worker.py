@@ -274,7 +274,7 @@ class Worker:
         fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
         with bar(task.name), freed():
             self.executor.dit(task, fetched, fetch_s)
-        self.heartbeat.idle()
+        self.heartbeat.idle(self.executor.is_behind)
 
     def turn(self, task: TurnTask) -> TurnReport:
         """Some work on an aside, as much as the turn allows. None of a generation that has ended."""
@@ -284,6 +284,7 @@ class Worker:
         for module in ENCODED:
             self._ready(module, task)
         self.heartbeat.activity(f"aside s{task.step}", "aside", task.step, 0.0, task.patience)
+        executor.settle()
         with bar(f"aside s{task.step}"):
             report = self._asides.turn(task)
         self.heartbeat.idle()
@@ -468,13 +469,15 @@ class Worker:
         )
 
     def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:
-        self.heartbeat.idle()
+        self.heartbeat.idle(self.executor.is_behind)
         return _published(task.module, published)
 
     def _seconds_since(self, published_at: float) -> float | None:
         """How long a published result took to get here, or None when this worker was busy for a part of that time."""
-        idle = self.heartbeat.progress
-        if not published_at or idle.activity != "idle" or idle.since > published_at:
+        idle, ended_at = self.heartbeat.progress, self.executor.ended_at()
+        if not published_at or idle.activity != "idle" or ended_at is None:
+            return None
+        if max(idle.since, ended_at) > published_at:
             return None
         return max(0.0, time.time() - published_at)  # clocks of two nodes may differ
 

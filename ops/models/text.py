@@ -16,6 +16,7 @@ from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, component, tokenizer_of
 from ops.models.frozen import Source, frozen
 from ops.models.place import home_of, on_device, visiting
+from ops.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import T5Config, T5EncoderModel, UMT5EncoderModel
@@ -111,7 +112,8 @@ class T5Text:
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
                 mask[row, : self.unmasked or len(tokens[i])] = 1
-            states = self.encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device)).last_hidden_state
+            there, shown = upload([ids, mask], self.device)
+            states = self.encoder(input_ids=there, attention_mask=shown).last_hidden_state
             for row, i in enumerate(group):
                 # what is encoded of the rows after a caption counts as its own where these are asked for
                 state = states[row, : max(len(tokens[i]), min(self.pad_to, self.unmasked))]

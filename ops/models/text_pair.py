@@ -32,6 +32,7 @@ from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
+from ops.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import (
@@ -109,7 +110,8 @@ class LlamaText:
             for row, i in enumerate(group):
                 ids[row, : len(tokens[i])] = torch.tensor(tokens[i])
             # Causal and padded at the end: no row sees padding, so no mask is needed.
-            states = self.encoder(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
+            (there,) = upload([ids], self.device)
+            states = self.encoder(input_ids=there, use_cache=False).last_hidden_state
             for row, i in enumerate(group):
                 result[i] = states[row, self.recipe.crop : len(tokens[i])].clone()  # a view would keep the batch
         return [rows for rows in result if rows is not None]
@@ -165,7 +167,7 @@ class PooledText:
         found: list[Tensor] = []
         at_once = max(TEXT_BATCH_TOKENS // length, 1)
         for start in range(0, len(ids), at_once):
-            batch = torch.tensor(ids[start : start + at_once]).to(self.device)
+            (batch,) = upload([torch.tensor(ids[start : start + at_once])], self.device)
             found += list(self.second(batch).pooler_output)
         return found
 

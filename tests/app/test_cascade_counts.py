@@ -10,7 +10,14 @@ from tests.families.registry import VARIANTS
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_a_cascade_uploads_its_layout_and_its_levels_and_waits_only_for_its_end(config: DiTConfig) -> None:
-    """The first step tells which parts of a layout a family uses; from the second on they go in one copy."""
-    cascade = counted_step(config).cascade
-    assert (cascade.uploads, cascade.downloads, cascade.waits) == (2, 0, 1)
+def test_a_cascade_uploads_its_layout_and_its_levels_and_waits_for_nothing(config: DiTConfig) -> None:
+    """The first step tells which parts of a layout a family uses; from the second on they go in one copy. The end of
+    the step waits for the cascade's end, and reads losses and sums."""
+    counts = counted_step(config)
+    assert (counts.cascade.uploads, counts.cascade.downloads, counts.cascade.waits) == (2, 0, 0)
+    assert counts.finish.waits == 3
+
+
+def test_results_of_other_workers_go_to_the_device_in_one_copy_that_nobody_waits_for() -> None:
+    cascade = counted_step(VARIANTS["wan"], published=True).cascade
+    assert (cascade.uploads, cascade.downloads, cascade.waits) == (3, 0, 0)

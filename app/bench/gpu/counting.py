@@ -9,6 +9,7 @@ CUDA copies pageable memory in the stream's order, and PyTorch waits for it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from actors.messages import FinishTask
+from actors.messages import STORE, FinishTask
 from actors.worker.executor import Executor
+from actors.worker.handoff import EncodeResult
 from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, build
@@ -60,11 +62,13 @@ class DispatchCount:
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         first, second = counted_step(self.config, blocks=False), counted_step(self.config)
+        come = counted_step(self.config, blocks=False, published=True)
         per_layer = (second.cascade.kernels - first.cascade.kernels) / sum(self.config.block_counts)
         figures: dict[str, float] = {}
         for prefix, counter in (
             ("without blocks: ", first.cascade),
             ("", second.cascade),
+            ("without blocks, results of others: ", come.cascade),
             ("end of step: ", second.finish),
         ):
             figures |= {f"{prefix}{name}": value for name, value in counter.figures().items()}
@@ -190,37 +194,50 @@ class StepCounts:
     finish: DispatchCounter
 
 
-def counted_step(config: DiTConfig, blocks: bool = True) -> StepCounts:
+def counted_step(config: DiTConfig, blocks: bool = True, published: bool = False) -> StepCounts:
     """The second step of a worker alone, of one packed cascade; the first makes what is kept. Without `blocks` the
-    model has none of them."""
+    model has none of them; with `published` results other workers have encoded, they come through the object store."""
     with as_on_a_gpu():
         worker = _worker(config, blocks)
-        _run(worker, 0, DispatchCounter(), DispatchCounter())
+        _run(worker, 0, DispatchCounter(), DispatchCounter(), published)
         counts = StepCounts(DispatchCounter(), DispatchCounter())
-        _run(worker, 1, counts.cascade, counts.finish)
+        _run(worker, 1, counts.cascade, counts.finish, published)
         worker.leave()
     return counts
 
 
-def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter) -> None:
-    """Encode results are in place, as after encodes on the same worker."""
+def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter, published: bool) -> None:
+    """Encode results are in place, as after encodes on the same worker, or `published` by others."""
     images = worker.modules.config.dit.images_only
     pack = [replace(one, grid=(1, *one.grid[1:])) for one in PACK] if images else PACK
     task = encoded_cascade(worker, step, "d", pack, torch.empty)
+    fetched = {}
+    if published:
+        for module, sample in itertools.product(task.sources, task.samples):
+            rows = torch.ones(worker.store.take(module, sample.id).rows.shape)
+            fetched[module, sample.id] = EncodeResult(id=sample.id, rows=rows)
+        task = replace(task, sources=dict.fromkeys(task.sources, (STORE,) * len(task.samples)))
     with cascade, patch.object(worker, "_watch", _CountedWatch(cascade)):
-        worker.dit(task, {})
-    with finish:
+        worker.dit(task, fetched)
+    with finish, patch.object(worker, "_watch", _CountedWatch(finish)):
         worker.finish(FinishTask(generation=0, step=step, export=False, cascades=("d",), weight=1.0))
 
 
 class _CountedWatch(HostWatch):
-    """Counts each wait for all that was queued."""
+    """Counts the waits of a host that is ahead of its device: what is queued has ended only when it was waited for."""
 
     def __init__(self, counter: DispatchCounter) -> None:
-        self._counter = counter
+        self._counter, self._ended = counter, False
+
+    def has_come(self, mark: object) -> bool:
+        return self._ended
+
+    def wait(self, mark: object) -> None:
+        self.settle()
 
     def settle(self) -> None:
-        self._counter.waits += 1
+        self._counter.waits += not self._ended
+        self._ended = True
 
 
 def _worker(config: DiTConfig, blocks: bool) -> Executor:

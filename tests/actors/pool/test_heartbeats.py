@@ -156,6 +156,25 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
     assert not any(token.is_set() for token in new)
 
 
+def test_a_worker_whose_device_is_behind_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has queued the cascade and waits for a call; its device may hang in it."""
+    made, behind, sent = heartbeat("cuda"), True, []
+    made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
+    made.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    made.activity("dit 9f 32x32 b1 sp1 s7", "forward", 7, 1.5, Patience(limit_s=30.0))
+    made.idle(lambda: behind)
+    made.idle(lambda: behind)
+    made.beat()
+    assert (sent[-1].activity, sent[-1].step, sent[-1].predicted_s) == ("dit 9f 32x32 b1 sp1 s7", 7, 1.5)
+    made._since -= 31.0
+    made.beat()
+    assert made.cancel.is_set() and "dit 9f 32x32 b1 sp1 s7" in made.cancel.reason
+    behind = False
+    made.beat()
+    assert sent[-1].activity == "idle"
+
+
 @pytest.mark.parametrize(
     ("device", "age_s", "activity", "cancelled"),
     [

@@ -1,0 +1,145 @@
+"""A host that is ahead of its device, by a watch whose device goes on only when it is told to, or waited for."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from actors.messages import StaleGeneration
+from actors.plan.types import Item
+from actors.worker.executor import Executor
+from actors.worker.work_done import DeviceFailure
+from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
+
+ITEMS = [Item(id=f"s0.{n}", batch=1, frames=5, height=32, width=48, text_tokens=12) for n in range(2)]
+APART_S = 10.0  # between two marks on the device
+
+
+class LateDevice:
+    """Has come to the marks below `reached`; at mark n at 1000 + 10 n seconds."""
+
+    def __init__(self) -> None:
+        self.made, self.reached, self.waits = 0, 0, 0
+        self.fails_at: int | None = None
+
+    def mark(self) -> int:
+        self.made += 1
+        return self.made - 1
+
+    def has_come(self, mark: object) -> bool:
+        self._check()
+        return int(mark) < self.reached  # type: ignore[call-overload]
+
+    def wait(self, mark: object) -> None:
+        self._check()
+        if not self.has_come(mark):
+            self.waits, self.reached = self.waits + 1, int(mark) + 1  # type: ignore[call-overload]
+
+    def settle(self) -> None:
+        self._check()
+        if self.reached < self.made:
+            self.waits, self.reached = self.waits + 1, self.made
+
+    def seconds(self, first: object, second: object) -> float:
+        return self.unix(second) - self.unix(first)
+
+    def unix(self, mark: object) -> float:
+        assert isinstance(mark, int) and mark < self.reached, "the device has not come there"
+        return 1000.0 + APART_S * mark
+
+    def _check(self) -> None:
+        if self.fails_at is not None and self.reached >= self.fails_at:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def behind() -> tuple[Host, LateDevice]:
+    (host,) = make_hosts(1, torch.float32, train_config())
+    device = LateDevice()
+    host.executor._watch = device
+    return host, device
+
+
+def test_no_cascade_waits_and_the_end_of_the_step_does_once() -> None:
+    (usual,) = make_hosts(1, torch.float32, train_config())
+    loss = run_step([usual], ITEMS, one_worker(ITEMS))
+    host, device = behind()
+    run_step([host], ITEMS, one_worker(ITEMS), finish=False)
+    assert device.waits == 0 and len(host.executor.work.under_way) == 6 and host.executor.is_behind()
+    host, device = behind()
+    assert run_step([host], ITEMS, one_worker(ITEMS)) == loss
+    assert host.done is not None and not host.executor.is_behind() and not host.executor.work.under_way
+    assert device.waits == 6, "of six cascades, one after the other; on a device the first five end meanwhile"
+    pairs = zip(usual.executor.modules.dit.parameters(), host.executor.modules.dit.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_span_has_the_times_of_the_device() -> None:
+    host, device = behind()
+    run_step([host], ITEMS, one_worker(ITEMS), finish=False)
+    spans = host.executor.work.spans
+    assert [span.name.split()[0] for span in spans].count("dit") == 2 and device.reached == device.made
+    for before, after in itertools.pairwise(spans):
+        assert before.end < after.start
+    for span in spans:
+        assert span.work_s is not None and 0 < span.work_s < span.end - span.start
+        assert 0 < sum(span.phases.values()) < span.end - span.start
+        assert all(seconds > 0 and seconds % APART_S == 0 for seconds in span.phases.values())
+    (dit, *_) = [span for span in spans if span.module == "dit"]
+    assert set(dit.phases) == {"handoff", "forward", "backward"}
+
+
+def test_spans_are_read_as_their_cascades_end() -> None:
+    host, device = behind()
+    run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
+    work = host.executor.work
+    assert len(work.under_way) == 3 and work.ended_at is None
+    device.reached = device.made
+    assert work.ended_at == 1000.0 + APART_S * (device.made - 1) and not work.under_way
+    assert device.waits == 0
+
+
+@pytest.mark.parametrize("moment", ["next cascade", "finish", "fetching"])
+def test_a_failure_of_the_device_names_the_cascade_that_had_not_ended(moment: str) -> None:
+    host, device = behind()
+    executor: Executor = host.executor
+    run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
+    first = executor.work.under_way[0].name
+    device.fails_at = device.reached
+    with pytest.raises(DeviceFailure, match=f"{first} failed on the device: CUDA error"):
+        if moment == "next cascade":
+            run_step([host], ITEMS[1:], one_worker(ITEMS[1:]), finish=False)
+        elif moment == "finish":
+            executor.settle()
+        else:
+            executor.ended_at()
+    assert executor.broken is not None and first in executor.broken
+    with pytest.raises(StaleGeneration, match="failed on the device"):
+        executor.admit(executor.generation)
+    assert not executor.is_behind(), "the heartbeat's thread lives"
+
+
+def test_an_error_of_the_device_in_a_later_launch_names_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = behind()
+    run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
+    earlier = [one.name for one in host.executor.work.under_way]
+
+    def failing(*arguments: Any, **settings: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("actors.worker.executor.train_pass", failing)
+    with pytest.raises(torch.AcceleratorError) as caught:
+        run_step([host], ITEMS[1:], one_worker(ITEMS[1:]), finish=False)
+    (note,) = caught.value.__notes__
+    assert all(name in note for name in earlier) and host.executor.broken is not None
+    assert earlier[-1] in host.executor.broken
+
+
+def test_a_bag_is_left_when_the_device_has_ended_its_collectives() -> None:
+    host, device = behind()
+    run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
+    with pytest.raises(ValueError, match="not connected"):
+        host.executor.leave_bag((0, 1))
+    assert device.waits == 1 and device.reached == device.made
