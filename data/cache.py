@@ -27,6 +27,7 @@ import tempfile
 import threading
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -182,14 +183,18 @@ class CacheWriter:
     def __init__(self, cache: Cache, most_bytes: int = QUEUE_BYTES) -> None:
         self.cache, self.counts = cache, Counter[str]()  # of entries: kept, failed, dropped
         self._most, self._waiting = most_bytes, 0
-        self._queue: queue.SimpleQueue[tuple[EntryKind, str, np.ndarray]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[EntryKind, str, Callable[[], np.ndarray], int]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         threading.Thread(target=self._write_all, name="cache", daemon=True).start()
 
     def submit(self, kind: EntryKind, key: str, array: np.ndarray) -> bool:
         """Returns at once; False when too much waits already. The array must not be changed after."""
+        return self.submit_later(kind, key, lambda: array, array.nbytes)
+
+    def submit_later(self, kind: EntryKind, key: str, ready: Callable[[], np.ndarray], num_bytes: int) -> bool:
+        """The same of an array of so many bytes that is on its way: `ready` returns it when it has come."""
         with self._lock:
-            if self._waiting and self._waiting + array.nbytes > self._most:
+            if self._waiting and self._waiting + num_bytes > self._most:
                 self.counts["dropped"] += 1
                 if self.counts["dropped"] == 1:
                     log.warning(
@@ -198,21 +203,21 @@ class CacheWriter:
                         self.cache.root,
                     )
                 return False
-            self._waiting += array.nbytes
-        self._queue.put((kind, key, array))
+            self._waiting += num_bytes
+        self._queue.put((kind, key, ready, num_bytes))
         return True
 
     def _write_all(self) -> None:
         while True:
-            kind, key, array = self._queue.get()
+            kind, key, ready, num_bytes = self._queue.get()
             try:
-                kept = self.cache.put(kind, key, array)
+                kept = self.cache.put(kind, key, ready())
             except Exception:  # the thread must live: it is the only one that empties the queue
                 log.exception("cache %s: an entry was not written", self.cache.root)
                 kept = False
             with self._lock:
                 self.counts["kept" if kept else "failed"] += 1
-                self._waiting -= array.nbytes
+                self._waiting -= num_bytes
 
 
 def _read(path: Path) -> np.ndarray:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
 from actors.messages import CascadeTask
-from actors.worker.handoff import EncodeResult
+from actors.worker.handoff import CopyInFlight, EncodeResult
 from data.cache import CacheWriter, EntryKind
 
 
 class ResultCache:
-    """Takes the results of every encode cascade that this worker leads (`Encoding`'s `on_encoded`)."""
+    """Takes the results of every encode cascade that this worker leads (`Encoding`'s `on_encoded`). The writer's thread
+    waits for their copies, the cascade for none."""
 
-    def __init__(self, writer: CacheWriter) -> None:
-        self._writer = writer
+    def __init__(self, writer: CacheWriter, copy: Callable[[torch.Tensor], CopyInFlight]) -> None:
+        """`copy` begins a copy to host memory."""
+        self._writer, self._copy = writer, copy
 
     def __call__(self, task: CascadeTask, results: list[EncodeResult]) -> None:
         kind: EntryKind = "latents" if task.module == "vae" else "text"
@@ -21,4 +29,16 @@ class ResultCache:
         for sample, result in zip(task.samples, results, strict=True):
             key = sample.latent_key if kind == "latents" else sample.text_key
             if result.ok and key:
-                self._writer.submit(kind, key, result.rows.float().cpu().numpy().copy())
+                rows = result.rows.float()
+                self._writer.submit_later(kind, key, partial(_come, self._copy(rows)), rows.nbytes)
+
+
+def host_copy(rows: torch.Tensor) -> CopyInFlight:
+    """A copy in host memory of what lies there."""
+    return CopyInFlight(host=rows.clone(), wait=lambda: None)
+
+
+def _come(copying: CopyInFlight) -> np.ndarray:
+    copying.wait()
+    found: np.ndarray = copying.host.numpy()
+    return found

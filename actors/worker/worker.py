@@ -40,8 +40,8 @@ from actors.process import birth
 from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, wait
 from actors.refs import Ref
 from actors.worker.aside import Asides
-from actors.worker.caching import ResultCache
-from actors.worker.encoding import Encoding, nobody
+from actors.worker.caching import ResultCache, host_copy
+from actors.worker.encoding import Encoding
 from actors.worker.executor import Executor
 from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
@@ -388,7 +388,10 @@ class Worker:
 
     def _encoding(self) -> Encoding:
         cache = self.settings.cache
-        return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache))) if cache.path else nobody)
+        if not cache.path:
+            return Encoding(self.executor)
+        copy = PinnedCopy(self.device) if self.device.type == "cuda" else host_copy
+        return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache)), copy))
 
     def _gathering(self) -> Patience:
         """The patience for the first collectives of a generation, in which all get all parameters."""

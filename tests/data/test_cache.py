@@ -177,6 +177,32 @@ def test_a_slow_disk_costs_entries_and_not_memory(tmp_path: Path, monkeypatch: p
     assert writer.submit("text", "f" * 64, np.ones(500)), "one that is larger than the queue goes alone"
 
 
+def test_an_entry_that_is_on_its_way_is_written_when_it_has_come(tmp_path: Path) -> None:
+    """Its bytes count from the beginning, and one that does not come is one entry less."""
+    come = threading.Event()
+    writer = CacheWriter(cache(tmp_path), most_bytes=1000)
+
+    def ready() -> np.ndarray:
+        assert come.wait(60)
+        return np.ones(100, np.float64)
+
+    key = text_key("late", "t5", 226)
+    assert writer.submit_later("text", key, ready, 800)
+    assert not writer.submit("text", text_key("other", "t5", 226), np.ones(50)), "there is no room beside it"
+    assert writer.cache.get("text", key) is None
+    come.set()
+    wait_for(writer, 1)
+    found = writer.cache.get("text", key)
+    assert found is not None and found.sum() == 100
+
+    def failed() -> np.ndarray:
+        raise RuntimeError("CUDA error")
+
+    assert writer.submit_later("text", "f" * 64, failed, 800)
+    wait_for(writer, 2)
+    assert writer.counts == {"kept": 1, "failed": 1, "dropped": 1}
+
+
 def wait_for(writer: CacheWriter, entries: int) -> None:
     """Wait until `entries` were written or failed."""
     deadline = time.monotonic() + 60

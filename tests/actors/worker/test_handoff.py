@@ -14,7 +14,7 @@ import torch
 from actors.messages import STORE, CascadeTask
 from actors.plan.types import Cascade, Item, Part
 from actors.run.dispatch import Holdings, calls_of
-from actors.worker.caching import ResultCache
+from actors.worker.caching import ResultCache, host_copy
 from actors.worker.handoff import EncodeResult, EncodeStore, HandoffError, Inputs, gather_inputs
 from actors.worker.worker import _published
 from data.cache import Cache
@@ -221,9 +221,10 @@ def test_a_text_of_a_frame_that_did_not_decode_is_not_kept(tmp_path: Path) -> No
     """Its name says a frame that it was not made of."""
     kept: list[tuple[str, str]] = []
     writer = SimpleNamespace(
-        cache=Cache(CacheConfig(path=str(tmp_path))), submit=lambda kind, key, array: kept.append((kind, key))
+        cache=Cache(CacheConfig(path=str(tmp_path))),
+        submit_later=lambda kind, key, ready, size: kept.append((kind, key)),
     )
-    cache = ResultCache(writer)  # type: ignore[arg-type]
+    cache = ResultCache(writer, host_copy)  # type: ignore[arg-type]
 
     def to_cache(task: CascadeTask, results: list[EncodeResult]) -> None:
         named = tuple(replace(s, text_key=f"t{s.index}", latent_key=f"l{s.index}") for s in task.samples)
@@ -260,9 +261,9 @@ def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
     kept: list[tuple[str, str, np.dtype]] = []
     writer = SimpleNamespace(
         cache=Cache(CacheConfig(path=str(tmp_path))),
-        submit=lambda kind, key, array: kept.append((kind, key, array.dtype)),
+        submit_later=lambda kind, key, ready, size: kept.append((kind, key, ready().dtype)),
     )
-    cache, published = ResultCache(writer), []  # type: ignore[arg-type, var-annotated]
+    cache, published = ResultCache(writer, host_copy), []  # type: ignore[arg-type, var-annotated]
 
     def to_cache(task: CascadeTask, results: list[EncodeResult]) -> None:
         named = tuple(replace(s, text_key=f"t{s.id}", latent_key=f"l{s.id}") for s in task.samples)
