@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-_MOST_QUEUED = 4096  # waits of a stream that are looked at; a cascade, at whose end all of them have ended, has fewer
+_MOST_QUEUED = 4096  # waits of a stream that are looked at: more than a host can be ahead of its device
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes

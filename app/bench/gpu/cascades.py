@@ -1,7 +1,7 @@
 """A step as a worker runs it: several cascades one after the other, by its own executor, and the end of the step.
 
 A plain step beside it has the same passes in one go, without what a worker adds: noise, levels, layouts, spans, memory
-counted, and the wait at the end of each cascade.
+counted, and the wait for all cascades at the end of the step.
 """
 
 from __future__ import annotations
