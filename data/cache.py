@@ -192,7 +192,7 @@ class CacheWriter:
         return self.submit_later(kind, key, lambda: array, array.nbytes)
 
     def submit_later(self, kind: EntryKind, key: str, ready: Callable[[], np.ndarray], num_bytes: int) -> bool:
-        """The same of an array of so many bytes that is on its way: `ready` returns it when it has come."""
+        """The same of an array of `num_bytes` that is on its way: `ready` returns it when it has come."""
         with self._lock:
             if self._waiting and self._waiting + num_bytes > self._most:
                 self.counts["dropped"] += 1

@@ -434,7 +434,7 @@ class _PhaseMarks:
         return mark
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase but the one that goes on, when that has begun."""
+        """Seconds of each phase but the one that goes on, when that has begun."""
         found: dict[str, float] = {}
         for (phase, began), (_, ended) in pairwise(self._begun):
             found[phase] = found.get(phase, 0.0) + self._watch.seconds(began, ended)

@@ -105,8 +105,8 @@ class Heartbeat:
         self._set(replace(self.progress, place=place))
 
     def idle(self, is_behind: Callable[[], bool] = lambda: False) -> None:
-        """The worker waits for a call. While its device `is_behind`, still in what it was doing, others are told that
-        and its patience goes on."""
+        """The worker waits for a call. While its device `is_behind`, still in what it was doing, heartbeats
+        say that, and its patience goes on."""
         self._since = time.monotonic()
         if self.progress.activity != "idle":
             self._launched = (self.progress, is_behind)

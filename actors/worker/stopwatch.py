@@ -70,7 +70,7 @@ class _Moment:
 
 @dataclass(frozen=True, slots=True)
 class StreamMark:
-    """A place in a stream, and a moment before it by which its time is told."""
+    """A place in a stream, and a moment before it from which its time is counted."""
 
     event: torch.cuda.Event
     since: _Moment

@@ -101,7 +101,7 @@ class WorkDone:
 
     @property
     def spans(self) -> list[Span]:
-        """Of all that has been run; waits until it has ended."""
+        """What was measured of all that has been run; waits until it has ended."""
         self.read(wait=True)
         return self._spans
 

@@ -1,4 +1,4 @@
-"""A host that is ahead of its device, by a watch whose device goes on only when it is told to, or waited for."""
+"""A host that is ahead of its device, by a watch whose device goes on only as a test says, or when it is waited for."""
 
 from __future__ import annotations
 
