@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -60,7 +60,8 @@ class Bench:
         self.config, self.model, self.geometry, self.device = config, model, geometry, device
         self.group = group or Group.solo()
         self._gradients: Gradients | None = None
-        self._gathered: list[tuple[int, float]] = []  # bytes and seconds of the runs that are being measured
+        # bytes of the runs that are being measured, and their seconds, which may be asked when a run has ended
+        self._gathered: list[tuple[int, Callable[[], float]]] = []
         self._settled = False  # its modules are loaded, and what they take is counted
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
@@ -241,7 +242,7 @@ class Bench:
             seconds=seconds,
             need_gib=need_gib,
             gathered_bytes=max((num_bytes for num_bytes, _ in moved), default=0),
-            gathered_s=statistics.median([took for _, took in moved]) if moved else 0.0,
+            gathered_s=statistics.median([took() if num_bytes else 0.0 for num_bytes, took in moved]) if moved else 0.0,
         )
 
     def _settle(self) -> None:
@@ -302,6 +303,7 @@ class Bench:
         of its inputs."""
         import torch
 
+        from actors.worker.stopwatch import stopwatch_of
         from ops.conditions import Conditions
         from ops.models.experts import keep_attention, transformers
         from ops.packing import Layout, Sequence
@@ -330,11 +332,12 @@ class Bench:
             pooled = torch.randn(shape.batch, self.model.text.pooled, generator=generator).to(self.device, dtype)
         told = Conditions(image=image, pooled=pooled)
         cast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.train.autocast == "bfloat16")
-        gather = self._gathering(shape, grid)
+        gather, watch = self._gathering(shape, grid), stopwatch_of(self.device)
 
         def work() -> None:
+            began = watch.mark()
             inputs = gather()
-            self._gathered.append((inputs.bytes_received, inputs.seconds))
+            self._gathered.append((inputs.bytes_received, partial(watch.seconds, began, watch.mark())))
             keep_attention(dit, self.attention.begin(layout, self._room_gib))
             with cast:
                 predicted = dit(tokens.to(dtype), times, text.to(dtype), layout, group, told)
