@@ -154,6 +154,8 @@ class Controller:
         self._look_for_the_end(now)
         self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self.generations.observe(Tick())
+        if (runner := self.generations.runner) is not None:
+            runner.relays.renew(now)
         self._look_s = self.pace.after(time.thread_time() - began + self._vain_s)
 
     def _look_for_the_end(self, now: float) -> None:
@@ -190,6 +192,7 @@ class Controller:
             self.committer.settle(runner.world, quiet=not runner.running, timeout_s=held_s)
             if not runner.running:
                 runner.end_hanging_relays()  # a commit may wait for one, and no step does
+                runner.take_up_relays()
                 self._at_boundary(runner)
         except GenerationLost as lost:
             self.generations.lost(lost)
@@ -204,6 +207,7 @@ class Controller:
             and not runner.at_end
             and not self.generations.view.change_pending
             and not self._stop_by
+            and not runner.awaits_quiet
             and self.committer.num_open < _STEPS_AHEAD
         ):
             waiting_since = time.perf_counter()

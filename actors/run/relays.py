@@ -1,5 +1,9 @@
-"""Which nodes have a relay (`actors.run.relay`), from their start to their end. A node whose relay was lost goes on
-without: its workers are called directly again."""
+"""Which nodes have a relay (`actors.run.relay`), from their start to their end.
+
+A node whose relay was lost goes on without: its workers are called directly. Some time after another one is started
+there. It is given letters once it has answered, and later after each further loss: so no step waits for it, and a node
+that always loses its relays breaks few generations.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ _QUIET_S = 20.0  # a relay that has said nothing for so long is asked for a sign
 _SILENT_S = 60.0  # one that does not answer for so long hangs: it answers beside all its other work
 _GONE_S = 1.0  # until those that live have answered, when one is lost
 _START_S = 600.0  # for the first answer, as for a worker's (`workers.start_s`)
+_LONGEST_AGAIN_S = 3600.0  # that a node goes on without a relay, however many it has lost
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +42,17 @@ class NodeRelay:
 
     address: str
     handle: RelayHandle
+
+
+@dataclass(kw_only=True, slots=True)
+class LostRelay:
+    """A node that has lost its relay, and the next one, which is used once it has answered. Monotonic seconds."""
+
+    again_at: float  # another one is started
+    next: NodeRelay | None = None
+    asked: Ref[None] | None = None  # its first sign of life
+    asked_at: float = 0.0
+    answered_at: float | None = None
 
 
 def start_relay(node: str) -> NodeRelay:
@@ -57,29 +73,37 @@ def groups_of(nodes: Sequence[str]) -> list[list[str]]:
 
 @dataclass(kw_only=True)
 class Relays:
-    """The relays of one run. `least` workers and more are called through them; 0: all are called directly."""
+    """The relays of one run. `least` workers and more are called through them; 0: all are called directly. `again_s`:
+    how long a node goes on without that has lost its first one; twice as long after each further one."""
 
     least: int = 0
+    again_s: float = 60.0
     start: Callable[[str], NodeRelay] = start_relay  # on a node
     groups: Sequence[Sequence[str]] = ()  # of the nodes with relays of the last generation
     _known: dict[str, NodeRelay] = field(default_factory=dict)
     _first: dict[str, str] = field(default_factory=dict)  # by node: the first of its group
-    _without: set[str] = field(default_factory=set)  # nodes that have lost theirs
+    _wanted: Sequence[str] = ()  # nodes of the last generation where letters save calls
+    _without: dict[str, LostRelay] = field(default_factory=dict)  # by node
+    _times: Counter[str] = field(default_factory=Counter)  # that a node has lost one
     _asked: dict[str, tuple[Ref[None], float]] = field(
         default_factory=dict
     )  # by node: what is not answered, since when
     _heard_at: dict[str, float] = field(default_factory=dict)  # by node: when its relay has last said something
     _looked_at: float = -_LOOK_S
+    _renewed_at: float = -_LOOK_S
 
     def of(self, world: Sequence[Seat]) -> Mapping[str, NodeRelay]:
-        """The relays of a generation, by node; none of a node with one worker, where a letter would save nothing."""
+        """The relays of a generation, by node; none of a node with one worker, where a letter would save nothing. Of
+        the same world once more: with those that nodes have again."""
         counts = Counter(seat.node for seat in world)
         for node in [node for node in self._known if node not in counts]:
             self._forget(node, self._known.pop(node))
-        self.groups, self._first = (), {}
+        self.groups, self._first, self._wanted = (), {}, ()
         if not self.least or len(world) < self.least:
             return {}
-        wanted = [node for node, count in counts.items() if count > 1 and node not in self._without]
+        self._wanted = [node for node, count in counts.items() if count > 1]
+        self._take_up()
+        wanted = [node for node in self._wanted if node not in self._without]
         for node in wanted:
             if node not in self._known:
                 self._known[node] = self.start(node)
@@ -130,16 +154,72 @@ class Relays:
                 found[asked[reference]] = last_line(str(error)) or type(error).__name__
         return found
 
-    def lose(self, node: str) -> None:
+    def lose(self, node: str, now: float) -> None:
         """The relay of this node is gone, hangs, or has failed."""
-        self._without.add(node)
         if (gone := self._known.pop(node, None)) is not None:
             self._forget(node, gone)
+        if node not in self._without:
+            self._without[node] = self._put_off(node, now)
+
+    def renew(self, now: float) -> None:
+        """Start relays where some were lost long enough ago, and hear whether those answer. Waits for none."""
+        if not self._without or now - self._renewed_at < min(_LOOK_S, self.again_s):
+            return
+        self._renewed_at = now
+        for node, lost in list(self._without.items()):
+            if node not in self._wanted:  # its workers are gone, or one is left
+                if lost.next is not None:
+                    self._end(lost.next.handle)
+                    self._without[node] = self._put_off(node, now)
+            elif lost.next is None:
+                if now >= lost.again_at:
+                    lost.next, lost.asked_at = self.start(node), now
+                    lost.asked = lost.next.handle.here.remote()
+            elif lost.answered_at is None and (why := self._hear_first(lost, now)):
+                log.warning("node %s gets no relay: %s", node[:8], why)
+                self._end(lost.next.handle)
+                self._without[node] = self._put_off(node, now)
+
+    @property
+    def renewed(self) -> list[str]:
+        """Nodes that can have a relay again: `of` gives it to them."""
+        return [node for node, lost in self._without.items() if lost.answered_at is not None and node in self._wanted]
 
     def close(self) -> None:
         """End them all."""
         while self._known:
             self._forget(*self._known.popitem())
+        while self._without:
+            if (begun := self._without.popitem()[1].next) is not None:
+                self._end(begun.handle)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _put_off(self, node: str, now: float) -> LostRelay:
+        """One more relay of this node was no good."""
+        pause_s = min(self.again_s * 2.0 ** min(self._times[node], 30), _LONGEST_AGAIN_S)
+        self._times[node] += 1
+        return LostRelay(again_at=now + pause_s)
+
+    def _hear_first(self, lost: LostRelay, now: float) -> str:
+        """Take in whether a new relay has answered. Why it will not."""
+        assert lost.asked is not None
+        if not wait([lost.asked], timeout=0)[0]:
+            waited_s = now - lost.asked_at
+            return f"it has not answered for {waited_s:.0f} s" if waited_s >= _START_S else ""
+        try:
+            get(lost.asked)
+        except ray.exceptions.RayError as error:
+            return last_line(str(error)) or type(error).__name__
+        lost.answered_at = now
+        return ""
+
+    def _take_up(self) -> None:
+        for node in self.renewed:
+            lost = self._without.pop(node)
+            assert lost.next is not None and lost.answered_at is not None
+            self._known[node], self._heard_at[node] = lost.next, lost.answered_at
+            log.info("node %s has a relay again", node[:8])
 
     def _forget(self, node: str, relay: NodeRelay) -> None:
         self._asked.pop(node, None)

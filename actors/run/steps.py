@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -42,6 +43,8 @@ _METHODS: dict[Module, str] = {"text": "encode_text", "vae": "encode_vae", "dit"
 
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _ROOM_CHANGE = 0.02  # share of the memory for cascades
+_QUIET_S = 1.0  # for encodes that outlast a step to end, before a relay makes the next calls
+_NEXT_TRY_S = 60.0  # to take up a relay
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
 
 
@@ -80,8 +83,9 @@ class StepRunner:
         self._relay_of: Mapping[str, NodeRelay] = self.relays.of(self.world)
         self._groups = self.relays.groups
         self._letters: dict[str, list[RelayedCall]] = {}  # by node: of the step that is being dispatched
-        self._sent = 0  # letters to each node
-        self._formed_by = tuple(self.forming) if self._relay_of else ()  # by rank
+        self._sent: Counter[str] = Counter()  # letters to each node
+        self._relays_at = 0.0  # monotonic seconds: no relay is taken up before
+        self._formed_by = tuple(self.forming)  # by rank
         self._ranks: dict[str, list[int]] = {}  # by node
         for rank, seat in enumerate(self.world):
             self._ranks.setdefault(seat.node, []).append(rank)
@@ -213,10 +217,28 @@ class StepRunner:
     def end_hanging_relays(self) -> dict[str, float]:
         """End relays that hang: what waits for one fails then, also keepers' answers, which others are asked for. Those
         of this generation, by node, with the seconds for which they have not answered."""
-        hanging = self.relays.silent(time.monotonic())
+        now = time.monotonic()
+        hanging = self.relays.silent(now)
         for node in hanging:
-            self.relays.lose(node)
+            self.relays.lose(node, now)
         return {node: s for node, s in hanging.items() if node in self._relay_of}
+
+    @property
+    def awaits_quiet(self) -> bool:
+        """Whether no step shall be dispatched until none runs: a node can have a relay again."""
+        return bool(self.relays.renewed) and time.monotonic() >= self._relays_at
+
+    def take_up_relays(self) -> None:
+        """Call the workers of nodes that can have a relay again through it from the next step on. Only while no step
+        runs: a worker takes the calls of two callers in any order. What cannot be taken up now is later."""
+        if self.running or not self.awaits_quiet:
+            return
+        ends = [one.reference for one in self._outlasting_calls]
+        is_quiet = not ends or not wait(ends, num_returns=len(ends), timeout=_QUIET_S)[1]
+        if is_quiet and all(node in self.relays.known for node in self._relay_of):  # else the next letter ends this
+            self._relay_of = self.relays.of(self.world)
+            self._groups = self.relays.groups
+        self._relays_at = time.monotonic() + _NEXT_TRY_S
 
     def _question(self, step: int) -> tuple[list[tuple[Item, ...]], list[EarlyEncode]]:
         """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
@@ -358,17 +380,17 @@ class StepRunner:
         for group in self._groups:
             letters = [self._letter(node, step) for node in group]
             sent[self._relay_of[group[0]].handle.deliver.options(name="letters").remote(letters)] = tuple(group)
-        self._sent += 1
+        self._sent.update(self._relay_of)
         self._letters = {}
         return sent
 
     def _letter(self, node: str, step: int) -> Letter:
-        here = self._ranks[node] if not self._sent else []
+        here = self._ranks[node] if not self._sent[node] else []
         return Letter(
             node=node,
             relay=self._relay_of[node].address,
             generation=self.generation,
-            number=self._sent,
+            number=self._sent[node],
             step=step,
             calls=tuple(self._letters[node]),
             seats={rank: _relay_seat(self.world[rank]) for rank in here},
@@ -467,6 +489,7 @@ class StepRunner:
         fresh, pixels_lost = [one for one in running.letters if one in ready and one not in running.heard], False
         answers: dict[Ref[NodeAnswer], NodeAnswer] = {}
         lost: dict[str, str] = {}
+        now = time.monotonic()
         if not _taken(fresh, answers):
             for reference in fresh:
                 try:
@@ -475,7 +498,7 @@ class StepRunner:
                     lost[running.letters[reference][0]] = last_line(str(error)) or type(error).__name__
         for reference, one in answers.items():
             if not one.has_failed:
-                self.relays.hear(running.letters[reference], time.monotonic())
+                self.relays.hear(running.letters[reference], now)
             running.answers.update(one.ends)
             for rank, report in one.turns.items():
                 self.asides.hear(self.world[rank].name, report)
@@ -485,7 +508,7 @@ class StepRunner:
             pixels_lost |= one.pixels_lost
             lost.update(one.lost)
         for node, why in {**self.relays.gone(), **lost}.items() if lost else ():
-            self.relays.lose(node)
+            self.relays.lose(node, now)
             failed[f"relay of node {node[:8]}"] = why
         running.heard.update(answers)
         return pixels_lost

@@ -316,7 +316,7 @@ def test_a_relay_that_does_not_answer_is_known_after_a_minute(monkeypatch: pytes
     answered.remove("a")
     found = [set(book.silent(float(now))) for now in range(10, 130, 5)]
     assert found.index({"a"}) == 15 and found[:15] == [set()] * 15, "heard of at 5 s, asked at 25 s"
-    book.lose("a")
+    book.lose("a", 130.0)
     assert not book.silent(200.0)
 
 
@@ -355,6 +355,117 @@ def test_when_a_relay_is_lost_all_that_are_gone_are_lost_with_it(monkeypatch: py
     assert Relays().gone() == {}
 
 
+class LaterBook(Relays):
+    """Relays whose references are nodes, which the test has answer; `begun` and `ended` are their numbers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.answers: dict[str, Exception | None] = {}  # by relay
+
+        def get(relay: str) -> None:
+            if (error := self.answers[relay]) is not None:
+                raise error
+
+        def ready(refs: list[str], num_returns: int = 1, timeout: float = 0) -> Any:
+            return [ref for ref in refs if ref in self.answers], []
+
+        monkeypatch.setattr(relays_book, "wait", ready)
+        monkeypatch.setattr(relays_book, "get", get)
+        super().__init__(least=4, start=self._begin)
+
+    def _begin(self, node: str) -> NodeRelay:
+        name = f"{node}{sum(one.startswith(node) for one in self.begun)}"
+        self.begun.append(name)
+        return NodeRelay(address=name, handle=Handle(here=lambda: name))  # type: ignore[arg-type]
+
+    def _end(self, relay: Any) -> None:
+        self.ended.append(relay.here.remote())
+
+    def addresses(self, nodes: str) -> list[str]:
+        """Of the relays of a generation on these nodes."""
+        world: Any = tuple(SimpleNamespace(node=node) for node in nodes)
+        return [one.address for one in self.of(world).values()]
+
+
+def test_a_node_that_lost_its_relay_has_another_after_a_while_once_that_has_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book = LaterBook(monkeypatch)
+    assert book.addresses("aabb") == ["a0", "b0"]
+    book.lose("a", 100.0)
+    assert book.addresses("aabb") == ["b0"], "at once it goes on without"
+    book.renew(159.0)
+    assert book.begun == ["a0", "b0"]
+    book.renew(165.0)
+    assert book.begun == ["a0", "b0", "a1"] and not book.renewed and book.addresses("aabb") == ["b0"]
+    book.answers["a1"] = None
+    book.renew(170.0)
+    assert book.renewed == ["a"] and book.addresses("aabb") == ["a1", "b0"] and not book.renewed
+    book.answers = {"b0": None}
+    book.silent(171.0)  # asks b0
+    assert [sorted(book.silent(t)) for t in (191.0, 196.0, 246.0, 251.0)] == [[], [], [], ["a"]], "heard of at 170 s"
+    book.lose("a", 300.0)
+    book.renew(419.0)
+    assert book.begun[3:] == []
+    book.renew(425.0)
+    assert book.begun[3:] == ["a2"], "after 60 s twice as long"
+    book.close()
+    assert book.ended[:2] == ["a0", "a1"] and sorted(book.ended[2:]) == ["a2", "b0"]
+
+
+def test_a_new_relay_that_does_not_answer_or_whose_node_has_gone_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = LaterBook(monkeypatch)
+    book.addresses("aabbcc")
+    for node in "abc":
+        book.lose(node, 0.0)
+    book.renew(60.0)
+    book.answers |= {"a1": ray.exceptions.ActorDiedError(), "c1": None}
+    book.renew(65.0)
+    assert book.ended == ["a0", "b0", "c0", "a1"] and book.renewed == ["c"]
+    book.addresses("aabbde")
+    assert not book.renewed, "one worker of c is left"
+    book.renew(70.0)
+    book.renew(660.0)
+    assert book.ended[4:] == ["c1", "b1"], "b1 had 600 s"
+    assert book.begun[6:] == ["a2"], "a is tried again 120 s after its second"
+    book.renew(845.0)
+    assert book.begun[7:] == ["b2"] and len(book.begun) == 8
+
+
+def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = LaterBook(monkeypatch)
+    world: Any = tuple(SimpleNamespace(node=node, name=node, handle=None, publishes_later=False) for node in "aabb")
+    ended: list[str] = []
+    monkeypatch.setattr(steps, "wait", lambda refs, num_returns, timeout: ([], [r for r in refs if r not in ended]))
+    runner = steps.StepRunner(
+        generation=1, world=world, forming=[f"formed {n}" for n in range(4)], relays=book, next_step=0, last_step=9,
+        cluster=None, source=None, planner=None, budget_s=0.0, lookahead=0, exports=None, waits=None, asides=None,
+    )  # fmt: skip  # type: ignore[arg-type]
+    book.lose("b", 0.0)
+    runner._relay_of = book.of(world)
+    runner._sent.update({"a": 3})
+    book.renew(60.0)
+    book.answers["b1"] = None
+    book.renew(65.0)
+    assert runner.awaits_quiet
+    runner.running = ["a step"]  # type: ignore[list-item]
+    runner.take_up_relays()
+    assert list(runner._relay_of) == ["a"] and runner.awaits_quiet
+    runner.running = []
+    runner._outlasting_calls = [SimpleNamespace(reference="end of an encode")]  # type: ignore[list-item]
+    runner.take_up_relays()
+    assert list(runner._relay_of) == ["a"] and not runner.awaits_quiet, "steps go on meanwhile"
+    runner._relays_at = 0.0
+    ended.append("end of an encode")
+    runner.take_up_relays()
+    assert list(runner._relay_of) == ["a", "b"] and not runner.awaits_quiet
+    runner._letters = {"a": [], "b": []}
+    a, b = (runner._letter(node, 3) for node in "ab")
+    assert (a.number, a.seats, a.forming) == (3, {}, ())
+    assert (b.number, list(b.seats), b.forming) == (0, [2, 3], ("formed 2", "formed 3")), "its first letter"
+
+
 def test_a_relay_has_as_long_to_start_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relays_book, "wait", lambda refs, num_returns, timeout: ([], list(refs)))
     book = Relays(least=2, start=lambda node: started(Handle(here=lambda: node)))
@@ -384,7 +495,7 @@ def test_nodes_of_several_workers_have_relays_from_a_number_of_workers_on_until_
     assert book.of(world("a", "a", "b")) == {} and Book().of(world(*"aabb")) == {}
     assert nodes(book.of(world(*"aabbc"))) == {"a": "a", "b": "b"}
     assert nodes(book.of(world(*"aabbc"))) == {"a": "a", "b": "b"} and begun == ["a", "b"]
-    book.lose("a")
+    book.lose("a", 0.0)
     assert nodes(book.of(world(*"aabbc"))) == {"b": "b"}, "its workers are called directly"
     assert nodes(book.of(world(*"aacc"))) == {"c": "c"} and ended == ["a", "b"], "b is gone with its node"
     book.close()
@@ -599,6 +710,6 @@ def test_keepers_are_called_by_the_first_relay_of_their_group_and_directly_where
     calls = [KeeperCall(keeper=Handle(put=lambda shards: shards), node=n, method="put", shards=(n,)) for n in "abcd"]
     assert held(calls, book) == [("d",), "a", "b"], "d has no relay"
     assert asked == [("a", ("a", "c")), ("b", ("b",))]
-    book.lose("a")
+    book.lose("a", 0.0)
     assert held(calls, book) == [("a",), ("c",), ("d",), "b"]
     assert held(calls) == [("a",), ("b",), ("c",), ("d",)]
