@@ -380,7 +380,7 @@ class StepRunner:
         for group in self._groups:
             letters = [self._letter(node, step) for node in group]
             sent[self._relay_of[group[0]].handle.deliver.options(name="letters").remote(letters)] = tuple(group)
-        self._sent.update(self._relay_of)
+        self._sent.update(iter(self._relay_of))
         self._letters = {}
         return sent
 

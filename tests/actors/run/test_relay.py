@@ -362,6 +362,7 @@ class LaterBook(Relays):
         self.begun: list[str] = []
         self.ended: list[str] = []
         self.answers: dict[str, Exception | None] = {}  # by relay
+        self.letters: list[Letter] = []
 
         def get(relay: str) -> None:
             if (error := self.answers[relay]) is not None:
@@ -377,10 +378,14 @@ class LaterBook(Relays):
     def _begin(self, node: str) -> NodeRelay:
         name = f"{node}{sum(one.startswith(node) for one in self.begun)}"
         self.begun.append(name)
-        return NodeRelay(address=name, handle=Handle(here=lambda: name))  # type: ignore[arg-type]
+        return NodeRelay(address=name, handle=Handle(here=lambda: name, deliver=self._delivered))  # type: ignore[arg-type]
 
     def _end(self, relay: Any) -> None:
         self.ended.append(relay.here.remote())
+
+    def _delivered(self, letters: list[Letter]) -> str:
+        self.letters += letters
+        return letters[0].relay
 
     def addresses(self, nodes: str) -> list[str]:
         """Of the relays of a generation on these nodes."""
@@ -438,13 +443,23 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
     world: Any = tuple(SimpleNamespace(node=node, name=node, handle=None, publishes_later=False) for node in "aabb")
     ended: list[str] = []
     monkeypatch.setattr(steps, "wait", lambda refs, num_returns, timeout: ([], [r for r in refs if r not in ended]))
+    parts: dict[str, Any] = dict.fromkeys(("cluster", "source", "planner", "exports", "waits", "asides"))
+    forming: Any = [f"formed {n}" for n in range(4)]
     runner = steps.StepRunner(
-        generation=1, world=world, forming=[f"formed {n}" for n in range(4)], relays=book, next_step=0, last_step=9,
-        cluster=None, source=None, planner=None, budget_s=0.0, lookahead=0, exports=None, waits=None, asides=None,
-    )  # fmt: skip  # type: ignore[arg-type]
+        generation=1, world=world, forming=forming, relays=book, next_step=0, last_step=9, budget_s=0.0, lookahead=0,
+        **parts,
+    )  # fmt: skip
+
+    def send(step: int) -> list[Letter]:
+        runner._letters = {node: [] for node in runner._relay_of}
+        book.letters.clear()
+        runner._send_letters(step)
+        return list(book.letters)
+
     book.lose("b", 0.0)
-    runner._relay_of = book.of(world)
-    runner._sent.update({"a": 3})
+    runner._relay_of, runner._groups = book.of(world), book.groups
+    for step in range(3):
+        send(step)
     book.renew(60.0)
     book.answers["b1"] = None
     book.renew(65.0)
@@ -460,8 +475,7 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
     ended.append("end of an encode")
     runner.take_up_relays()
     assert list(runner._relay_of) == ["a", "b"] and not runner.awaits_quiet
-    runner._letters = {"a": [], "b": []}
-    a, b = (runner._letter(node, 3) for node in "ab")
+    a, b = send(3)
     assert (a.number, a.seats, a.forming) == (3, {}, ())
     assert (b.number, list(b.seats), b.forming) == (0, [2, 3], ("formed 2", "formed 3")), "its first letter"
 
