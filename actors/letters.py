@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
@@ -80,6 +80,23 @@ class KeeperCall:
         return answer
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitCall:
+    """A commit that keepers hear of."""
+
+    keepers: Mapping[str, object]  # by name; as `KeeperCall.keeper`
+    generation: int
+    step: int
+    position: Mapping[str, Any] | None  # of the data after it
+    pinned: tuple[int, ...]
+
+    def made(self, name: str) -> Ref[None]:
+        """Tell one of them. The answer to come."""
+        method = getattr(self.keepers[name], "commit")  # noqa: B009  # of any object, which has no type here
+        answer: Ref[None] = method.remote(self.generation, self.step, self.position, self.pinned)
+        return answer
+
+
 @dataclass(kw_only=True, slots=True)
 class NodeAnswer:
     """What became of a letter, or of those of a group of nodes: the ends of the step by rank; or, when something has
@@ -126,6 +143,8 @@ class RelayHandle(Protocol):
     @property
     def hold(self) -> Method[[Sequence[KeeperCall]], bool]: ...
     @property
+    def commit(self) -> Method[[CommitCall], list[str]]: ...
+    @property
     def here(self) -> Method[[], None]: ...
 
 
@@ -133,6 +152,36 @@ class RelayFinder(Protocol):
     """The relays of a generation as those know them who have calls for a node."""
 
     def relay_for(self, node: str) -> RelayHandle | None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class CommitAnswers:
+    """The answers to come of a commit: of keepers that were told by themselves, by name, and of relays, with the names
+    of those that each was to tell."""
+
+    call: CommitCall
+    direct: dict[Ref[None], str] = field(default_factory=dict)
+    relayed: dict[Ref[list[str]], tuple[str, ...]] = field(default_factory=dict)
+
+    def tell(self, names: Sequence[str]) -> None:
+        """Tell these keepers by themselves; what they have heard before they hear in vain."""
+        self.direct.update({self.call.made(name): name for name in names})
+
+
+def told(call: CommitCall, nodes: Mapping[str, str], relays: RelayFinder | None = None) -> CommitAnswers:
+    """Tell the keepers of a commit, by the relays of their nodes' groups where there are any. `nodes` are the keepers'
+    by their names."""
+    answers, groups = CommitAnswers(call=call), dict[int, tuple[RelayHandle, list[str]]]()
+    for name in call.keepers:
+        relay = relays.relay_for(nodes.get(name, "")) if relays is not None else None
+        if relay is None:
+            answers.tell([name])
+        else:
+            groups.setdefault(id(relay), (relay, []))[1].append(name)
+    for relay, names in groups.values():
+        own = replace(call, keepers={name: call.keepers[name] for name in names})
+        answers.relayed[relay.commit.remote(own)] = tuple(names)
+    return answers
 
 
 def held(calls: Sequence[KeeperCall], relays: RelayFinder | None = None) -> list[Ref[bool]]:

@@ -93,7 +93,7 @@ class Committer:
             stuck = self._look(oldest, timeout_s)
             if oldest.copying or oldest.waiting:
                 break
-            self._commit(oldest.collected)
+            self._commit(oldest.collected, self.relays)
         stuck = stuck or self.state.look()
         if stuck is not None and world:
             held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
@@ -172,8 +172,9 @@ class Committer:
             self.events.tell(CommitSlow(step=step.step, seconds=round(waited_s, 1)))
         return None
 
-    def _commit(self, done: CollectedStep) -> None:
-        """The oldest finished step is safe: it counts once its metrics are written."""
+    def _commit(self, done: CollectedStep, relays: RelayFinder | None = None) -> None:
+        """The oldest finished step is safe: it counts once its metrics are written. Keepers hear of it by `relays`, but
+        not between two generations: what comes after the start of the next is refused."""
         step, oldest = done.running.step, self._open[0].step
         assert step == oldest, f"step {step} is committed before step {oldest}"
         metrics, timeline = self.account.records(done)
@@ -184,7 +185,7 @@ class Committer:
             raise
         self._open.popleft()
         self.committed = step
-        self.state.committed(done, self.source.release(step))
+        self.state.committed(done, self.source.release(step), relays)
 
     def _shards(self) -> list[Snapshot]:
         """Snapshots of steps whose state is all there: a keeper takes one that a device still copies for whole."""

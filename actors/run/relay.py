@@ -22,6 +22,7 @@ import ray
 from actors.letters import (
     FINISH,
     TURN,
+    CommitCall,
     KeeperCall,
     Letter,
     NodeAnswer,
@@ -32,7 +33,7 @@ from actors.letters import (
 )
 from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration, TurnReport, TurnTask
 from actors.names import NAMESPACE
-from actors.ray_calls import GONE, answer_of
+from actors.ray_calls import FOR_GOOD, GONE, answer_of
 from actors.refs import Ref
 from actors.run.failures import exceeded_of, failed_turn, last_line, lost_argument, why_of
 
@@ -145,6 +146,27 @@ class Relay:
             if not answer:
                 return False
         return True
+
+    async def commit(self, call: CommitCall) -> list[str]:
+        """Tell keepers of a commit. Answers when all have heard of it, or with the first that is gone for good."""
+        said = asyncio.Queue[str]()
+
+        async def told(name: str) -> None:
+            lost = ""
+            try:
+                await answer_of(call.made(name))
+            except FOR_GOOD:
+                lost = name
+            except Exception as error:
+                log.debug("keeper %s may not have heard of step %d: %s", name, call.step, error)
+            said.put_nowait(lost)
+
+        for name in call.keepers:
+            self._keep(told(name))
+        for _ in call.keepers:
+            if lost := await said.get():
+                return [lost]
+        return []
 
     async def here(self) -> None:
         """Answers at once, whatever it waits for: a sign of life."""

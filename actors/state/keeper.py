@@ -9,7 +9,7 @@ whole from the keepers' own inventories, so a restarted controller needs nothing
     controller:  keeper.begin.remote(generation, step, made_in, total, members)
     worker:      joined = keeper.join.remote(generation, pid, lo, hi); memory = borrow(joined.number)
     controller:  keeper.put.remote(snapshots); other.hold.remote([(snapshot, keeper), ...])
-                 keeper.commit.remote(step, position, pinned)                   # older versions may go
+                 keeper.commit.remote(generation, step, position, pinned)       # older versions may go
     recovery:    keeper.inventory.remote(); keeper.read.remote(step, generation, lo, hi)
 
 What a keeper knows lies in the same memory: if it dies, another one takes the memory over from a worker (`adopt`).
@@ -82,7 +82,7 @@ class KeeperHandle(NodeKeeper, Protocol):
     @property
     def hold(self) -> Method[[list[tuple[Snapshot, NodeKeeper]]], bool]: ...
     @property
-    def commit(self) -> Method[[int, Position | None, tuple[int, ...]], None]: ...
+    def commit(self) -> Method[[int, int, Position | None, tuple[int, ...]], None]: ...
     @property
     def inventory(self) -> Method[[], list[HeldShard]]: ...
     @property
@@ -220,10 +220,15 @@ class Keeper:
             self._note()
             return taken
 
-    def commit(self, step: int, position: Position | None = None, pinned: Collection[int] = ()) -> None:
+    def commit(
+        self, generation: int, step: int, position: Position | None = None, pinned: Collection[int] = ()
+    ) -> None:
         """`step` is safe on all its keepers: older versions may go, but those of the steps `pinned`, whose checkpoints
-        are being written. `position` is where the data stands after it."""
+        are being written. `position` is where the data stands after it. Does nothing if it comes late: after a newer
+        one, or when another than `generation` has begun."""
         with self._lock:
+            if not self._book.takes(generation, step):
+                return
             self._book.pin(pinned)
             self._book.commit(step, position, self._has_spare_room)
             self._note()

@@ -13,7 +13,7 @@ from typing import TypeVar
 import ray
 
 from actors.config import SnapshotConfig
-from actors.letters import KeeperCall, RelayFinder, held
+from actors.letters import CommitAnswers, CommitCall, KeeperCall, RelayFinder, held, told
 from actors.messages import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
@@ -67,7 +67,8 @@ class Keepers:
         self._base: Base | None = None  # what the running generation goes on from
         self._position: Position | None = None  # of the data after the newest committed step of this generation
         self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
-        self._told: dict[str, Ref[None]] = {}  # the last commit that was sent to each
+        self._told: CommitAnswers | None = None  # of the last commit
+        self._unreached: set[str] = set()  # keepers that it could not be sent to
         self._adopting: dict[str, Ref[bool]] = {}  # of keepers that were started in the place of others
         self._silent_since: dict[str, float] = {}  # monotonic seconds
         self.silent: tuple[str, ...] = ()
@@ -134,9 +135,18 @@ class Keepers:
 
     def gone(self) -> list[str]:
         """Keepers in use that the last commit could not be sent to. Never waits."""
-        told = {reference: name for name, reference in self._told.items() if name in self._handles}
-        done, _ = wait(list(told), num_returns=len(told), timeout=0) if told else ([], [])
-        return [told[reference] for reference in done if _is_lost(reference)]
+        if (told := self._told) is not None:
+            for one in _done(told.direct):
+                name = told.direct.pop(one)
+                if _is_lost(one):
+                    self._unreached.add(name)
+            for another in _done(told.relayed):
+                names = told.relayed.pop(another)
+                try:
+                    self._unreached.update(get(another, timeout=_LOOK_S))
+                except ray.exceptions.RayError:  # the relay is gone: nobody knows whom it has told
+                    told.tell([name for name in names if name in self._handles])
+        return sorted(self._unreached & self._handles.keys())
 
     def repair(
         self, worker_nodes: Sequence[str], give_up_s: float, needs_bytes: int = 0, timeout_s: float = 5.0
@@ -256,7 +266,9 @@ class Keepers:
         self._tell(KeeperLost(keeper=name))
         self._nodes.pop(name, None)
         self._silent_since.pop(name, None)
-        self._told.pop(name, None)
+        self._unreached.discard(name)
+        if self._told is not None:
+            self._told.direct = {one: other for one, other in self._told.direct.items() if other != name}
         self._lost[name] = self._handles.pop(name)
         return self._lost[name]
 
@@ -287,19 +299,37 @@ class Keepers:
         members = base.members.get(self._nodes.get(name, ""), ())
         self._handles[name].begin.remote(base.generation, base.step, base.made_in, base.total, members)
 
-    def commit(self, step: int, position: Position | None = None, pinned: Collection[int] = ()) -> None:
+    def commit(
+        self,
+        step: int,
+        position: Position | None = None,
+        pinned: Collection[int] = (),
+        relays: RelayFinder | None = None,
+    ) -> None:
         """The step is safe, older ones may go but those `pinned`, whose checkpoints are being written; `position` is
-        that of the data after it."""
+        that of the data after it. Keepers hear of it by `relays`; without them at once, and after all that they were
+        told before."""
         if self._base is not None and step > self._base.step:
             self._base = replace(self._base, step=step, made_in=self._base.generation)
         self._position, self._pinned = position, tuple(pinned)
-        for name, handle in self._handles.items():
-            self._told[name] = handle.commit.remote(step, position, self._pinned)
+        call = CommitCall(
+            keepers=dict(self._handles),
+            generation=self._base.generation if self._base is not None else 0,
+            step=step,
+            position=position,
+            pinned=self._pinned,
+        )
+        self._unreached, self._told = set(), told(call, self._nodes, relays)
 
     def close(self) -> None:
         for handle in self._handles.values():
             kill(handle)
         self._handles.clear()
+
+
+def _done(references: Collection[Ref[T]]) -> list[Ref[T]]:
+    """Those that have resolved."""
+    return wait(list(references), num_returns=len(references), timeout=0)[0] if references else []
 
 
 def _is_lost(reference: Ref[None]) -> bool:

@@ -18,6 +18,7 @@ from typing import Protocol
 import ray
 
 from actors.config import RuntimeConfig
+from actors.letters import RelayFinder
 from actors.messages import Origin, Snapshot, WorkerInfo
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.ray_calls import wait
@@ -238,9 +239,10 @@ class RunState:
         """Whether a checkpoint is taken of this step."""
         return self.writer.due(step)
 
-    def committed(self, done: CollectedStep, position: Position | None) -> None:
+    def committed(self, done: CollectedStep, position: Position | None, relays: RelayFinder | None = None) -> None:
         """The step is safe: older ones may go. `position` is that of the data after it, with its counts: kept with
-        the state, so that whoever goes on from that state has them exactly.
+        the state, so that whoever goes on from that state has them exactly. Keepers hear of it by `relays`, while their
+        generation lasts.
 
         Where a checkpoint is due, it begins to be written: not before, as a run that goes on from it has no other line
         of metrics of this step.
@@ -251,7 +253,9 @@ class RunState:
             self._held = done.snapshots
             saves = self.writer.due(step) and not self.writer.puts_off(step)
             pinned = [*self.writer.steps, *([step] if saves else [])]
-            self.keepers.commit(step, position, pinned)  # at once: whoever takes over knows of no line of metrics
+            self.keepers.commit(
+                step, position, pinned, relays
+            )  # at once: whoever takes over knows of no line of metrics
             if saves:
                 version = Origin(
                     step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())

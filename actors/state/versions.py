@@ -8,7 +8,8 @@ the checkpoint is written is the version of that.
 
     book.begin(generation=3, step=7, made_in=2, has_room=has_room)
     book.add(shard)                 # of step 8, by a worker of this node, or copied from another one
-    book.commit(8, position, has_room)
+    if book.takes(generation=3, step=8):
+        book.commit(8, position, has_room)
 """
 
 from __future__ import annotations
@@ -94,6 +95,11 @@ class VersionBook:
         self.expected.add((shard.lo, shard.hi))
         version.updates, version.part_updates, version.names = shard.updates, shard.part_updates, shard.names
         return True
+
+    def takes(self, generation: int, step: int) -> bool:
+        """Whether a commit is news, or the newest once more. Commits come by relays, where one may overtake another or
+        the start of a generation: a late one would set back what is known."""
+        return generation == self.generation and step >= self.committed
 
     def commit(self, step: int, position: Position | None, has_room: HasRoom) -> None:
         """All of the version after `step` is safe: it is the base, and older ones may go. `position` is where the data

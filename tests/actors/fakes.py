@@ -133,7 +133,7 @@ class KeepersHere:
         self.told.append(("repair",))
         return self.lost
 
-    def commit(self, step: int, position: Any, pinned: Any = ()) -> None:
+    def commit(self, step: int, position: Any, pinned: Any = (), relays: Any = None) -> None:
         self.told.append(("commit", step, *pinned))
 
     def close(self) -> None:

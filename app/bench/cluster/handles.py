@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Concatenate, Generic, Protocol, TypeVar
 
-from actors.letters import KeeperCall, Letter, NodeAnswer
+from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer
 from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.refs import Method, Ref
 from app.bench.cluster.worker import MeetingKey
@@ -43,11 +43,13 @@ class HostHandle(Protocol):
     @property
     def relay_hold(self) -> Method[[str, Sequence[KeeperCall]], bool]: ...
     @property
+    def relay_commit(self) -> Method[[str, CommitCall], list[str]]: ...
+    @property
     def keep(self) -> Method[[str, Sequence[Snapshot]], bool]: ...
     @property
     def copy(self) -> Method[[str, Sequence[tuple[Snapshot, VirtualKeeper]]], bool]: ...
     @property
-    def committed(self) -> Method[[str, int, object, object], None]: ...
+    def committed(self) -> Method[[str, int, int, object, object], None]: ...
     @property
     def begin(self) -> Method[[int], None]: ...
 
@@ -83,6 +85,10 @@ class VirtualRelay:
     @property
     def hold(self) -> OfNode[bool]:
         return OfNode(self._node, self.host.relay_hold)
+
+    @property
+    def commit(self) -> OfNode[list[str]]:
+        return OfNode(self._node, self.host.relay_commit)
 
     @property
     def here(self) -> OfNode[None]:

@@ -11,7 +11,7 @@ from typing import cast
 
 from ray.exceptions import ActorDiedError
 
-from actors.letters import KeeperCall, Letter, NodeAnswer, RelayHandle
+from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer, RelayHandle
 from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
@@ -146,6 +146,10 @@ class Host:
         """Keepers are called by this node's relay."""
         return await self._relay(node).hold(calls)
 
+    async def relay_commit(self, node: str, call: CommitCall) -> list[str]:
+        """Keepers hear of a commit by this node's relay."""
+        return await self._relay(node).commit(call)
+
     async def relay_here(self, node: str) -> None:
         """A sign of life of this node's relay."""
         await self._relay(node).here()
@@ -187,7 +191,7 @@ class Host:
         """The keeper of this node copies shards from others."""
         return await self.keep(node, [shard for shard, _ in shards])
 
-    async def committed(self, node: str, step: int, position: object, pinned: object) -> None:
+    async def committed(self, node: str, generation: int, step: int, position: object, pinned: object) -> None:
         """The keeper of this node lets go of what is older than this step."""
         self._kept[node] = [held for held in self._kept.get(node, ()) if held.step >= step]
 

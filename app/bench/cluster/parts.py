@@ -25,7 +25,7 @@ import numpy as np
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
-from actors.letters import KeeperCall, RelayFinder, RelayHandle, held
+from actors.letters import CommitCall, KeeperCall, RelayFinder, RelayHandle, held, told
 from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item, Module
@@ -170,6 +170,7 @@ class VirtualKeepers:
         self._machines, self._hosts, self._copies = machines, hosts, copies
         self._keepers: dict[str, VirtualKeeper] = {}  # by node
         self._homes: list[VirtualKeeper] = []  # by rank
+        self._generation = 0
         self._placed: dict[int, tuple[str, ...]] = {}
 
     def inventories(
@@ -228,11 +229,17 @@ class VirtualKeepers:
     def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
         return []
 
-    def commit(self, step: int, position: object, pinned: object = ()) -> None:
-        for keeper in self._keepers.values():
-            keeper.commit.remote(step, position, pinned)
+    def commit(
+        self, step: int, position: Position | None, pinned: Sequence[int] = (), relays: RelayFinder | None = None
+    ) -> None:
+        nodes = {node: node for node in self._keepers}
+        call = CommitCall(
+            keepers=dict(self._keepers), generation=self._generation, step=step, position=position, pinned=tuple(pinned)
+        )
+        told(call, nodes, relays)
 
     def begin(self, base: Base) -> None:
+        self._generation = base.generation
         for host in self._hosts:
             host.begin.remote(base.step)
 

@@ -38,7 +38,7 @@ class Told:
     def records(self, done: Any) -> tuple[Any, list[Any]]:
         return SimpleNamespace(step=done.running.step), []
 
-    def committed(self, done: Any, position: object) -> None:
+    def committed(self, done: Any, position: object, relays: object) -> None:
         self.heard.append(("committed", done.running.step, position))
 
     def begin(self) -> None:

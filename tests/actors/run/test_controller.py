@@ -146,7 +146,7 @@ class Held(StateHere):
     def saves(self, step: int) -> bool:
         return False
 
-    def committed(self, done: Any, position: object) -> None: ...
+    def committed(self, done: Any, position: object, relays: object) -> None: ...
 
 
 class Workers:

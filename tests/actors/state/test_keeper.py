@@ -91,7 +91,7 @@ def begun(keeper: Keeper, generation: int = 1, step: int = -1, made_in: int = 1)
 def commits(keeper: Keeper, writing: Sequence[Writing], steps: Sequence[int]) -> None:
     for step in steps:
         assert keeper.put([one.finish(step) for one in writing])
-        keeper.commit(step, {"at": step})
+        keeper.commit(keeper.standing().generation, step, {"at": step})
 
 
 def values(shard: ShardState | None) -> set[float]:
@@ -203,9 +203,9 @@ def test_a_copy_waits_until_its_source_knows_of_the_shard_and_until_the_last_ste
         if first is home:
             home.put([sent])
             thread.join(60)
-            home.commit(0)
+            home.commit(home.standing().generation, 0)
         else:
-            other.commit(0)
+            other.commit(other.standing().generation, 0)
             thread.join(60)
         assert answers == [True] and values(other.read(step, 1, 0, TOTAL)) == {float(step)}
 
@@ -293,7 +293,7 @@ def test_the_keeper_after_one_that_died_knows_as_much_and_nothing_was_copied(kee
     keeper = keepers()
     assert not keeper.adopt([1]) and keeper.adopt([1, lends.number])
     assert keeper.inventory() == before and keeper.standing() == dead.standing()
-    keeper.commit(4)
+    keeper.commit(keeper.standing().generation, 4)
     assert worker.memory.order.step == 4, "the worker that waits for it sees the commit"
     commits(keeper, [worker], [5, 6])
     assert values(keeper.read(6, 1, 0, TOTAL)) == {6.0}
@@ -362,10 +362,10 @@ def test_a_checkpoint_is_written_while_the_run_goes_on(keepers: Callable[..., Ke
     keeper = begun(keepers())
     workers = [Writing(keeper, lo, hi, rank=rank) for rank, (lo, hi) in enumerate(shard_bounds(TOTAL, 2))]
     keeper.put([one.finish(0) for one in workers])
-    keeper.commit(0, None, [0])
+    keeper.commit(keeper.standing().generation, 0, None, [0])
     for step in (1, 2, 3):
         keeper.put([one.finish(step) for one in workers])
-        keeper.commit(step, None, [0])
+        keeper.commit(keeper.standing().generation, step, None, [0])
     written = keeper.write(str(tmp_path), 0, 1, [(0, 600), (600, TOTAL)])
     files = [checkpoint_files.File(name=one.name, size=one.size, crc32=one.crc32) for one in written]
     checkpoint_files.seal(tmp_path, {"step": 0}, [(0, 600), (600, TOTAL)], files)
@@ -373,7 +373,7 @@ def test_a_checkpoint_is_written_while_the_run_goes_on(keepers: Callable[..., Ke
     assert [(one.lo, one.hi, one.updates) for one in shards] == [(0, 600, 1), (600, TOTAL, 1)]
     assert all(values(one) == {0.0} for one in shards)
     keeper.put([one.finish(4) for one in workers])
-    keeper.commit(4)
+    keeper.commit(keeper.standing().generation, 4)
     assert [one.step for one in keeper.inventory()] == [4, 4]
 
 
@@ -453,7 +453,7 @@ def test_pages_that_nobody_needs_are_given_back(keepers: Callable[..., Keeper]) 
             step=number, generation=generation, rank=0, lo=lo, hi=hi, total=total, bank=bank, names=ARRAYS, updates=1
         )
         assert keeper.put([one])
-        keeper.commit(number, None, pinned)
+        keeper.commit(keeper.standing().generation, number, None, pinned)
 
     bank_bytes = 16 * total
     for number in range(3):
@@ -544,7 +544,7 @@ def test_any_lost_node_is_covered_by_the_others(keepers: Callable[..., Keeper]) 
                 assert made[where[rank][0]].hold([(sent[node], handle(made[node]))])
         if not half:
             for keeper in made.values():
-                keeper.commit(step)
+                keeper.commit(keeper.standing().generation, step)
     for lost in nodes:
         left = [keeper for node, keeper in made.items() if node != lost]
         found: list[HeldShard] = [one for keeper in left for one in keeper.inventory() if one.step <= 1]

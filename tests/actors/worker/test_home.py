@@ -135,7 +135,7 @@ def test_what_lies_on_the_node_is_taken_as_it_is_and_only_the_rest_is_fetched(ma
     assert near.put([mine]) and far.put([theirs])
     assert far.hold([(mine, near_handle)])  # a copy of the whole, and here of nothing
     for keeper in (near, far):
-        keeper.commit(0)
+        keeper.commit(keeper.standing().generation, 0)
         keeper.begin(2, 0, 1, TOTAL, (HERE,))
     near_handle.read.asked.clear()
     origin = Origin(step=0, generation=1, keepers=(near_handle, far_handle))
