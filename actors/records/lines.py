@@ -33,12 +33,12 @@ class RecordError(ValueError):
 
 def line_of(record: DataclassInstance) -> dict[str, object]:
     """The fields of a record in their order; records inside it become objects, tuples become lists when written."""
-    names, values = _parts(type(record))
+    names, values = parts_of(type(record))
     return dict(zip(names, [v if type(v) in _FLAT else _plain(v) for v in values(record)], strict=True))
 
 
 @cache
-def _parts(cls: type[DataclassInstance]) -> tuple[tuple[str, ...], Callable[[object], tuple[object, ...]]]:
+def parts_of(cls: type[DataclassInstance]) -> tuple[tuple[str, ...], Callable[[object], tuple[object, ...]]]:
     """Names of the fields, and what takes their values: a step of a thousand workers writes thousands of spans, of
     which each would take 17 us to look its fields up."""
     names = tuple(f.name for f in dataclasses.fields(cls))

@@ -94,6 +94,8 @@ def _finite(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
+        if all(map(math.isfinite, value.values())):  # numbers of a thousand workers
+            return value
         return {key: _finite(child) for key, child in value.items()}
     return value
 

@@ -13,7 +13,7 @@ from typing import IO
 from actors.records.events import RunEvent, RunFinished, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
-from actors.records.span_record import SpanRecord
+from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
 from app.records.rundir import OLDER_TIMELINE, TIMELINE
 from app.records.tails import cut_torn_line
@@ -77,8 +77,7 @@ class Recorder:
         self._guard()
         self._save_settings()
         self._write_plan(metrics.step, plan)
-        for span in timeline:
-            self._timeline.write(json.dumps(span.line()) + "\n")
+        self._timeline.writelines(f"{json.dumps(line)}\n" for line in lines_of(timeline))
         self._timeline.flush()
         if self._timeline.tell() > self._timeline_bytes:
             self._timeline.close()
