@@ -41,15 +41,20 @@ def test_through_relays_a_run_trains_the_same_when_a_worker_a_relay_and_a_node_d
     run.wait_for(lambda: [len(group) for group in relays.groups] == [2, 1], "the letters of one node to be handed on")
     first, second = relays.groups
     run.wait_for_more_steps(2)
+    relays.again_s = 1.0
+    lost = relays.known[first[-1]].address
     run.kill_actor("relay")  # the one that is handed its letters
     run.wait_for_recoveries(2)
+    generation = run.generations()
+    run.wait_for(lambda: len(relays.known) == 3, "its node, which goes on without, to have a relay again")
     run.wait_for_more_steps(2)
-    assert len(relays.known) == 2 and first[-1] not in relays.known, "its node goes on without"
+    assert relays.known[first[-1]].address != lost and run.generations() == generation, "nobody left the groups for it"
+    assert len(run.controller.generations.runner._relay_of) == 3, "it is handed its letters again"
     node = first[0]
     lab.kill_node(next(one for one in lab.nodes if one.node_id == node))
     run.wait_for_recoveries(3)
     run.wait_for_more_steps(3)
-    assert list(relays.known) == list(second)
+    assert set(relays.known) == {first[-1], *second}
     run.stop()
     assert run.steps() == list(range(len(run.steps()))), "a step is missing or comes twice"
     expected = alone.losses()

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 
-from actors.letters import FINISH, TURN, KeeperCall, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat, held
+from actors.letters import (
+    FINISH,
+    TURN,
+    CommitCall,
+    KeeperCall,
+    Letter,
+    NodeAnswer,
+    RelayedCall,
+    RelayedResult,
+    RelaySeat,
+    held,
+)
 from actors.messages import (
     CascadeTask,
     MemoryExceeded,
@@ -695,6 +707,31 @@ def test_keepers_that_a_relay_calls_hold_all_shards_or_one_says_why_not() -> Non
         gone = TASK_ERROR("put", "", MemoryError("no room"))
         with pytest.raises(RuntimeError, match="the keeper of node b: MemoryError: no room"):
             await relay.hold([keeper_call("a", True), keeper_call("b", gone)])
+
+    play(case)
+
+
+def test_keepers_hear_of_a_commit_by_a_relay_which_names_one_that_is_gone_at_once() -> None:
+    async def case(relay: Relay, crew: Crew) -> None:
+        heard: list[tuple[str, Any]] = []
+
+        async def hears(name: str, *commit: Any) -> None:
+            heard.append((name, commit))
+            if name == "gone":
+                raise ray.exceptions.ActorDiedError()
+            if name == "away":
+                raise ray.exceptions.ActorUnavailableError("", b"0" * 16)
+            if name == "frozen":
+                await crew.formed[0]
+
+        def call(*names: str) -> CommitCall:
+            keepers = {name: Handle(commit=partial(hears, name)) for name in names}
+            return CommitCall(keepers=keepers, generation=4, step=7, position={"at": 7}, pinned=(6,))
+
+        assert await relay.commit(call("a", "away", "b")) == []
+        assert heard == [(name, (4, 7, {"at": 7}, (6,))) for name in ("a", "away", "b")]
+        assert await relay.commit(call("frozen", "a", "gone")) == ["gone"]
+        assert await relay.commit(call()) == []
 
     play(case)
 

@@ -558,3 +558,40 @@ def test_forecast_counts_two_versions_of_what_is_owned_and_of_what_is_copied() -
     assert forecast_bytes(1000, ema=True, copies=1, num_keepers=1) == 2 * 1000 * 16
     assert forecast_bytes(1000, ema=True, copies=1, num_keepers=2) == 2 * 1000 * 16
     assert forecast_bytes(1000, ema=False, copies=1, num_keepers=8) == 2 * 2 * 1000 * 12 // 8
+
+
+def known(keeper: Keeper) -> dict[str, object]:
+    return keeper._book.to_json()
+
+
+def test_late_doubled_and_overtaken_commits_set_nothing_back(keepers: Callable[..., Keeper]) -> None:
+    """By relays a commit may come twice, or after a newer one, or when the next generation has begun."""
+    keeper = begun(keepers())
+    worker = Writing(keeper)
+    commits(keeper, [worker], range(3))
+    keeper.put([worker.finish(3)])
+    keeper.commit(1, 3, {"at": 3}, [3])
+    newest, order = known(keeper), keeper._book.order
+    for late in (2, 0, 1):
+        keeper.commit(1, late, {"at": late}, [late])
+        assert known(keeper) == newest, "neither position nor pins nor the version are those of before"
+    keeper.commit(1, 3, {"at": 3}, [3])
+    assert known(keeper) == newest and keeper._book.order == order and held(keeper) == [(3, 0, TOTAL)]
+    keeper.begin(2, 3, 1, TOTAL, (HERE,))
+    begun_again = known(keeper)
+    for step in (3, 4, 9):
+        keeper.commit(1, step, {"at": step}, [step])
+        assert known(keeper) == begun_again, "the generation that sent it is over"
+    keeper.commit(3, 4, {"at": 4}, [])
+    assert known(keeper) == begun_again, "that generation has not begun here"
+    commits(keeper, [Writing(keeper, generation=2)], [4])
+    assert keeper.standing().committed == 4 and held(keeper)[-1] == (4, 0, TOTAL)
+
+
+def test_a_commit_that_overtakes_another_leaves_a_keeper_without_shards_at_the_newest(
+    keepers: Callable[..., Keeper],
+) -> None:
+    keeper = begun(keepers())
+    for step in (1, 0, 2, 2, 1):
+        keeper.commit(1, step, {"at": step}, ())
+    assert (keeper.standing().committed, keeper.standing().position) == (2, (2, {"at": 2}))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
+from actors.letters import CommitCall
 from actors.messages import HeldShard, Snapshot
 from actors.names import keeper_name
 from actors.outcome import StopRun
@@ -364,3 +366,36 @@ def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
     assert repair(5) == [2, 3, 4, 5]
     state.committed(collected(4, 1), {})
     assert repair(2) == [2], "one is everyday"
+
+
+def test_a_commit_goes_by_relays_and_to_those_whose_relay_is_gone_once_more(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, keepers = Cluster(monkeypatch, clock, a=1.0, b=1.0, c=1.0, d=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["a", "b", "c", "d"])
+    keepers.begin(base_of())
+    said: dict[str, Any] = {"ab": [], "c": GONE}
+    asked: list[tuple[str, list[str]]] = []
+
+    def relay(name: str) -> Any:
+        def commit(call: CommitCall) -> Answer:
+            asked.append((name, list(call.keepers)))
+            return Answer(clock.now, said[name])
+
+        return SimpleNamespace(commit=Remote(commit))
+
+    relays = {"ab": relay("ab"), "c": relay("c")}
+    finder: Any = SimpleNamespace(relay_for=lambda node: relays.get("ab" if node in "ab" else node))
+    keepers.commit(7, {"at": 7}, (), finder)
+    names = {node: keeper_name("run", node) for node in "abcd"}
+    assert asked == [("ab", [names["a"], names["b"]]), ("c", [names["c"]])]
+    commit = ("commit", 4, 7, {"at": 7}, ())
+    assert [commit in cluster.newest(node).told for node in "abcd"] == [False, False, False, True], "d has no relay"
+    assert keepers.gone() == [] and cluster.newest("c").told[-1] == commit, "nobody knows whether c's relay told it"
+    assert keepers.gone() == []
+    said.update(ab=[names["b"]], c=[])
+    keepers.commit(8, {"at": 8}, (), finder)
+    assert keepers.gone() == [names["b"]] == keepers.gone(), "until it is replaced"
+    said["ab"] = []
+    keepers.commit(9, {"at": 9}, (), finder)
+    assert keepers.gone() == []

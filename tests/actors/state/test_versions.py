@@ -197,3 +197,11 @@ def test_whatever_happens_the_next_bank_is_none_that_anybody_needs(events: list[
             assert pinned in kept
         elif has_room is room and event == "commit":
             assert committed in kept
+
+
+def test_a_commit_of_an_older_step_or_of_another_generation_is_late() -> None:
+    book = begun(generation=3)
+    advance(book, 0)
+    advance(book, 1)
+    assert [book.takes(3, step) for step in (0, 1, 2)] == [False, True, True]
+    assert not book.takes(2, 2) and not book.takes(4, 2)
