@@ -93,7 +93,7 @@ class Committer:
             stuck = self._look(oldest, timeout_s)
             if oldest.copying or oldest.waiting:
                 break
-            self._commit(oldest.collected, self.relays)
+            self._commit(oldest.collected, None if quiet else self.relays)
         stuck = stuck or self.state.look()
         if stuck is not None and world:
             held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
@@ -174,7 +174,7 @@ class Committer:
 
     def _commit(self, done: CollectedStep, relays: RelayFinder | None = None) -> None:
         """The oldest finished step is safe: it counts once its metrics are written. Keepers hear of it by `relays`, but
-        not between two generations: what comes after the start of the next is refused."""
+        not where the generation may end next: what comes after the start of another is refused."""
         step, oldest = done.running.step, self._open[0].step
         assert step == oldest, f"step {step} is committed before step {oldest}"
         metrics, timeline = self.account.records(done)

@@ -319,3 +319,17 @@ def test_a_new_feeder_starts_at_the_first_step_that_is_not_committed() -> None:
     committer, told = committer_of(5, committed=4, listener=listener)
     committer.reopen_data("the feeder died")
     assert told.heard == [("open", 5, "token of 4")] and listener.kinds == [FeederLost]
+
+
+def test_keepers_hear_of_a_commit_by_relays_only_while_a_step_runs_after_it() -> None:
+    """When none runs the generation may end, and the start of the next one, sent directly, would overtake it."""
+    made, told = committer_of(7, committed=6)
+    by: list[object] = []
+    made.relays = "relays"  # type: ignore[assignment]
+    told.committed = lambda done, position, relays: by.append(relays)
+    made.settle((), quiet=False)
+    made.add(collected(8, 1))
+    made.settle((), quiet=True)
+    made.add(collected(9, 1))
+    made.go_on_from(Recovery(origin=Origin(step=9), newly_safe=(collected(9, 1),)))
+    assert by == ["relays", None, None]

@@ -400,7 +400,7 @@ class LaterBook(Relays):
         return letters[0].relay
 
     def addresses(self, nodes: str) -> list[str]:
-        """Of the relays of a generation on these nodes."""
+        """Addresses of the relays of a generation on these nodes."""
         world: Any = tuple(SimpleNamespace(node=node) for node in nodes)
         return [one.address for one in self.of(world).values()]
 
