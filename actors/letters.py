@@ -156,15 +156,15 @@ class RelayFinder(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class CommitAnswers:
-    """The answers to come of a commit: of keepers that were told by themselves, by name, and of relays, with the names
-    of those that each was to tell."""
+    """The answers to come of a commit: of keepers that are called directly, by name, and of relays, with the names of
+    the keepers that each calls."""
 
     call: CommitCall
     direct: dict[Ref[None], str] = field(default_factory=dict)
     relayed: dict[Ref[list[str]], tuple[str, ...]] = field(default_factory=dict)
 
     def tell(self, names: Sequence[str]) -> None:
-        """Tell these keepers by themselves; what they have heard before they hear in vain."""
+        """Tell these keepers directly; a second time it changes nothing."""
         self.direct.update({self.call.made(name): name for name in names})
 
 

@@ -144,7 +144,7 @@ class Keepers:
                 names = told.relayed.pop(another)
                 try:
                     self._unreached.update(get(another, timeout=_LOOK_S))
-                except ray.exceptions.RayError:  # the relay is gone: nobody knows whom it has told
+                except ray.exceptions.RayError:  # the relay is gone, and which keepers it has told is not known
                     told.tell([name for name in names if name in self._handles])
         return sorted(self._unreached & self._handles.keys())
 
@@ -307,8 +307,8 @@ class Keepers:
         relays: RelayFinder | None = None,
     ) -> None:
         """The step is safe, older ones may go but those `pinned`, whose checkpoints are being written; `position` is
-        that of the data after it. Keepers hear of it by `relays`; without them at once, and after all that they were
-        told before."""
+        that of the data after it. Keepers hear of it by `relays`; without them directly, after all earlier
+        calls."""
         if self._base is not None and step > self._base.step:
             self._base = replace(self._base, step=step, made_in=self._base.generation)
         self._position, self._pinned = position, tuple(pinned)
