@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
 from actors.refs import Method, Ref
@@ -87,7 +87,7 @@ class CommitCall:
     keepers: Mapping[str, object]  # by name; as `KeeperCall.keeper`
     generation: int
     step: int
-    position: Mapping[str, Any] | None  # of the data after it
+    position: Mapping[str, object] | None  # of the data after it
     pinned: tuple[int, ...]
 
     def made(self, name: str) -> Ref[None]:
