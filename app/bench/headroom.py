@@ -10,7 +10,9 @@ take, and what stays free where `auto` puts them.
 storage.
 *Planned* is what the planner takes from the config: sums of weights, and lines through two short models. The last
 column compares the two. A clip runs at the smallest degree at which it fits in the place that takes least of a GPU;
-beside it stands the degree that leaves most free. Trained in full on one node at 720p a model should leave 20 GiB.
+beside it stand the degree that leaves most free, and the smallest one at which `--leave` GiB stay free with the places
+in which they do, once with all weights on each GPU and once with their blocks fetched. Trained in full on one node at
+720p a model should leave 20 GiB.
 
 With `--keep FILE` every model and mode is written there when it is done, and not computed again the next time.
 """
@@ -20,16 +22,16 @@ from __future__ import annotations
 import inspect
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
-from actors.plan.places import Places, StatePlace, gpu_places
+from actors.plan.places import ParameterPlace, Places, StatePlace, gpu_places
 from actors.plan.types import USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
@@ -45,7 +47,7 @@ WAYS = gpu_places("auto", "auto", ("replicated", "node"))
 BESIDE = sum(way.parameters == "replicated" for way in WAYS)  # those that every model can have
 PER_NODE = 8  # GPUs
 _STATES: tuple[StatePlace, ...] = ("device", "host")
-_WANTED_GIB = 20.0  # that full training at 720p on the GPUs of one node leaves
+WANTED_GIB = 20.0  # that full training at 720p on the GPUs of one node leaves
 _RANK = 16  # of LoRA
 _MOST = 8  # degrees stay within a node
 
@@ -70,6 +72,16 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Roomy:
+    """The smallest degree at which enough stays free, and the first of the ways (`WAYS`) in which it does."""
+
+    degree: int
+    way: int
+    measured: Figures
+    planned: Figures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Headroom:
     """One row: a model and mode on some workers, with clips of one size. `way` is what `auto` takes."""
 
@@ -83,6 +95,12 @@ class Headroom:
     planned: Figures
     best_degree: int = 1  # at which most stays free, and how much by what is planned
     best_gib: float = 0.0
+    leave_gib: float = WANTED_GIB  # that should stay free
+    roomy: tuple[Roomy, ...] = ()  # where they do: with all weights on each GPU, with blocks fetched; none: nowhere
+
+    def leaving(self, parameters: ParameterPlace) -> Roomy | None:
+        """Where enough stays free with the parameters in this place."""
+        return next((one for one in self.roomy if WAYS[one.way].parameters == parameters), None)
 
     @property
     def over(self) -> float:
@@ -96,22 +114,29 @@ class Headroom:
 
     def _shares(self) -> list[float]:
         pairs = [
-            *zip(self.planned.states, self.measured.states, strict=True),
-            (self.planned.dit, self.measured.dit),
-            (self.planned.vae, self.measured.vae),
-            (self.planned.text, self.measured.text),
-            *([(self.planned.fetched, self.measured.fetched)] if self.measured.fetched else []),
+            pair
+            for planned, measured in (
+                (self.planned, self.measured),
+                *((one.planned, one.measured) for one in self.roomy),
+            )
+            for pair in (
+                *zip(planned.states, measured.states, strict=True),
+                (planned.dit, measured.dit),
+                (planned.vae, measured.vae),
+                (planned.text, measured.text),
+                *([(planned.fetched, measured.fetched)] if measured.fetched else []),
+            )
         ]
         return [planned / measured - 1 for planned, measured in pairs]
 
     @property
     def short(self) -> str:
         """A sentence where a model that is trained in full on one node should leave more; "" elsewhere."""
-        if self.lora or self.workers != PER_NODE or not self.clip.startswith("720p") or self.best_gib >= _WANTED_GIB:
+        if self.lora or self.workers != PER_NODE or not self.clip.startswith("720p") or self.roomy:
             return ""
         return (
             f"{self.model} in full on {self.workers} GPUs leaves {self.best_gib:.1f} GiB at {self.clip}, and should "
-            f"leave {_WANTED_GIB:g}"
+            f"leave {self.leave_gib:g}"
         )
 
 
@@ -215,8 +240,35 @@ def _planned(
     )
 
 
+def roomy(planned: Mapping[int, Figures], memory_gib: float, leave_gib: float) -> list[tuple[int, int]]:
+    """(Degree, way) where so much of a GPU stays free by what is planned of each degree: the smallest degree, and of
+    its ways the fastest, with all weights on each GPU and with blocks fetched."""
+    every = range(len(next(iter(planned.values())).states))
+    return [
+        found
+        for place in get_args(ParameterPlace)
+        if (
+            found := next(
+                (
+                    (degree, way)
+                    for degree, figures in sorted(planned.items())
+                    for way in every
+                    if WAYS[way].parameters == place and figures.free(memory_gib, way) >= leave_gib
+                ),
+                None,
+            )
+        )
+    ]
+
+
 def rows(
-    name: str, lora: bool, counts: Sequence[int], clips: Sequence[str], memory_gib: float, text: str
+    name: str,
+    lora: bool,
+    counts: Sequence[int],
+    clips: Sequence[str],
+    memory_gib: float,
+    text: str,
+    leave_gib: float,
 ) -> list[Headroom]:
     """All rows of one model in one mode. Takes about ten seconds of one core for each size of clip and degree."""
     with tempfile.TemporaryDirectory() as folder:
@@ -234,7 +286,13 @@ def rows(
                 degree = next((d for d in legal if at[d].free(memory_gib, ways[-1]) >= 0), legal[-1])
                 way = next((number for number in ways if at[degree].free(memory_gib, number) >= 0), ways[-1])
                 best = max(legal, key=lambda d: at[d].free(memory_gib, way))
-                real = measured.figures(CLIPS[clip], workers, degree)
+
+                def counted(
+                    degree: int, workers: int = workers, clip: str = clip, at: dict[int, Figures] = at
+                ) -> Figures:
+                    real = measured.figures(CLIPS[clip], workers, degree)
+                    return replace(real, communicators=at[degree].communicators)
+
                 made.append(
                     Headroom(
                         model=name,
@@ -243,10 +301,15 @@ def rows(
                         clip=clip,
                         degree=degree,
                         way=way,
-                        measured=replace(real, communicators=at[degree].communicators),
+                        measured=counted(degree),
                         planned=at[degree],
                         best_degree=best,
                         best_gib=at[best].free(memory_gib, way),
+                        leave_gib=leave_gib,
+                        roomy=tuple(
+                            Roomy(degree=enough, way=place, measured=counted(enough), planned=at[enough])
+                            for enough, place in roomy(at, memory_gib, leave_gib)
+                        ),
                     )
                 )
         return made
@@ -254,10 +317,12 @@ def rows(
 
 def table(found: Sequence[Headroom], memory_gib: float) -> str:
     """Markdown, in GiB: what was measured / what is planned."""
+    leave = f"{found[0].leave_gib:g} free from degree"
     lines = [
         f"| model | trained | GPUs | clip, degree | {' | '.join(_short(way) for way in WAYS)} | DiT | fetched | VAE "
-        "| text | CUDA, communicators | auto takes | free | most free, at degree | planned above measured |",
-        f"|{'---|' * (13 + len(WAYS))}",
+        "| text | CUDA, communicators | auto takes | free | most free, at degree "
+        f"| {leave} | {leave}, blocks fetched | planned above measured |",
+        f"|{'---|' * (15 + len(WAYS))}",
     ]
     for row in found:
         real, plan = row.measured, row.planned
@@ -270,9 +335,19 @@ def table(found: Sequence[Headroom], memory_gib: float) -> str:
             f"{real.text:.2f} / {plan.text:.2f} | {plan.communicators[row.way]:.2f} | {_short(WAYS[row.way])} | "
             f"{real.free(memory_gib, row.way):.1f} / {plan.free(memory_gib, row.way):.1f} | "
             f"{row.best_gib:.1f}, {row.best_degree} | "
+            f"{_leaving(row, 'replicated', memory_gib)} | {_leaving(row, 'node', memory_gib)} | "
             f"{100 * row.under:.1f} to {100 * row.over:.1f} % |"
         )
     return "\n".join(lines)
+
+
+def _leaving(row: Headroom, parameters: ParameterPlace, memory_gib: float) -> str:
+    """The degree, the places and what stays free of a row where that is enough."""
+    found = row.leaving(parameters)
+    if found is None:
+        return "-"
+    real, planned = (figures.free(memory_gib, found.way) for figures in (found.measured, found.planned))
+    return f"{found.degree}: {_short(WAYS[found.way])}: {real:.1f} / {planned:.1f}"
 
 
 def _short(way: Places) -> str:
@@ -293,11 +368,16 @@ def _kept(keep: Path | None, make: Callable[[], list[Headroom]], key: str) -> li
 
 
 def _row(fields: dict[str, Any]) -> Headroom:  # JSON, written by `_kept`
+    places = tuple(Roomy(**_with_figures(one)) for one in fields["roomy"])
+    return Headroom(**{**_with_figures(fields), "roomy": places})
+
+
+def _with_figures(fields: dict[str, Any]) -> dict[str, Any]:  # JSON, too
     for name in ("measured", "planned"):
         # Any: numbers and tuples of them
         figures: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields[name].items()}
         fields = {**fields, name: Figures(**figures)}
-    return Headroom(**fields)
+    return fields
 
 
 def run(
@@ -306,6 +386,7 @@ def run(
     clips: Annotated[str, typer.Option(help="Sizes of clip, one per cascade.")] = ",".join(CLIPS),
     memory_gib: Annotated[float, typer.Option(help="Memory of a GPU in GiB.")] = 79.2,
     text: Annotated[str, typer.Option(help="Where text encoders lie: device or host.")] = "host",
+    leave: Annotated[float, typer.Option(help="GiB that should stay free: from which degree on do they?")] = WANTED_GIB,
     keep: Annotated[Path | None, typer.Option(help="A file of what has been computed, to go on from.")] = None,
     out: Annotated[Path | None, typer.Option(help="A Markdown file for the table, besides the terminal.")] = None,
 ) -> None:
@@ -317,15 +398,15 @@ def run(
             found += _kept(
                 keep,
                 lambda name=name, lora=lora: rows(  # type: ignore[misc]
-                    name, lora, [int(count) for count in workers.split(",")], clips.split(","), memory_gib, text
+                    name, lora, [int(count) for count in workers.split(",")], clips.split(","), memory_gib, text, leave
                 ),
-                f"{name} {lora} {workers} {clips} {memory_gib} {text}",
+                f"{name} {lora} {workers} {clips} {memory_gib} {text} {leave:g}",
             )
     shown = table(found, memory_gib)
     print(shown)
     if out is not None:
         out.write_text(shown + "\n")
     short = [row.short for row in found if row.short]
-    print("\n".join(short) or f"in full on {PER_NODE} GPUs at 720p {_WANTED_GIB:g} GiB and more stay free")
+    print("\n".join(short) or f"in full on {PER_NODE} GPUs at 720p {leave:g} GiB and more stay free")
     if short or any(row.under < -1e-6 or row.over > 0.1 for row in found):
         raise typer.Exit(1)
