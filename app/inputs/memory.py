@@ -97,6 +97,11 @@ def view_memory(
     return view
 
 
+def workers_of(count: int) -> str:
+    """The number in words, for a person."""
+    return f"{count} worker{'s' * (count != 1)}"
+
+
 def filled(rooms: Sequence[int], workers: int) -> tuple[int, ...]:
     """Workers of each node, `workers` in all, on nodes with room for `rooms`: one node is filled after the other; what
     has no room yet comes on nodes like the largest.
@@ -152,12 +157,13 @@ def _refuse_misfits(
 ) -> None:
     """Raises PlanError where a clip fits on none of the view's workers, or not on as few as the run may go on with."""
     found, degrees, least = view.found, setup.degrees, min(config.workers.min, view.workers)
+    device = "GPU" if view.cuda else "worker"
     if demand.fits(found, degrees, view.workers, memory_gib):
         fewest = demand.fewest(found, degrees, memory_gib, least, view.workers)
         if fewest != least:
             raise PlanError(
-                f"workers.min {config.workers.min} is too few: a clip of some bucket fits a GPU of {memory_gib:g} GiB "
-                f"only on {fewest} workers or more. Set workers.min to {fewest}."
+                f"workers.min {config.workers.min} is too few: a clip of some bucket fits a {device} of {memory_gib:g} "
+                f"GiB only on {fewest} workers or more. Set workers.min to {fewest}."
             )
         return
 
@@ -180,7 +186,7 @@ def _refuse_misfits(
     room, states = view.room_gib, found.states(view.workers)
     assert room is not None
     raise PlanError(
-        f"a {'GPU' if view.cuda else 'worker'} of {memory_gib:g} GiB has {room:.1f} GiB for cascades on {view.workers} "
-        f"workers, which is too little: {states.total:.1f} GiB are states ({states.describe()}). "
+        f"a {device} of {memory_gib:g} GiB has {room:.1f} GiB for cascades on {workers_of(view.workers)}, "
+        f"which is too little: {states.total:.1f} GiB are states ({states.describe()}). "
         f"{advice(setup, fits, fewest_of)}"
     )

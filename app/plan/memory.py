@@ -8,7 +8,7 @@ from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan
 from actors.planning.memory import CONTEXT_GIB
-from app.inputs.memory import MemoryView
+from app.inputs.memory import MemoryView, workers_of
 
 
 def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:
@@ -24,7 +24,7 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
     size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
     places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
-        f"memory    GiB of a GPU{size} on {view.workers} workers{places}, predicted",
+        f"memory    GiB of a GPU{size} on {workers_of(view.workers)}{places}, predicted",
         f"          states {states.total:.2f} ({states.describe()}), VAE in {view.found.vae_dtype}",
     ]
     worst = 0.0

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
-from app.settings.config import RunConfig
+from app.settings.config import RunConfig, check
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
@@ -162,6 +162,21 @@ def check_capacity(config: RunConfig) -> None:
             f"{have.get('CPU', 0):g} CPUs and {have.get('GPU', 0):g} GPUs.",
             flush=True,
         )
+
+
+def check_device(config: RunConfig) -> None:
+    """Raises ConfigError where settings contradict the device that `workers.device: auto` is on this cluster."""
+    from actors.pool.workers import uses_gpu
+
+    workers = config.workers
+    if workers.device != "auto":
+        return
+    device: Literal["cuda", "cpu"] = "cuda" if uses_gpu(workers) else "cpu"
+    offers = "it has GPUs" if device == "cuda" else "no node has a GPU"
+    try:
+        check(replace(config, workers=replace(workers, device=device)))
+    except ConfigError as error:
+        raise ConfigError(f"workers.device auto is {device} on this cluster ({offers}). {error}") from None
 
 
 def check_nodes(config: RunConfig) -> None:

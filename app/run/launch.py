@@ -28,6 +28,7 @@ from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     RayGone,
     check_capacity,
+    check_device,
     check_nodes,
     connect,
     is_on_a_cluster,
@@ -97,6 +98,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         make_missing(config.data.sources)
         try:
             connect(config)
+            check_device(config)
             check_nodes(config)
             device = _device(config, folder)
             config = _with_limits(config, device)

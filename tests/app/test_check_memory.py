@@ -16,9 +16,11 @@ from actors.planning.memory import Forecasts, MemoryForecast
 from actors.pool.device import WorkersDevice
 from app.inputs.memory import filled
 from app.run import memory
+from app.run.cluster import check_device
 from app.run.memory import NodeSizes, check_memory
 from app.settings.config import RunConfig
 from ops.node_room import gpu_sizes
+from ops.typed import ConfigError
 from tests.app.test_big_models import known
 
 GIB = 2**30
@@ -130,6 +132,21 @@ def test_workers_on_cpus_are_checked_where_their_memory_has_a_limit(
     check_memory(config(device="cpu"), H100)
     with pytest.raises(PlanError, match=r"a worker of 1 GiB has"):
         check_memory(config(device="cpu", memory_gib=1.0), H100)
+
+
+def test_settings_for_gpus_are_refused_where_auto_finds_none(
+    cluster: list[NodeSizes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(device: str) -> RunConfig:
+        made = config(device=device)
+        return replace(made, train=replace(made.train, memory=replace(made.train.memory, gradients="host")))
+
+    check_device(shared("auto"))  # the cluster's nodes have GPUs
+    monkeypatch.setattr("actors.pool.workers.resources", lambda free: {"CPU": 8.0})
+    check_device(shared("cuda"))  # they may come
+    check_device(config(device="auto"))
+    with pytest.raises(ConfigError, match=r"auto is cpu on this cluster \(no node has a GPU\)\. .*gradients to node"):
+        check_device(shared("auto"))
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,9 @@ def least_gib(folder: Path, workers: int) -> float:
     ("of_two", "fewest", "says"),
     [
         (0.9, 2, "GiB for cascades on 2 workers, which is too little: "),
-        pytest.param(1.01, 1, "workers.min 1 is too few: ", marks=pytest.mark.long),
+        pytest.param(
+            1.01, 1, "workers.min 1 is too few: a clip of some bucket fits a worker of ", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_run_that_cannot_fit_is_refused_before_anything_is_loaded(
