@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, get_args
 
 import typer
 
@@ -40,6 +40,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import resolve
+from ops.typed import build, node_of
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
 CLIPS: dict[str, PixelShape] = {"480p81": (81, 480, 832), "720p81": (81, 720, 1280), "720p129": (129, 720, 1280)}
@@ -359,25 +360,12 @@ def _kept(keep: Path | None, make: Callable[[], list[Headroom]], key: str) -> li
     lines = keep.read_text().splitlines() if keep is not None and keep.exists() else []
     known = {found["key"]: found["rows"] for found in map(json.loads, lines)}
     if key in known:
-        return [_row(one) for one in known[key]]
+        return [build(Headroom, node_of(one)) for one in known[key]]
     made = make()
     if keep is not None:
         with keep.open("a") as file:
             file.write(json.dumps({"key": key, "rows": [asdict(row) for row in made]}) + "\n")
     return made
-
-
-def _row(fields: dict[str, Any]) -> Headroom:  # JSON, written by `_kept`
-    places = tuple(Roomy(**_with_figures(one)) for one in fields["roomy"])
-    return Headroom(**{**_with_figures(fields), "roomy": places})
-
-
-def _with_figures(fields: dict[str, Any]) -> dict[str, Any]:  # JSON, too
-    for name in ("measured", "planned"):
-        # Any: numbers and tuples of them
-        figures: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields[name].items()}
-        fields = {**fields, name: Figures(**figures)}
-    return fields
 
 
 def run(

@@ -102,6 +102,9 @@ def test_a_whole_model_fits_eight_gpus_by_what_was_predicted_of_it(
     shown = capsys.readouterr().out
     assert free_gib(shown) > 0
     assert "one gradient per node in its GPUs' memory, optimizer state in host memory" in shown
+    plan(tmp_path, name, "workers.memory_gib=58")  # 20 GiB and more of each GPU stay free, at 720p too
+    limited = capsys.readouterr().out
+    assert free_gib(limited) > 0 and "GiB of a GPU of 58 on 8 workers" in limited
     with pytest.raises(PlanError, match=r"GiB are states .* It fits with .*train\.memory\.gradients: auto"):
         plan(tmp_path, name, "train.memory.gradients=own")
     with pytest.raises(PlanError, match=r"workers.min 1 is too few.*Set workers.min to [2-8]\."):
