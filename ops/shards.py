@@ -15,6 +15,7 @@ import numpy as np
 Bounds = Sequence[tuple[int, int]]  # [lo, hi) of each rank, one after the other
 ARRAYS = ("master", "exp_avg", "exp_avg_sq", "ema")
 STAGE = 1 << 25  # elements of each of the two buffers from which a GPU pushes gradients into others
+EDGE = 512  # elements: ranges of such a part begin at multiples of it (`ALIGN` of ops/kernels/push, without PyTorch)
 _ALIGN = 16  # elements: shards begin on a cache line
 _EVEN_WORKERS = (64, 1024)  # at least, and at most, for which a vector has room after it
 _PADDED = 1 << 13  # elements of the vector for each worker more: 0.2 % of it

@@ -33,7 +33,7 @@ from ops.geometry import Geometry, PixelShape
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.node_routes import peers
-from ops.shards import STAGE, bytes_per_weight, held_elements, padding, shard_bounds
+from ops.shards import EDGE, STAGE, bytes_per_weight, held_elements, padding, shard_bounds
 
 if TYPE_CHECKING:
     from ops.models.forecast import EncoderNeed, Precision
@@ -150,8 +150,9 @@ class MemoryForecast:
             return 4 * self.trained
         if self.places.gradients == "host":
             return 0
-        staged = 2 * STAGE * self.parameter_bytes
-        return 4 * held_elements(self.trained, largest, workers, here) + staged
+        staged = 2 * (STAGE + 2 * EDGE) * self.parameter_bytes
+        edges = EDGE * (-(-workers // here) + 1)  # of each range, and behind the last one
+        return 4 * (held_elements(self.trained, largest, workers, here) + edges) + staged
 
     @property
     def _own_gradient_bytes(self) -> int:

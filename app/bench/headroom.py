@@ -9,10 +9,10 @@ take, and what stays free where `auto` puts them.
 *Measured* is the project's own code at full size and depth on tensors without data (`ops.models.forecast`), storage by
 storage.
 *Planned* is what the planner takes from the config: sums of weights, and lines through two short models. The last
-column compares the two. A clip runs at the smallest degree at which it fits in the place that takes least of a GPU;
-beside it stand the degree that leaves most free, and the smallest one at which `--leave` GiB stay free with the places
-in which they do, once with all weights on each GPU and once with their blocks fetched. Trained in full on one node at
-720p a model should leave 20 GiB.
+column compares the two. The places are the first in which a clip fits at some degree, and it runs at the smallest of
+these; beside it stand the degree that leaves most free, and the smallest one at which `--leave` GiB stay free with the
+places in which they do, once with all weights on each GPU and once with their blocks fetched. Trained in full on one
+node at 720p a model should leave 20 GiB.
 
 With `--keep FILE` every model and mode is written there when it is done, and not computed again the next time.
 """
@@ -284,8 +284,8 @@ def rows(
             for clip in clips:
                 at = {d: _planned(found, geometry, CLIPS[clip], text_tokens, workers, d, bags_gib) for d in legal}
                 ways = range(len(at[1].states))
-                degree = next((d for d in legal if at[d].free(memory_gib, ways[-1]) >= 0), legal[-1])
-                way = next((number for number in ways if at[degree].free(memory_gib, number) >= 0), ways[-1])
+                way = next((w for w in ways if any(at[d].free(memory_gib, w) >= 0 for d in legal)), ways[-1])
+                degree = next((d for d in legal if at[d].free(memory_gib, way) >= 0), legal[-1])
                 best = max(legal, key=lambda d: at[d].free(memory_gib, way))
 
                 def counted(

@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from actors.config import TrainConfig
 from actors.plan.types import USABLE
+from actors.planning.memory import sizes_of
 from app.bench.headroom import WAYS, Figures, Headroom, Roomy, _kept, roomy, table
+from ops.models.config import ModelConfig
+from ops.models.forecast import Precision, states_bytes
+from ops.models.wan.config import WanConfig
 
 MEASURED = Figures(
     states=(20.0, 18.0, 12.0, 10.0, 9.0, 7.0, 4.0, 3.0),
@@ -87,6 +93,21 @@ def test_full_training_on_one_node_at_720p_should_leave_20_gib() -> None:
         row(LORA, LORA, clip="720p81", lora=True),
     ]
     assert not [one for one in enough if one.short]
+
+
+@pytest.mark.parametrize("workers", [1, 8, 64])
+def test_states_are_never_planned_below_what_is_counted(workers: int) -> None:
+    """In every place, edges of a node's gradient included: less than 0.1 MiB above."""
+    wan = WanConfig(num_layers=2, num_heads=2, ffn_dim=64, gradient_checkpointing=True)
+    train = TrainConfig(parameter_dtype="bfloat16", autocast="bfloat16")
+    sizes = sizes_of(ModelConfig(dit=wan), train, cuda=True)
+    precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
+    for way in WAYS:
+        per_node = 0 if way.gradients == "own" else min(workers, 8)
+        both = states_bytes(wan, train.optimizer, workers, precision, per_node, way.parameters == "node")
+        counted = both[0 if way.state == "device" else 1]
+        planned = 2**30 * replace(sizes, places=way, per_node=8).states(workers).total
+        assert counted <= round(planned) <= counted + 100_000, way
 
 
 @pytest.mark.parametrize("part", ["states", "dit", "fetched", "vae", "text"])

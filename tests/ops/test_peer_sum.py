@@ -27,7 +27,7 @@ from ops.node_gradients import NodeGradients
 from ops.node_routes import routes
 from ops.node_sum import NodeSum
 from ops.peer_sum import PeerSum
-from ops.shards import Slot, held_elements, shard_bounds
+from ops.shards import EDGE, Slot, held_elements, shard_bounds
 from ops.sync import FlatSync, slots
 from ops.typed import ConfigError
 from tests.ops.conftest import RunRanks
@@ -102,6 +102,7 @@ def test_every_worker_holds_the_sum_of_its_ranges_and_no_more_memory_than_planne
 
     found = run_ranks(4, work)
     assert torch.equal(torch.cat([part for part, _ in found]), wanted(4))
+    assert EDGE == ALIGN, "what a plan counts with"
     largest = max(hi - lo for lo, hi in shard_bounds(total, 4))
     for node, here in ((0, 3), (1, 1)):
         most = max(held for (_, held), at in zip(found, nodes) if at == node)
