@@ -151,7 +151,7 @@ class MemoryForecast:
         if self.places.gradients == "host":
             return 0
         staged = 2 * (STAGE + 2 * EDGE) * self.parameter_bytes
-        edges = EDGE * (-(-workers // here) + 1)  # of each range, and behind the last one
+        edges = EDGE * (-(-workers // here) + 1)  # of each range, and after the last one
         return 4 * (held_elements(self.trained, largest, workers, here) + edges) + staged
 
     @property
