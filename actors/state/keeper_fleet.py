@@ -65,7 +65,7 @@ class Keepers:
         self._placed: dict[int, tuple[str, ...]] = {}  # rank -> those that copy its shards
         self._lenders: dict[str, tuple[int, ...]] = {}  # node -> numbers by which its workers lend its memory
         self._base: Base | None = None  # what the running generation goes on from
-        self._position: Position | None = None  # of the data after the newest committed step of this generation
+        self._position: Position | None = None  # of the data after the newest committed step, where it is known
         self._pinned: tuple[int, ...] = ()  # steps whose checkpoints are being written
         self._told: CommitAnswers | None = None  # of the last commit
         self._unreached: set[str] = set()  # keepers that it could not be sent to
@@ -100,9 +100,15 @@ class Keepers:
 
     def begin(self, base: Base) -> None:
         """Training goes on from this: later states and late messages are refused from now on."""
-        self._base, self._position, self._adopting = base, None, {}
+        goes_on = self._base is not None and self._base.step == base.step
+        self._base, self._adopting = base, {}
+        if not goes_on:
+            self._position = None
         for name in self._handles:
             self._begin(name)
+        if goes_on and self._told is not None and self._told.relayed:
+            # Late by a relay it is refused from now on, and with it where the data stands and what is pinned.
+            self.commit(base.step, self._position, self._pinned)
 
     def home(self, rank: int) -> KeeperHandle:
         """The keeper of this worker's node."""

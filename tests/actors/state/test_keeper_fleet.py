@@ -399,3 +399,28 @@ def test_a_commit_goes_by_relays_and_to_those_whose_relay_is_gone_once_more(
     said["ab"] = []
     keepers.commit(9, {"at": 9}, (), finder)
     assert keepers.gone() == []
+
+
+def test_a_commit_that_relays_still_have_when_the_next_generation_begins_is_sent_once_more(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late it is refused: no keeper would know where the data stands, nor that a checkpoint is being written."""
+    cluster, keepers = Cluster(monkeypatch, clock, a=1.0), Placed("run", SnapshotConfig())
+    keepers.prepare(["a"])
+    keepers.begin(base_of())
+    answers_s = [600.0, 0.0, 0.0]
+    relay = SimpleNamespace(commit=Remote(lambda call: Answer(clock.now + answers_s.pop(0), [])))
+    finder: Any = SimpleNamespace(relay_for=lambda node: relay)
+    keepers.commit(7, {"at": 7}, (7,), finder)
+    base = replace(base_of(), generation=5, step=7, made_in=4)
+    keepers.begin(base)
+    told, again = cluster.newest("a").told, ("commit", 5, 7, {"at": 7}, (7,))
+    assert told[-2:] == [("begin", 5, 7, 4, 100, ()), again]
+    keepers.commit(8, {"at": 8}, (7,), finder)
+    assert keepers.gone() == [], "the relay has answered"
+    keepers.begin(replace(base, generation=6, step=8))
+    assert told[-1][:2] == ("begin", 6)
+    keepers.commit(9, {"at": 9}, (7,), finder)
+    keepers.begin(replace(base, generation=7))
+    assert told[-1][:2] == ("begin", 7), "training goes on from an older step"
+    assert keepers.repair(["a"], give_up_s=600.0) == [] and told[-1] == ("commit", 7, 7, None, (7,))
