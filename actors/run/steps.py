@@ -225,8 +225,10 @@ class StepRunner:
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether no step shall be dispatched until none runs: a node can have a relay again."""
-        return bool(self.relays.renewed) and time.monotonic() >= self._relays_at
+        """Whether no step shall be dispatched until none runs: a node can have a relay again. Not where another relay
+        is lost: the next letters end this generation."""
+        wanted = bool(self.relays.renewed) and time.monotonic() >= self._relays_at
+        return wanted and all(node in self.relays.known for node in self._relay_of)
 
     def take_up_relays(self) -> None:
         """Call the workers of nodes that can have a relay again through it from the next step on. Only while no step
@@ -234,8 +236,7 @@ class StepRunner:
         if self.running or not self.awaits_quiet:
             return
         ends = [one.reference for one in self._outlasting_calls]
-        is_quiet = not ends or not wait(ends, num_returns=len(ends), timeout=_QUIET_S)[1]
-        if is_quiet and all(node in self.relays.known for node in self._relay_of):  # else the next letter ends this
+        if not ends or not wait(ends, num_returns=len(ends), timeout=_QUIET_S)[1]:
             self._relay_of = self.relays.of(self.world)
             self._groups = self.relays.groups
         self._relays_at = time.monotonic() + _NEXT_TRY_S

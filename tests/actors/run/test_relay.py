@@ -484,6 +484,11 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
     runner.take_up_relays()
     assert list(runner._relay_of) == ["a"] and not runner.awaits_quiet, "steps go on meanwhile"
     runner._relays_at = 0.0
+    lost = book._known.pop("a")
+    assert not runner.awaits_quiet, "steps do not wait for what cannot be"
+    runner.take_up_relays()
+    assert list(runner._relay_of) == ["a"]
+    book._known["a"] = lost
     ended.append("end of an encode")
     runner.take_up_relays()
     assert list(runner._relay_of) == ["a", "b"] and not runner.awaits_quiet
