@@ -170,7 +170,9 @@ class Relays:
             if node not in self._wanted:  # its workers are gone, or one is left
                 if lost.next is not None:
                     self._end(lost.next.handle)
-                    self._without[node] = self._put_off(node, now)
+                    self._without[node] = LostRelay(again_at=now)  # it has done no harm
+                elif now - lost.again_at >= _LONGEST_AGAIN_S:  # most such nodes never come back
+                    del self._without[node], self._times[node]
             elif lost.next is None:
                 if now >= lost.again_at:
                     lost.next, lost.asked_at = self.start(node), now

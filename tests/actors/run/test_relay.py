@@ -450,6 +450,30 @@ def test_a_new_relay_that_does_not_answer_or_whose_node_has_gone_is_ended(monkey
     assert book.begun[7:] == ["b2"] and len(book.begun) == 8
 
 
+def test_a_node_that_comes_and_goes_pays_for_its_losses_alone_and_is_forgotten_at_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    book = LaterBook(monkeypatch)
+    book.addresses("aabb")
+    book.lose("b", 0.0)
+    book.renew(60.0)
+    for now in (100.0, 200.0):
+        book.addresses("aacc")
+        book.renew(now)
+        book.addresses("aabb")
+        book.renew(now + 5.0)
+    assert book.begun == ["a0", "b0", "b1", "c0", "b2", "c1", "b3"], "its second is wanted at once"
+    book.lose("a", 210.0)
+    book.renew(270.0)
+    assert book.begun[7:] == ["a1"]
+    book.addresses("dd")
+    for now in (300.0, 3895.0):
+        book.renew(now)
+        assert set(book._without) == {"a", "b"}
+    book.renew(3900.0)
+    assert not book._without and not book._times
+
+
 def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     book = LaterBook(monkeypatch)
     world: Any = tuple(SimpleNamespace(node=node, name=node, handle=None, publishes_later=False) for node in "aabb")
