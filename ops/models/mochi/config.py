@@ -38,11 +38,6 @@ class MochiConfig(DiTConfig):
             )
 
     @property
-    def compiles(self) -> bool:
-        """No: the code of its last block, which has no context after it, would also be taken for the others."""
-        return False
-
-    @property
     def flops(self) -> ForwardFlops:
         """Text has keys, values and queries as wide as the video's, and an MLP of its own width; the last block gives
         none back, so it only has the former there."""

@@ -11,6 +11,7 @@ transformer gets the share of noise and predicts noise minus signal: both are tu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -60,8 +61,8 @@ class MochiDiT(PackedTransformer):
         self.patch_embed = FramePatches(config)
         self.time_embed = TimeAndText(config)
         self.pos_frequencies = nn.Parameter(initial_frequencies(config))
-        last = config.num_layers - 1
-        self.transformer_blocks = nn.ModuleList(MochiBlock(config, i == last) for i in range(config.num_layers))
+        middle = [MochiBlock(config) for _ in range(config.num_layers - 1)]
+        self.transformer_blocks = nn.ModuleList([*middle, MochiLastBlock(config)])
         self.norm_out = Modulation(config.dim, 2)
         self.proj_out = nn.Linear(config.dim, config.out_channels * self.patch_size)
         init_linear(self, head=self.proj_out)
@@ -245,50 +246,78 @@ class ScaledNorm(nn.Module):
         return (precise_linear(self.linear_1, condition),)
 
 
-class MochiBlock(nn.Module):
-    """Joint attention with separate weights and MLPs for video and text; the last block gives no text."""
+class VideoStream(nn.Module):
+    """What all blocks have: the video's norms, projections and MLP, and those by which text is attended to.
 
-    def __init__(self, config: MochiConfig, last: bool) -> None:
+    Compiled code belongs to a function, and a backward that computes a block again runs the newest that fits. Code for
+    the text's stream, whose width it leaves open, also fits the video's rows, and that of the last block the others. So
+    both streams, and both kinds of block, have functions of their own for the same arithmetic.
+    """
+
+    def __init__(self, config: MochiConfig, norm1_context: nn.Module, last: bool) -> None:
         super().__init__()
         self.eps, self.backend = config.eps, config.attention
         self.norm1 = Modulation(config.dim, 4)
-        self.norm1_context = ScaledNorm(config) if last else Modulation(config.dim, 4, config.context_dim)
+        self.norm1_context = norm1_context
         self.attn1 = MochiJointAttention(config, last)
         self.ff = gated_mlp(config.dim)
-        self.ff_context = None if last else gated_mlp(config.context_dim)
+
+    def _joint(
+        self, x: Tensor, context: Tensor, scale: Tensor, c_scale: Tensor, shared: MochiInputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [n, D], context [m, C], scales of their norms -> q, k, v [n + m, H, d]."""
+        layout = shared.layout
+        h = ln_modulate(x, scale, None, layout.segments, eps=self.eps, rms=True)
+        c = ln_modulate(context, c_scale, None, layout.local_text_segments, eps=self.eps, rms=True)
+        q, k, v = self.attn1.project(h, shared.cos, shared.sin)
+        c_q, c_k, c_v = self.attn1.project_text(c)
+        return torch.cat([q, c_q]), torch.cat([k, c_k]), torch.cat([v, c_v])
+
+    def _end(self, x: Tensor, y: Tensor, tables: Sequence[Tensor], segments: Segments) -> Tensor:
+        """The stream [n, D] after what attention gave it [n, D], and after its MLP."""
+        gate, mlp_scale, mlp_gate = tables
+        y = ln_modulate(self.attn1.to_out[0](y), eps=self.eps, rms=True)
+        x, h = gate_residual_ln_modulate(x, y, torch.tanh(gate), mlp_scale, None, segments, eps=self.eps, rms=True)
+        return gate_residual(x, ln_modulate(self.ff(h), eps=self.eps, rms=True), torch.tanh(mlp_gate), segments)
+
+
+class MochiBlock(VideoStream):
+    """Joint attention with separate weights and MLPs for video and text."""
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__(config, Modulation(config.dim, 4, config.context_dim), last=False)
+        self.ff_context = gated_mlp(config.context_dim)
 
     def forward(self, x: Tensor, context: Tensor, shared: MochiInputs) -> tuple[Tensor, Tensor]:
         """x [n, D], context [m, C] -> the same."""
         layout, rows = shared.layout, shared.layout.local_tokens
-        scale, gate, mlp_scale, mlp_gate = self.norm1(shared.condition)
+        scale, *tables = self.norm1(shared.condition)
         c_scale, *c_tables = self.norm1_context(shared.condition)
-
-        h = ln_modulate(x, scale, None, layout.segments, eps=self.eps, rms=True)
-        c = ln_modulate(context, c_scale, None, layout.local_text_segments, eps=self.eps, rms=True)
-        pairs = zip(self.attn1.project(h, shared.cos, shared.sin), self.attn1.project_text(c))
-        q, k, v = (torch.cat(pair) for pair in pairs)
+        q, k, v = self._joint(x, context, scale, c_scale, shared)
         y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.backend).flatten(1)
+        x = self._end(x, y[:rows], tables, layout.segments)
+        return x, self._end_text(context, y[rows:], c_tables, layout.local_text_segments)
 
-        x = self._end(x, self.attn1.to_out[0](y[:rows]), gate, mlp_scale, mlp_gate, layout.segments, self.ff)
-        if self.ff_context is not None:
-            c = self.attn1.to_add_out(y[rows:])
-            c_gate, c_mlp_scale, c_mlp_gate = c_tables
-            context = self._end(
-                context, c, c_gate, c_mlp_scale, c_mlp_gate, layout.local_text_segments, self.ff_context
-            )
-        return x, context
+    def _end_text(self, context: Tensor, y: Tensor, tables: Sequence[Tensor], segments: Segments) -> Tensor:
+        """The text's stream [m, C] after what attention gave it [m, D], and after its MLP."""
+        gate, mlp_scale, mlp_gate = tables
+        y = ln_modulate(self.attn1.to_add_out(y), eps=self.eps, rms=True)
+        gate, mlp_gate = torch.tanh(gate), torch.tanh(mlp_gate)
+        context, h = gate_residual_ln_modulate(context, y, gate, mlp_scale, None, segments, eps=self.eps, rms=True)
+        return gate_residual(context, ln_modulate(self.ff_context(h), eps=self.eps, rms=True), mlp_gate, segments)
 
-    def _end(
-        self,
-        x: Tensor,
-        y: Tensor,
-        gate: Tensor,
-        mlp_scale: Tensor,
-        mlp_gate: Tensor,
-        segments: Segments,
-        ff: FeedForward,
-    ) -> Tensor:
-        """The stream after what attention gave it, and after its MLP."""
-        y = ln_modulate(y, eps=self.eps, rms=True)
-        x, h = gate_residual_ln_modulate(x, y, torch.tanh(gate), mlp_scale, None, segments, eps=self.eps, rms=True)
-        return gate_residual(x, ln_modulate(ff(h), eps=self.eps, rms=True), torch.tanh(mlp_gate), segments)
+
+class MochiLastBlock(VideoStream):
+    """Video attends to text, whose stream ends here."""
+
+    def __init__(self, config: MochiConfig) -> None:
+        super().__init__(config, ScaledNorm(config), last=True)
+
+    def forward(self, x: Tensor, context: Tensor, shared: MochiInputs) -> tuple[Tensor, Tensor]:
+        """x [n, D], context [m, C] -> x of the same shape, and context as it came."""
+        layout, rows = shared.layout, shared.layout.local_tokens
+        scale, *tables = self.norm1(shared.condition)
+        (c_scale,) = self.norm1_context(shared.condition)
+        q, k, v = self._joint(x, context, scale, c_scale, shared)
+        y = sequence_parallel_attention(q, k, v, layout.joint_exchange, shared.group, self.backend).flatten(1)
+        return self._end(x, y[:rows], tables, layout.segments), context
