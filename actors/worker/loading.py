@@ -162,7 +162,7 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
     queries = torch.bfloat16 if settings.train.autocast == "bfloat16" else dtype
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-    if model.dit.compile:
+    if model.dit.compile is True:
         check_compiler(device)
     if settings.train.flow.first_frame and not model.dit.frame_times:
         raise ValueError(
@@ -188,7 +188,7 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         image=LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
     )
     modules.dit.train()
-    if model.dit.compile:
+    if model.dit.compile is True:
         compile_blocks(modules.dit)
     for module in ENCODED:
         if module not in settings.cached:

@@ -66,7 +66,7 @@ class Bench:
         dtype = getattr(torch, config.train.parameter_dtype)
         queries = torch.bfloat16 if config.train.autocast == "bfloat16" else dtype
         check_backend(model.dit.attention, device, queries, model.dit.head_dim)
-        if model.dit.compile:
+        if model.dit.compile is True:
             check_compiler(device)
         self.frame = FirstFrame.of(model)
         half = config.train.autocast == "bfloat16"
@@ -97,7 +97,7 @@ class Bench:
 
         dtype = getattr(torch, self.config.train.parameter_dtype)
         dit = build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
-        if self.model.dit.compile:
+        if self.model.dit.compile is True:
             compile_blocks(dit)
         return dit
 

@@ -131,7 +131,7 @@ class Measuring:
             else:
                 self._handoff(point.nodes)
         except (MemoryError, RuntimeError) as error:
-            _refuse_other(error)
+            refuse_other(error)
             self._close(point.degree, point.nodes)
             if isinstance(point, ProfilePoint):
                 self._limit(point)
@@ -280,7 +280,7 @@ def _handed(times: PointTimes) -> str:
     return f"  {1e3 * times.gathered_s:.1f} ms of it for {mib:.3g} MiB from the others"
 
 
-def _refuse_other(error: Exception) -> None:
+def refuse_other(error: Exception) -> None:
     """Raises what is no lack of memory, and lets go of what the error holds."""
     from actors.worker.meter import ran_out, release
 

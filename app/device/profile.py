@@ -8,8 +8,9 @@ step by the run's engine; all-to-alls; handoffs from one worker to another throu
 of several nodes cascades, the end of a step, all-to-alls and handoffs are measured across nodes, too. What runs out of
 memory is a limit. On a GPU, and on a CPU whose workers have a limit (`workers.memory_gib`), the largest batch and the
 longest clip that fit are searched for, and what cascades take of memory is counted; with `--minutes` larger batches are
-tried on any CPU. The file is written after every point, and a file of the same setting is continued. Other batch sizes
-and degrees are predicted by the models fitted to these points.
+tried on any CPU. With `model.dit.compile: auto` the DiT of some buckets is timed with compiled blocks and with blocks
+as written before all else, and everything is then measured the faster way. The file is written after every point, and a
+file of the same setting is continued. Other batch sizes and degrees are predicted by the models fitted to these points.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import POOR_RESIDUAL, RESIDUAL_POINTS, fit_form, knapformer_constants
 from actors.plan.costs.handoff import Handoff, estimate_of
@@ -33,12 +36,14 @@ from actors.planning.memory import clips_of, forecast
 from actors.planning.options import tell_updates
 from app.device.bag import degrees_here
 from app.device.bench import Bench
+from app.device.both_ways import MOST_SHAPES, measured_both_ways
 from app.device.choice import device_name, pick_device
 from app.device.measuring import Measurable, Measuring, ProcessBags, is_known
 from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.points import LargestBatch, LongestClip, ProfiledShape, ProfilePoint, SideFigure
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
+from app.inputs.compiling import as_written_because, compiling, other_torch, with_compile
 from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
@@ -48,6 +53,9 @@ from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import tiling_of
 from ops.typed import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 SWEPT_TOKENS = 20_000
 _LONGER = 16  # times the longest bucket: longer clips are not tried
@@ -82,10 +90,11 @@ def run_profile(
 
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(f"--out {out} cannot be written; give a file in a folder that exists.")
-    config = from_here(RunConfig.load(path, overrides))
-    model, geometry = resolve(config.model)
+    began, config = time.monotonic(), from_here(RunConfig.load(path, overrides))
     target = pick_device(device)
     torch.set_num_threads(config.workers.torch_threads)
+    config, both_ways = with_faster_way(config, target, out, repeats, fresh)
+    model, geometry = resolve(config.model)
     profile = Profile.from_flops(
         model.dit,
         model.vae,
@@ -97,6 +106,7 @@ def run_profile(
         device=device_name(target),
     )
     profile.setting = setting_of(model, profile.device if target.type == "cuda" else "cpu", config.train)
+    profile.both_ways = both_ways
     profile.source = f"measured by heddle profile, torch {torch.__version__}, median of {repeats}"
     legal = profile.degrees["dit"]
     cluster = None if ray is None else MeasuredCluster.of(ray, config, legal, degrees, target.type)
@@ -129,13 +139,81 @@ def run_profile(
     bench = Bench(config, model, geometry, target)
     together = ProcessBags(config=config, device=target.type, cluster=cluster)
     measuring = Measuring(bench, together, profile, out, repeats)
-    measuring.run(left, time.monotonic() + 60 * minutes if minutes else 0.0)
+    measuring.run(left, began + 60 * minutes if minutes else 0.0)
     offer_residual(profile)
     measuring.save()
     _print_fits(profile, model)
     print(f"profile   {out}")
     _limits(config, path, model, geometry, profile, write)
     return profile
+
+
+def with_faster_way(
+    config: RunConfig, device: torch.device, out: Path, repeats: int, fresh: bool
+) -> tuple[RunConfig, BothWays | None]:
+    """The config with true or false for `model.dit.compile: auto`, and the seconds that say so: of `out`, or measured
+    now, before all other points, which are then those of that way. A file that has begun keeps its way."""
+    from ops.models.folders import resolve
+
+    if config.model.dit.compile != "auto":
+        return config, None
+    model, geometry = resolve(with_compile(config, False).model)
+    found = None if fresh else both_ways_of(out, model, device, config)
+    why = as_written_because(config, model, device.type)
+    if found is None and not why:
+        found, why = _timed_both_ways(config, model, geometry, device, repeats)
+    print(f"compile   model.dit.compile: auto is {'true' if found and found.compiled else 'false'}: {found or why}")
+    return with_compile(config, found is not None and found.compiled), found
+
+
+def both_ways_of(out: Path, model: ModelConfig, device: torch.device, config: RunConfig) -> BothWays | None:
+    """What a file that is continued says, if it is of this model, device and torch. Whether the rest of it may be
+    continued is asked later."""
+    if not out.is_file():
+        return None
+    try:
+        before = read_profile(out)
+        if before.both_ways is None or other_torch(before.both_ways):
+            return None
+        here = device_name(device) if device.type == "cuda" else "cpu"
+        refuse_other(before, setting_of(compiling(model, before.both_ways.compiled), here, config.train), str(out))
+    except PlanError:
+        return None
+    return before.both_ways
+
+
+def _timed_both_ways(
+    config: RunConfig, model: ModelConfig, geometry: Geometry, device: torch.device, repeats: int
+) -> tuple[BothWays | None, str]:
+    """Some buckets' planned batches, the shortest and the longest among them; or why there are none."""
+    degrees = config.planner.degrees or usual_degrees(model, config.planner.sequence, ())
+    assumed = Profile.from_flops(model.dit, model.vae, model.text, geometry, model.image, degrees=degrees)
+    sized, _ = with_limits(config, model, geometry, assumed)
+    planned = sorted(_planned(shapes_of(sized, geometry, assumed)).values(), key=_pixels)
+    shapes = [planned[number] for number in _halving(len(planned))][:MOST_SHAPES]
+    from ops.compiled_blocks import check_compiler
+
+    try:
+        check_compiler(device)
+    except ValueError as error:
+        return None, str(error)
+    found = measured_both_ways(
+        lambda compiled: Bench(config, compiling(model, compiled), geometry, device), shapes, repeats
+    )
+    return found, "" if found is not None else "no cascade fits alone on the device"
+
+
+def _planned(shapes: Iterable[ProfiledShape]) -> dict[Bucket, ProfiledShape]:
+    """Of every bucket its largest batch."""
+    planned: dict[Bucket, ProfiledShape] = {}
+    for shape in shapes:
+        if shape.bucket not in planned or planned[shape.bucket].batch < shape.batch:
+            planned[shape.bucket] = shape
+    return planned
+
+
+def _pixels(shape: ProfiledShape) -> int:
+    return shape.batch * shape.bucket.frames * shape.bucket.area
 
 
 def offer_residual(profile: Profile) -> None:
@@ -221,11 +299,9 @@ def longest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[Lon
 def largest_of(shapes: Sequence[ProfiledShape], bags: Sequence[int]) -> list[LargestBatch]:
     """The search for the largest batch: of every bucket alone, and in bags of the one with the longest samples, as
     memory is linear in rows. The shortest samples, whose batches cost least, first."""
-    planned: dict[Bucket, ProfiledShape] = {}
-    for shape in shapes:
-        if shape.bucket not in planned or planned[shape.bucket].batch < shape.batch:
-            planned[shape.bucket] = shape
-    ordered = sorted(planned.values(), key=lambda shape: (shape.bucket.frames * shape.bucket.area, shape.bucket))
+    ordered = sorted(
+        _planned(shapes).values(), key=lambda shape: (shape.bucket.frames * shape.bucket.area, shape.bucket)
+    )
     wanted = [(shape, 1) for shape in ordered] + [(ordered[-1], degree) for degree in bags]
     return [
         LargestBatch(

@@ -19,6 +19,7 @@ from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
 from app.inputs.batches import with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
+from app.inputs.compiling import with_compiling
 from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
@@ -42,8 +43,8 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
-    config, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
-    for note in [*notes(config), *sample_notes(config)]:
+    config, decided, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
+    for note in [*notes(config), *sample_notes(config), *([decided] if decided else [])]:
         print(f"note: {note}")
     if config.workers.device == "cuda" and not _cuda_here():
         print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")
@@ -75,17 +76,17 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
         print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
 
 
-def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, list[Change]]:
-    """The config that a start would train with, and what a resume changes. Raises ConfigError where the folder or the
-    run in it refuses the start."""
+def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, str, list[Change]]:
+    """The config that a start would train with, what `auto` has decided of compiling, and what a resume changes. Raises
+    ConfigError where the folder or the run in it refuses the start."""
     if not (resume or overwrite):
         check_place(run_dir(config))
-        return config, []
+        return *with_compiling(config), []
     folder = check_run_dir(config, resume=resume, overwrite=overwrite)
     if not resume:
-        return config, []
-    config = with_limits_of(config, folder)
-    return config, check_resume(config, folder)
+        return *with_compiling(config), []
+    config, decided = with_compiling(with_limits_of(config, folder), folder)
+    return config, decided, check_resume(config, folder)
 
 
 def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:

@@ -29,6 +29,7 @@ from actors.records.plan_record import PlanRecord
 from app.inputs.account import print_account, print_buckets
 from app.inputs.batches import with_limits
 from app.inputs.cluster import cluster_of, read_cluster
+from app.inputs.compiling import with_compiling
 from app.inputs.data_codes import items_from_codes
 from app.inputs.items import batches_of, items_from_buckets, items_from_data, open_dataset
 from app.inputs.limits import largest_batches, longest_clips
@@ -161,9 +162,12 @@ def _from_config(request: PlanRequest) -> PlanInputs:
 
     assert request.config is not None
     config = from_here(RunConfig.load(request.config, request.overrides))
-    model, geometry = resolve(config.model)
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
+    config, decided = with_compiling(config)
+    if decided:
+        print(f"note: {decided}")
+    model, geometry = resolve(config.model)
     profile = profile_of(config, model, geometry)
     cluster = read_cluster(request.cluster) if request.cluster else cluster_of(config)
     config, _ = with_limits(config, model, geometry, profile, cluster)

@@ -21,6 +21,7 @@ from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.cluster import given_cluster
+from app.inputs.compiling import with_compiling
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
 from app.records.trackers import check_installed
@@ -91,10 +92,13 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
         config = with_limits_of(config, folder) if resume else config
+        config, decided = with_compiling(config, folder if resume else None)
         changes = check_resume(config) if resume else []
         predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
         _say_before(config, resume=resume)
+        if decided:
+            _note(decided)
         make_missing(config.data.sources)
         try:
             connect(config)

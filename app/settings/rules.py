@@ -259,7 +259,7 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "computed again; model.dit.gradient_checkpointing is false. Set it to true, or parameters to auto or "
             "replicated."
         )
-    if train.memory.parameters == "node" and model.dit.compile:
+    if train.memory.parameters == "node" and model.dit.compile is True:
         raise ConfigError(
             "train.memory.parameters node fetches weights block by block, and model.dit.compile compiles blocks with "
             "their weights. Set compile to false, or parameters to auto or replicated."

@@ -36,6 +36,7 @@ from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.soak import soak
 from app.settings.config import RunConfig
 from ops.config import FlowConfig
+from ops.models.config import ModelConfig
 from tests.actors import chaos
 from tests.families.registry import MODELS, WHOLE_RUNS
 
@@ -473,18 +474,38 @@ def test_compiled_workers_in_bags_train_the_same_also_after_a_death(lab: Lab, al
     assert_same_training(run, alone.losses(FEWEST))
 
 
+def config_of(lab: Lab, name: str, model: ModelConfig, **sections: Mapping[str, object]) -> RunConfig:
+    """A run of this model on clips of several lengths, or on pictures."""
+    sizes = ["1x64x96", "1x96x64", "1x32x48"] if model.dit.images_only else ["1x64x96", "9x64x96", "17x64x96"]
+    flow = {} if model.dit.diffusion else {"flow_shift": 1.0}
+    told = {"buckets": {"table": sizes}, "batch": {"memory_tokens": 400}}
+    made = lab.config(name, model={"dit": {}}, data=told, **sections)
+    return replace(made, model=model, train=replace(made.train, flow=FlowConfig(**flow)))
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_streams_of_two_widths_train_the_same(lab: Lab) -> None:
+    """Mochi's text is narrower than its video, and its last block is of another kind."""
+    model = MODELS["mochi"]
+    compiled = replace(model, dit=replace(model.dit, compile=True, gradient_checkpointing=True))
+    length, workers = {"steps": FEWEST}, {"min": 2, "max": 2}
+    run = lab.start(
+        config_of(lab, "mochi-compiled", compiled, train=length, planner={"degrees": [1, 2]}, workers=workers)
+    )
+    alone = lab.start(config_of(lab, "mochi-alone", model, train=length, workers={"min": 1, "max": 1}))
+    assert run.join(600).code == 0 and alone.join(600).code == 0
+    assert_same_training(run, alone.losses())
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("family", WHOLE_RUNS)
 def test_a_model_of_every_family_trains_the_same_while_workers_die_and_come(lab: Lab, family: str) -> None:
     """In bags, by its own kind of sequence parallelism."""
     model = MODELS[family]
-    sizes = ["1x64x96", "1x96x64", "1x32x48"] if model.dit.images_only else ["1x64x96", "9x64x96", "17x64x96"]
-    flow = {} if model.dit.diffusion else {"flow_shift": 1.0}
 
     def settings(name: str, **sections: Mapping[str, object]) -> RunConfig:
-        told = {"buckets": {"table": sizes}, "batch": {"memory_tokens": 400}}
-        made = lab.config(name, model={"dit": {}}, data=told, **sections)
-        return replace(made, model=model, train=replace(made.train, flow=FlowConfig(**flow)))
+        return config_of(lab, name, model, **sections)
 
     run = lab.start(
         settings(

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
+from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
@@ -49,6 +50,7 @@ class KnownCosts:
     device: str = "unknown"
     source: str = ""
     setting: ProfiledSetting | None = None  # None: it does not say
+    both_ways: BothWays | None = None  # blocks compiled and as written, where that was measured
     degrees: dict[str, tuple[int, ...]] = field(default_factory=dict)
     measured: dict[PointKey, float] = field(default_factory=dict)
     spread: dict[PointKey, float] = field(default_factory=dict)  # of measured runs: longest less shortest over median

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.handoff import Handoff, HandoffPoint
 from actors.plan.costs.max_frames import MaxFrames
@@ -97,6 +98,7 @@ class ProfileFile:
     seen_handoffs: tuple[HandoffPoint, ...] = ()  # the newest of a run
     geometry: Geometry = field(default_factory=Geometry)
     tiling: Tiling = field(default_factory=Tiling)  # of the VAE
+    both_ways: BothWays | None = None  # blocks compiled and as written
     needs: KnownNeeds = field(default_factory=KnownNeeds)
 
     def __post_init__(self) -> None:

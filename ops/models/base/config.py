@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Literal, Self
 
 from ops.attention.table import AttentionSetting
 from ops.config import Diffusion, Spacing
@@ -42,8 +42,9 @@ class DiTConfig:
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"
     # torch.compile of the blocks: a minute or more in the first cascades, then fewer calls of the host and fewer passes
-    # over memory between fused ops, attention and matrix products. Results differ by rounding
-    compile: bool = False
+    # over memory between fused ops, attention and matrix products. Results differ by rounding. auto: by the profile's
+    # seconds of both ways (heddle profile), decided once for a run; its settings hold true or false
+    compile: bool | Literal["auto"] = False
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
@@ -88,7 +89,7 @@ class DiTConfig:
                 f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
                 f"freezes all weights. Leave one of the two out."
             )
-        if self.compile and not self.compiles:
+        if self.compile is True and not self.compiles:
             raise ValueError(
                 f"model.dit.compile is true, and blocks of architecture {self.architecture} are not compiled: one code "
                 f"does not serve all their shapes. Set it to false."
