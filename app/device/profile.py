@@ -204,7 +204,7 @@ def _timed_both_ways(
 
 
 def _planned(shapes: Iterable[ProfiledShape]) -> dict[Bucket, ProfiledShape]:
-    """Of every bucket its largest batch."""
+    """The largest batch of every bucket."""
     planned: dict[Bucket, ProfiledShape] = {}
     for shape in shapes:
         if shape.bucket not in planned or planned[shape.bucket].batch < shape.batch:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from actors.plan.types import refuse_below, refuse_unless_positive
 
 LEAST_GAIN = 0.03
-"""Of the seconds of all points: below that compiling, in every process anew, is not worth its wait."""
+"""Share of the seconds of all points. Compiling, in every process anew, is not worth its wait for less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
