@@ -122,7 +122,7 @@ MISTAKES = {
         "model.dit.train_only ['blocks.0'] freezes those of the blocks"
     ),
     "model: {dit: {compile: maybe}}": "model.dit.compile is 'maybe'",
-    "model: {dit: {architecture: mochi, compile: on}}": "blocks of architecture mochi are not compiled",
+    "model: {dit: {architecture: latte, compile: on}}": "blocks of architecture latte are not compiled",
     "model: {dit: {compile: on, gradient_checkpointing: true}}\ntrain: {memory: {parameters: node}}": (
         "model.dit.compile compiles blocks with their weights. Set compile to false"
     ),
