@@ -17,6 +17,7 @@ from actors.plan.costs.profile_json import profile_json, read_profile, write_pro
 from actors.plan.types import Module, PlanError
 from actors.planning.learned import setting_of
 from app.device import profile as profiling
+from app.device.bench import Bench
 from app.device.both_ways import measured_both_ways
 from app.device.points import PointTimes, ProfiledShape
 from app.device.profile import run_profile
@@ -200,7 +201,7 @@ def test_a_profile_is_measured_the_faster_way_and_continued_by_it(
 
     monkeypatch.setattr(profiling, "measured_both_ways", measured)
     monkeypatch.setattr("ops.compiled_blocks.check_compiler", lambda device: None)
-    monkeypatch.setattr("app.device.bench.Bench._bare_dit", as_written(profiling.Bench._bare_dit))
+    monkeypatch.setattr("app.device.bench.Bench._bare_dit", as_written(Bench._bare_dit))
     monkeypatch.setattr("ops.compiled_blocks._lacking", lambda device: "")
     out = tmp_path / "p.json"
     for _ in range(2):
@@ -214,8 +215,8 @@ def test_a_profile_is_measured_the_faster_way_and_continued_by_it(
     assert profile_json(profile)["both_ways"]
 
 
-def as_written(made: Callable[[profiling.Bench], torch.nn.Module]) -> Callable[[profiling.Bench], torch.nn.Module]:
-    def bare(self: profiling.Bench) -> torch.nn.Module:
+def as_written(made: Callable[[Bench], torch.nn.Module]) -> Callable[[Bench], torch.nn.Module]:
+    def bare(self: Bench) -> torch.nn.Module:
         model, self.model = self.model, replace(self.model, dit=replace(self.model.dit, compile=False))
         try:
             return made(self)
