@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol, cast
@@ -202,10 +202,10 @@ class Groups:
         return next((f"the group {group.members} has {why}" for group in groups if (why := group.failure)), "")
 
     def close(self) -> None:
-        """Close all bags. Returns at once also with dead or frozen peers."""
+        """Close all bags. Returns at once also with dead or frozen peers; on NCCL, when the device has passed what was
+        queued of their collectives, which wait for nobody any more."""
         self._closed = True
-        for group in self._all():
-            group.close()
+        self._end_all(Group.close)
         self._groups.clear()
         self._world = None
         creations, deadline = list(self._creations.values()), time.monotonic() + _LEAVE_S
@@ -218,9 +218,21 @@ class Groups:
 
     def abort(self) -> None:
         """Like `close`, for a generation that has failed: communicators are aborted, waiting threads raise."""
-        for group in self._all():
-            group.abort()
+        self._end_all(Group.abort)
         self.close()
+
+    def _end_all(self, end: Callable[[Group], None]) -> None:
+        """NCCL ends a communicator when the device has passed its kernels. A host that is ahead may have queued them
+        behind a collective of another bag that waits for a dead peer: so all are told to end at the same time."""
+        groups = self._all()
+        together = groups[:-1] if self._backend == "nccl" else []
+        threads = [threading.Thread(target=end, args=(one,), name="end of a bag", daemon=True) for one in together]
+        for thread in threads:
+            thread.start()
+        for group in groups[len(together) :]:
+            end(group)
+        for thread in threads:
+            thread.join()
 
     def _end_if_closed(self, group: Group) -> None:
         """`close` and `abort` end the groups that they find; another thread may be about to add one."""
