@@ -446,7 +446,7 @@ class CascadeMeasure:
 
     def __init__(self, executor: Executor, task: CascadeTask) -> None:
         self._executor, self._task = executor, task
-        self._inputs: Inputs | None = None
+        self._moved: tuple[int, int] | None = None  # bytes of its inputs through the group and the object store
         self._fetch_s: float | None = None
         self._exceeded_gib: float | None = None
         self._shapes = shapes_of(task.module, task.pieces, len(task.bag))
@@ -515,8 +515,8 @@ class CascadeMeasure:
         self._held_s += time.perf_counter() - began
 
     def received(self, inputs: Inputs, fetch_s: float | None) -> None:
-        """What was gathered since the last phase began."""
-        self._inputs, self._fetch_s = inputs, fetch_s
+        """What was gathered since the last phase began; its tensors are not kept until the device has ended."""
+        self._moved, self._fetch_s = (inputs.bytes_received, inputs.bytes_fetched), fetch_s
         self._gathering, self._gathered = self._phase_began, self._executor._watch.mark()
 
     def __exit__(
@@ -571,6 +571,7 @@ class CascadeMeasure:
         )
         if self._outlasting is not None:
             self._outlasting.launched = launched
+            self._outlasting = None  # with its pixels and results
             return
         executor.add_cascade(launched)
         if task.leave:
@@ -592,15 +593,16 @@ class CascadeMeasure:
             wait_s=wait_s,
             exposed_s=exposed_s,
         )
-        if (inputs := self._inputs) is None:
+        if self._moved is None:
             return timed
-        gathered_s = watch.seconds(self._gathering, self._gathered) if inputs.moved else 0.0
+        gathered_s = watch.seconds(self._gathering, self._gathered) if any(self._moved) else 0.0
+        received, fetched = self._moved
         return replace(
             timed,
-            handoff_bytes=inputs.bytes_received + inputs.bytes_fetched,
+            handoff_bytes=received + fetched,
             handoff_s=gathered_s + (self._fetch_s or 0.0),
-            fetched_bytes=inputs.bytes_fetched,
-            fetch_s=self._fetch_s if inputs.bytes_fetched else None,
+            fetched_bytes=fetched,
+            fetch_s=self._fetch_s if fetched else None,
         )
 
     def _others(self, error: BaseException) -> str:

@@ -150,11 +150,6 @@ class Inputs:
     bytes_received: int  # through the bag's group
     bytes_fetched: int  # through the object store
 
-    @property
-    def moved(self) -> bool:
-        """Whether any was not in place."""
-        return bool(self.bytes_received or self.bytes_fetched)
-
 
 def gather_inputs(
     samples: Sequence[StepSample],

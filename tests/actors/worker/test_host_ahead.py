@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 from actors.messages import StaleGeneration
 from actors.plan.types import Item
 from actors.worker.executor import Executor
+from actors.worker.handoff import Inputs, gather_inputs
 from actors.worker.work_done import DeviceFailure
 from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
 
@@ -89,6 +92,23 @@ def test_a_span_has_the_times_of_the_device() -> None:
         assert all(seconds > 0 and seconds % APART_S == 0 for seconds in span.phases.values())
     (dit, *_) = [span for span in spans if span.module == "dit"]
     assert set(dit.phases) == {"handoff", "forward", "backward"}
+
+
+def test_a_cascade_that_the_device_still_runs_holds_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take room that the next one was planned with: the allocator gives memory out again in the stream's
+    order, and need not wait for the device."""
+    gathered: list[weakref.ref[torch.Tensor]] = []
+
+    def gather(*arguments: Any, **settings: Any) -> Inputs:
+        found = gather_inputs(*arguments, **settings)
+        gathered.extend(weakref.ref(one) for one in (*found.rows, *found.text))
+        return found
+
+    monkeypatch.setattr("actors.worker.executor.gather_inputs", gather)
+    host, _ = behind()
+    run_step([host], ITEMS, one_worker(ITEMS), finish=False)
+    gc.collect()
+    assert len(host.executor.work.under_way) == 6 and gathered and not any(one() is not None for one in gathered)
 
 
 def test_spans_are_read_as_their_cascades_end() -> None:
