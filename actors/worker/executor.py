@@ -238,13 +238,12 @@ class Executor:
         with self._blamed():
             return self.work.ended_at
 
-    def is_behind(self) -> bool:
-        """Whether the device has not come to the end of what was queued. Any thread may ask."""
-        under_way = self.work.under_way
+    def on_device(self) -> Launched | None:
+        """The cascade that the device is in, of those whose calls have returned. Any thread may ask."""
         try:
-            return bool(under_way) and not under_way[-1].has_ended()
+            return next((one for one in self.work.under_way if not one.has_ended()), None)
         except RuntimeError:  # of the device: its next call says so
-            return False
+            return None
 
     @contextmanager
     def _blamed(self) -> Iterator[None]:
@@ -460,6 +459,7 @@ class CascadeMeasure:
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
         self._codes = codes_made()
+        self._since = time.time()
         watch = self._executor._watch
         self._phases = _PhaseMarks(watch, self._executor.on_phase if self._outlasting is None else _unseen)
         self.room_gib = self._executor.meter.start()
@@ -566,6 +566,9 @@ class CascadeMeasure:
         launched = Launched(
             name=task.name,
             cascade=task.cascade,
+            step=task.step,
+            since=self._since,
+            predicted_s=task.planned_end_s - task.planned_start_s,
             has_ended=partial(executor._watch.has_come, ended),
             span=partial(self._timed, span, worked, ended, waited),
         )

@@ -18,6 +18,7 @@ from actors.messages import Orders, Progress
 from actors.plan.types import GpuPlace
 from actors.ray_calls import get
 from actors.refs import Method
+from actors.worker.work_done import Launched
 from ops.groups import Groups
 from ops.waiting import CancelToken, Patience
 
@@ -49,10 +50,10 @@ class Heartbeat:
         self._worker, self._config, self._monitor, self._waits_on_device = worker, config, monitor, waits_on_device
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation
+        self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
-        self._launched: tuple[Progress, Callable[[], bool]] = (progress, lambda: False)  # what an idle worker did last
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile
         self._patience = Patience(limit_s=config.collective_timeout_s, why="workers.collective_timeout_s")
 
@@ -104,22 +105,29 @@ class Heartbeat:
         """Where the worker's GPU is."""
         self._set(replace(self.progress, place=place))
 
-    def idle(self, is_behind: Callable[[], bool] = lambda: False) -> None:
-        """The worker waits for a call. While its device `is_behind`, still in what it was doing, heartbeats
-        say that, and its patience goes on."""
+    def idle(self) -> None:
+        """The worker waits for a call. Its device may still be in a cascade whose call has returned."""
         self._since = time.monotonic()
-        if self.progress.activity != "idle":
-            self._launched = (self.progress, is_behind)
         self._set(
             replace(self.progress, activity="idle", phase="idle", since=time.time(), predicted_s=0.0, limit_s=0.0)
         )
 
     def beat(self) -> None:
-        """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again."""
+        """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again.
+
+        A device that is behind its host is in an earlier cascade than the host: that is what the worker does.
+        """
         progress, cancel = self._now
-        before, is_behind = self._launched
-        if progress.activity == "idle" and is_behind():
-            progress = replace(before, generation=progress.generation)
+        if (running := self.on_device()) is not None:
+            progress = replace(
+                progress,
+                activity=running.name,
+                phase="device",
+                step=running.step,
+                since=running.since,
+                predicted_s=running.predicted_s,
+                limit_s=self._patience.limit_s,
+            )
         groups = self.groups
         if groups is not None:
             bags = groups.progress.values()

@@ -53,6 +53,9 @@ class Launched:
 
     name: str
     cascade: str
+    step: int
+    since: float  # unix seconds, when its call began
+    predicted_s: float
     has_ended: Callable[[], bool]  # any thread may ask; raises RuntimeError for a failure of the device
     span: Callable[[], Span]  # waits until it has ended
 

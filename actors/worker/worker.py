@@ -92,6 +92,7 @@ class Worker:
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)
         self.executor = self._load()
+        self.heartbeat.on_device = self.executor.on_device
         self.encoding = self._encoding()
         modules = self.executor.modules
         self._frozen, self._late = modules.digests(), late_sizes(modules, self.device)
@@ -274,7 +275,7 @@ class Worker:
         fetched = {(p.module, p.id): EncodeResult(id=p.id, rows=torch.from_numpy(p.rows), ok=p.ok) for p in found}
         with bar(task.name), freed():
             self.executor.dit(task, fetched, fetch_s)
-        self.heartbeat.idle(self.executor.is_behind)
+        self.heartbeat.idle()
 
     def turn(self, task: TurnTask) -> TurnReport:
         """Some work on an aside, as much as the turn allows. None of a generation that has ended."""
@@ -472,7 +473,7 @@ class Worker:
         )
 
     def _done(self, task: CascadeTask, published: list[EncodeResult]) -> list[PublishedResult]:
-        self.heartbeat.idle(self.executor.is_behind)
+        self.heartbeat.idle()
         return _published(task.module, published)
 
     def _seconds_since(self, published_at: float) -> float | None:

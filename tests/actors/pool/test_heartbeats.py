@@ -11,9 +11,10 @@ import ray
 
 from actors.config import WorkersConfig
 from actors.messages import Orders, Progress
-from actors.pool.heartbeats import Watch
+from actors.pool.heartbeats import Stall, Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.heartbeat import Heartbeat
+from actors.worker.work_done import Launched
 from ops.waiting import Cancelled, Patience
 from tests.actors.fakes import Handle
 
@@ -156,23 +157,64 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
     assert not any(token.is_set() for token in new)
 
 
-def test_a_worker_whose_device_is_behind_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host has queued the cascade and waits for a call; its device may hang in it."""
-    made, behind, sent = heartbeat("cuda"), True, []
+def launched(name: str, since: float, predicted_s: float) -> Launched:
+    return Launched(
+        name=name,
+        cascade=name,
+        step=7,
+        since=since,
+        predicted_s=predicted_s,
+        has_ended=lambda: False,
+        span=lambda: pytest.fail("no heartbeat waits for a cascade"),
+    )
+
+
+@pytest.mark.parametrize("host", ["idle", "text s7", "finish s7"])
+def test_what_a_worker_does_is_what_its_device_does(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """The host has queued two cascades, and may wait for the device at the end of the step."""
+    made = heartbeat("cuda")
+    sent: list[Progress] = []
+    running: list[Launched | None] = [launched("dit s7", 100.0, 20.0), launched("vae s7", 101.0, 0.5), None]
+    made.on_device = lambda: running[0]
     made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
     made.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
-    made.activity("dit 9f 32x32 b1 sp1 s7", "forward", 7, 1.5, Patience(limit_s=30.0))
-    made.idle(lambda: behind)
-    made.idle(lambda: behind)
+    made.activity(host, "reduce", 7, 0.0, Patience(limit_s=30.0))
+    if host == "idle":
+        made.idle()
     made.beat()
-    assert (sent[-1].activity, sent[-1].step, sent[-1].predicted_s) == ("dit 9f 32x32 b1 sp1 s7", 7, 1.5)
+    assert (sent[-1].activity, sent[-1].since, sent[-1].predicted_s, sent[-1].limit_s) == ("dit s7", 100.0, 20.0, 30.0)
     made._since -= 31.0
     made.beat()
-    assert made.cancel.is_set() and "dit 9f 32x32 b1 sp1 s7" in made.cancel.reason
-    behind = False
+    assert made.cancel.is_set() and "dit s7" in made.cancel.reason
+    del running[0]
     made.beat()
-    assert sent[-1].activity == "idle"
+    assert (sent[-1].activity, sent[-1].predicted_s) == ("vae s7", 0.5)
+    del running[0]
+    made.beat()
+    assert sent[-1].activity == host
+
+
+def test_a_cascade_stalls_by_the_time_that_the_device_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that since its call, in which the device ran those before it; and also when the host has gone on to the
+    end of the step, for which nothing is planned."""
+    monitor, watch, made, clocks = Monitor(), Watch(CONFIG), heartbeat("cuda"), Clocks(monkeypatch)
+    made._monitor = Handle(beat=monitor.beat)  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: answer)
+    running = [launched("dit s7", clocks.now, 20.0), launched("text s7", clocks.now, 0.01)]
+    made.on_device = lambda: running[0]
+    made.activity("finish s7", "reduce", 7, 0.0, Patience(limit_s=900.0))
+
+    def stall_after(seconds: float) -> Stall | None:
+        clocks.now += seconds
+        made.beat()
+        return watch.look(replace(monitor.report(), now=clocks.now), ["w0"]).stall
+
+    assert stall_after(0) is None and stall_after(150) is None
+    del running[0]
+    assert stall_after(1) is None and stall_after(25) is None
+    stall = stall_after(10)
+    assert stall is not None and stall.first_late.activity == "text s7" and stall.running_s == 35.0
 
 
 @pytest.mark.parametrize(

@@ -70,10 +70,15 @@ def test_no_cascade_waits_and_the_end_of_the_step_does_once() -> None:
     loss = run_step([usual], ITEMS, one_worker(ITEMS))
     host, device = behind()
     run_step([host], ITEMS, one_worker(ITEMS), finish=False)
-    assert device.waits == 0 and len(host.executor.work.under_way) == 6 and host.executor.is_behind()
+    assert device.waits == 0 and len(host.executor.work.under_way) == 6
+    running = host.executor.on_device()
+    assert running is host.executor.work.under_way[0] and running.step == 0
+    device.reached = device.made - 1
+    last = host.executor.on_device()
+    assert last is host.executor.work.under_way[-1], "what has ended meanwhile has not been read"
     host, device = behind()
     assert run_step([host], ITEMS, one_worker(ITEMS)) == loss
-    assert host.done is not None and not host.executor.is_behind() and not host.executor.work.under_way
+    assert host.done is not None and host.executor.on_device() is None and not host.executor.work.under_way
     assert device.waits == 6, "of six cascades, one after the other; on a device the first five end meanwhile"
     pairs = zip(usual.executor.modules.dit.parameters(), host.executor.modules.dit.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
@@ -138,7 +143,7 @@ def test_a_failure_of_the_device_names_the_cascade_that_had_not_ended(moment: st
     assert executor.broken is not None and first in executor.broken
     with pytest.raises(StaleGeneration, match="failed on the device"):
         executor.admit(executor.generation)
-    assert not executor.is_behind(), "the heartbeat's thread lives"
+    assert executor.on_device() is None, "the heartbeat's thread lives"
 
 
 def test_an_error_of_the_device_in_a_later_launch_names_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
