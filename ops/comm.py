@@ -105,13 +105,15 @@ class Group:
         """What a watchdog reads, from any thread. On NCCL the host does not wait: there it is the collective that the
         stream waits in, or none while it computes."""
         progress = self._progress
-        with self._queue:
-            while self._queued and self._queued[0].wait.ended:
-                self._queued.popleft()
-            first = self._queued[0] if self._queued else None
-        if first is not None and first.wait.reached:
-            return CollectiveProgress(progress.sequence, first.name, first.since)
-        return progress
+        try:
+            with self._queue:
+                while self._queued and self._queued[0].wait.ended:
+                    self._queued.popleft()
+                first = self._queued[0] if self._queued else None
+            waits = first is not None and first.wait.reached
+        except RuntimeError:  # of the device: its next call says so, and a watchdog lives on
+            return progress
+        return CollectiveProgress(progress.sequence, first.name, first.since) if first and waits else progress
 
     @property
     def on_device(self) -> bool:

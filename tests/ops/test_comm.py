@@ -26,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Group, _bury, _Remains, free_ended
+from ops.comm import Group, _bury, _QueuedWait, _Remains, free_ended
 from ops.groups import Groups
 from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock
 
@@ -487,6 +487,23 @@ def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: p
         named.append(group.progress.name)
     assert named == [None, "all_reduce", None, "broadcast", None]
     assert clock.take().seconds == pytest.approx(3.0 + 3.0) and clock.take().seconds == 0.0
+
+
+@pytest.mark.parametrize("asked", ["ended", "reached"])
+def test_a_watchdog_lives_on_when_the_device_has_failed(asked: str) -> None:
+    """Every call says an error of the device from then on, also a look at an event."""
+
+    class Failed:
+        ended = False
+
+        def __getattr__(self, name: str) -> bool:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    if asked == "ended":
+        Failed.__getattribute__ = Failed.__getattr__  # type: ignore[method-assign, assignment]
+    group = on_nccl(Communicator())
+    group._queued.append(_QueuedWait(Failed(), "all_reduce", 1.0))  # type: ignore[arg-type]
+    assert group.progress.name is None
 
 
 def test_the_waits_of_a_backward_count_with_the_stream_that_it_was_queued_on(monkeypatch: pytest.MonkeyPatch) -> None:
