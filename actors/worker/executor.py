@@ -609,8 +609,12 @@ class CascadeMeasure:
         )
 
     def _others(self, error: BaseException) -> str:
-        """A device tells a failure to whatever call comes next: the cascades before it that may have failed."""
-        before = self._executor.work.under_way if isinstance(error, torch.AcceleratorError) else ()
+        """A device tells a failure to whatever call comes next, also of Triton or cuBLAS: the cascades before it that
+        may have failed."""
+        of_device = isinstance(error, torch.AcceleratorError) or (
+            isinstance(error, RuntimeError) and "CUDA" in str(error)
+        )
+        before = self._executor.work.under_way if of_device and not ran_out(error) else ()
         if not before:
             return ""
         others = f"; or it is a failure of {', '.join(one.name for one in before)}, not known to have ended there"

@@ -146,16 +146,27 @@ def test_a_failure_of_the_device_names_the_cascade_that_had_not_ended(moment: st
     assert executor.on_device() is None, "the heartbeat's thread lives"
 
 
-def test_an_error_of_the_device_in_a_later_launch_names_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: device-side assert triggered"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle)`"),
+    ],
+    ids=["torch", "triton", "cublas"],
+)
+def test_an_error_of_the_device_in_a_later_launch_names_those_before(
+    monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
     host, _ = behind()
     run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
     earlier = [one.name for one in host.executor.work.under_way]
 
     def failing(*arguments: Any, **settings: Any) -> None:
-        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+        raise error
 
     monkeypatch.setattr("actors.worker.executor.train_pass", failing)
-    with pytest.raises(torch.AcceleratorError) as caught:
+    with pytest.raises(RuntimeError, match="CUDA") as caught:
         run_step([host], ITEMS[1:], one_worker(ITEMS[1:]), finish=False)
     (note,) = caught.value.__notes__
     assert all(name in note for name in earlier) and host.executor.broken is not None
