@@ -185,9 +185,11 @@ class Groups:
         return found
 
     def check(self, doing: str) -> None:
-        """Raise when the generation was cancelled or one of its bags has failed: on NCCL a collective that was aborted,
-        or met an error, returns without one, and leaves anything in its tensors."""
+        """Raise when the generation was cancelled, has ended, or one of its bags has failed: on NCCL a collective that
+        was aborted, or met an error, returns without one, and leaves anything in its tensors."""
         self._cancel.check(doing)
+        if self._closed:
+            raise GroupError(f"{doing}: the groups of generation {self.generation} are closed.")
         for group in self._all():
             if group.broken:
                 raise GroupError(f"{doing}: the group {group.members} is {group.broken}.")

@@ -253,6 +253,12 @@ class Executor:
             self.broken = str(error)
             raise
 
+    def check_of(self, task: CascadeTask) -> Callable[[], None]:
+        """What raises when the results of an encode that has ended on the device may be anything: its bag's collectives
+        were cut short, or that is not known any more."""
+        groups = self.groups
+        return _whole if groups is None or len(task.bag) == 1 else partial(groups.check, task.name)
+
     def own_outlasting(self) -> OutlastingEncode | None:
         """The encode whose thread calls."""
         one = self._outlasting
@@ -399,6 +405,10 @@ class Executor:
         """Noise, targets and loss are at least fp32, whatever the parameters are."""
         parameter = next(self.modules.dit.parameters())
         return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _whole() -> None:
+    """No other worker has a part in it."""
 
 
 def _unseen(phase: str) -> None:

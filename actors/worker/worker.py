@@ -391,8 +391,10 @@ class Worker:
         cache = self.settings.cache
         if not cache.path:
             return Encoding(self.executor)
-        copy = PinnedCopy(self.device) if self.device.type == "cuda" else host_copy
-        return Encoding(self.executor, ResultCache(CacheWriter(Cache(cache)), copy))
+        writer = CacheWriter(Cache(cache))
+        if self.device.type == "cpu":
+            return Encoding(self.executor, ResultCache(writer, host_copy))
+        return Encoding(self.executor, ResultCache(writer, PinnedCopy(self.device), self.executor.check_of))
 
     def _gathering(self) -> Patience:
         """The patience for the first collectives of a generation, in which all get all parameters."""

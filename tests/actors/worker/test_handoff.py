@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ from data.cache import Cache
 from data.config import CacheConfig
 from ops.comm import Group
 from ops.geometry import Geometry
+from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config
 from tests.actors.fakes import step_items
 from tests.families.registry import MODELS
@@ -254,6 +256,32 @@ def test_a_sample_is_not_ok_whose_text_is_of_a_frame_that_did_not_decode(degree:
         return gather_inputs([sample], sources, store, fetched, group, torch.device("cpu"), (8, 5)).ok
 
     assert on_ranks(degree, gather) == [[False]] * degree
+
+
+def test_what_a_bag_may_not_have_finished_is_not_kept(tmp_path: Path) -> None:
+    """A collective that was aborted on a device ends without an error. The copies come when the host has gone on."""
+    coming: list[Callable[[], np.ndarray]] = []
+    writer = SimpleNamespace(
+        cache=Cache(CacheConfig(path=str(tmp_path))), submit_later=lambda kind, key, ready, size: coming.append(ready)
+    )
+    hosts = make_hosts(2, torch.float32, train_config())
+    cancel = hosts[0].executor.groups._cancel  # type: ignore[union-attr]
+    cache = ResultCache(writer, host_copy, hosts[0].executor.check_of)  # type: ignore[arg-type]
+    sample = SimpleNamespace(latent_key="l", text_key="t")
+    rows = [EncodeResult(id=(0, "s0.0", 0), rows=torch.ones(4, 8))]  # type: ignore[arg-type]
+    for bag in ((0,), (0, 1)):
+        cache(SimpleNamespace(module="vae", name="vae s0", bag=bag, samples=(sample,)), rows)  # type: ignore[arg-type]
+    alone, shared = coming
+    assert (alone() == 1).all() and (shared() == 1).all()
+    cancel.set("generation 2 has begun")
+    with pytest.raises(Cancelled, match="vae s0 cancelled: generation 2"):
+        shared()
+    assert (alone() == 1).all()
+    cache(SimpleNamespace(module="vae", name="vae s0", bag=(0, 1), samples=(sample,)), rows)  # type: ignore[arg-type]
+    hosts[0].executor.groups._cancel = CancelToken()  # type: ignore[union-attr]
+    hosts[0].executor.leave()
+    with pytest.raises(GroupError, match="closed"):
+        coming[-1]()
 
 
 def test_results_of_encoders_in_bf16_go_every_way(tmp_path: Path) -> None:
