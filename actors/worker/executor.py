@@ -135,6 +135,11 @@ class Executor:
         self.work = WorkDone()
         self.generation = -1
 
+    def check_device(self) -> None:
+        """Returns when nothing is left of what was queued. Raises RuntimeError when the device has failed, which it has
+        for good in this process."""
+        self._watch.settle()
+
     def admit(self, generation: int) -> None:
         """Raise StaleGeneration unless a task of this generation may run."""
         if generation != self.generation:

@@ -196,6 +196,7 @@ class Worker:
         """The generation has ended: close its groups, drop half-done work.
 
         `step`: it ended cleanly after this step, whose state is handed out, whether a snapshot of it was due or not.
+        Raises RuntimeError when the device has failed: the worker would break each generation that it joins.
         """
         generation, snapshot = self.executor.generation, None
         if step is not None and self._holds == step and generation >= 0:
@@ -208,6 +209,7 @@ class Worker:
         self._home.leave()
         self.heartbeat.groups = None
         self.heartbeat.idle()
+        self.executor.check_device()
         return Handover(worker=self.name, snapshot=snapshot)
 
     def prepare(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from actors.plan.types import Item
 from actors.worker.executor import Executor
 from actors.worker.handoff import Inputs, gather_inputs
 from actors.worker.work_done import DeviceFailure
+from actors.worker.worker import Worker
 from tests.actors.exactness import Host, make_hosts, one_worker, run_step, train_config
 
 ITEMS = [Item(id=f"s0.{n}", batch=1, frames=5, height=32, width=48, text_tokens=12) for n in range(2)]
@@ -144,6 +146,23 @@ def test_a_failure_of_the_device_names_the_cascade_that_had_not_ended(moment: st
     with pytest.raises(StaleGeneration, match="failed on the device"):
         executor.admit(executor.generation)
     assert executor.on_device() is None, "the heartbeat's thread lives"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_worker_whose_device_has_failed_survives_no_generation(failed: bool) -> None:
+    """It is lost then like one that has died; each generation with it would break."""
+    host, device = behind()
+    run_step([host], ITEMS[:1], one_worker(ITEMS[:1]), finish=False)
+    heartbeat = SimpleNamespace(groups=host.executor.groups, idle=lambda: None)
+    home = SimpleNamespace(leave=lambda: None)
+    worker: Any = SimpleNamespace(name="w0", executor=host.executor, heartbeat=heartbeat, _home=home)
+    if failed:
+        device.fails_at = device.reached
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            Worker.hand_over(worker, None)
+    else:
+        assert Worker.hand_over(worker, None).snapshot is None and device.reached == device.made
+    assert host.executor.groups is None and heartbeat.groups is None
 
 
 @pytest.mark.parametrize(
