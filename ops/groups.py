@@ -225,7 +225,7 @@ class Groups:
 
     def _end_all(self, end: Callable[[Group], None]) -> None:
         """NCCL ends a communicator when the device has passed its kernels. A host that is ahead may have queued them
-        behind a collective of another bag that waits for a dead peer: so all are told to end at the same time."""
+        after a collective of another bag that waits for a dead peer: so all end at the same time."""
         groups = self._all()
         together = groups[:-1] if self._backend == "nccl" else []
         threads = [threading.Thread(target=end, args=(one,), name="end of a bag", daemon=True) for one in together]

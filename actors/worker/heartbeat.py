@@ -115,7 +115,7 @@ class Heartbeat:
     def beat(self) -> None:
         """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again.
 
-        A device that is behind its host is in an earlier cascade than the host: that is what the worker does.
+        A device that its host is ahead of is in an earlier cascade: that is what the worker does.
         """
         progress, cancel = self._now
         if (running := self.on_device()) is not None:

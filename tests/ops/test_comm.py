@@ -403,8 +403,8 @@ def test_a_communicator_with_a_running_collective_is_aborted_when_its_group_ends
     assert not idle.aborted.is_set()
 
 
-class QueuedBehind(Communicator):
-    """Its kernels are queued behind those of others: it has ended when these are told to end, too. PyTorch aborts what
+class QueuedAfter(Communicator):
+    """Its kernels are queued after those of others: it has ended when these are aborted, too. PyTorch aborts what
     nothing refers to any more."""
 
     def __init__(self, others: list[threading.Event], ended: list[bool]) -> None:
@@ -421,12 +421,12 @@ class QueuedBehind(Communicator):
 
 
 @pytest.mark.parametrize("how", ["abort", "close", "cancel"])
-def test_bags_end_whose_collectives_are_queued_behind_one_that_hangs(how: str) -> None:
-    """A host that is ahead of its device has queued those of bag (0, 2) behind one of (0, 1), whose peer is dead."""
+def test_bags_end_whose_collectives_are_queued_after_one_that_hangs(how: str) -> None:
+    """A host that is ahead of its device has queued those of bag (0, 2) after one of (0, 1), whose peer is dead."""
     cancel, ended = CancelToken(), list[bool]()
-    hanging = QueuedBehind([], ended)
+    hanging = QueuedAfter([], ended)
     groups = Groups(dist.HashStore(), 0, (0, 1, 2), "nccl", 1, LIMIT_S, cancel, device=torch.device("cuda", 0))
-    groups._groups = {(0, 2): on_nccl(QueuedBehind([hanging.aborted], ended)), (0, 1): on_nccl(hanging)}
+    groups._groups = {(0, 2): on_nccl(QueuedAfter([hanging.aborted], ended)), (0, 1): on_nccl(hanging)}
     del hanging
     if how == "cancel":
         cancel.set("generation 2 has begun")
