@@ -118,6 +118,7 @@ class Executor:
         self.sync.form(groups.world_group(), shards, banks)
         self.broken = self._exceeded = None
         self.sync.begin_step()
+        groups.clock.take()  # what forming waited for is of no cascade
         self.generation = generation  # last: after a failure to get here no task of it is admitted
 
     def leave(self) -> None:

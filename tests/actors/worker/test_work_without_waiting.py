@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from actors.messages import CascadeTask, FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
+from ops.groups import Groups
 from ops.shard_export import CopyAtOnce, CopyWait
 from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
 
@@ -55,6 +57,19 @@ def test_who_comes_early_waits_and_that_is_not_work(hosts: list[Host], monkeypat
 def test_only_the_first_run_of_a_shape_is_marked(hosts: list[Host], monkeypatch: pytest.MonkeyPatch) -> None:
     assert [s.first_here for s in spans_after(hosts, monkeypatch, None)] == [True, True]
     assert [s.first_here for s in spans_after(hosts, monkeypatch, None)] == [False, False]
+
+
+def test_what_a_generation_waits_for_while_it_forms_is_of_no_cascade(monkeypatch: pytest.MonkeyPatch) -> None:
+    formed, left = Executor.form, []
+
+    def form(self: Executor, generation: int, groups: Groups, *rest: Any) -> None:
+        groups.clock.waited(lambda: time.sleep(0.05), on_stream=False)
+        formed(self, generation, groups, *rest)
+        left.append(groups.clock.take().seconds)  # of this thread
+
+    monkeypatch.setattr(Executor, "form", form)
+    make_hosts(2, torch.float32, train_config())
+    assert left == [0.0, 0.0]
 
 
 def test_the_gradient_sum_is_not_work_of_the_cascade_that_starts_it(
