@@ -213,7 +213,7 @@ def test_a_topology_that_no_longer_fits_gives_way_until_the_pool_is_whole_again(
     run.wait_for_workers(4)
     run.wait_for_more_steps(2)
     whole, told = max(m.generation for m in run.metrics), len([e for e in run.events if isinstance(e, PlanAdapted)])
-    run.kill_worker()
+    run.signal_worker()
     run.wait_for_recoveries(1)
     run.wait_for_workers(4)
     run.wait_for_more_steps(2)
