@@ -39,7 +39,8 @@ def adapted(
     if options.strategy in ("knapsack", "knapformer") and options.topology:
         topology = _topology(options.topology, cluster.num_workers)
         if topology != options.topology:
-            told.append(f"planner.topology {options.topology} does not fit {_size(cluster)}: {topology} is used")
+            used = topology or "one that the planner chooses"
+            told.append(f"planner.topology {options.topology} does not fit {_size(cluster)}: {used} is used")
             options = replace(options, topology=topology)
     return options, tuple(told)
 

@@ -38,6 +38,7 @@ def test_a_topology_keeps_its_larger_bags(topology: str, count: int, expected: s
     found, told = adapted(options, [STEP], SMALL, workers(count))
     assert found.topology == expected
     assert bool(told) == (expected != topology)
+    assert not told or told[0].endswith(f": {expected or 'one that the planner chooses'} is used")
     assert not expected or sum(parse_topology(expected, count)) <= count
 
 
