@@ -46,7 +46,7 @@ def test_a_run_waits_for_other_workers_where_it_is_told_to(misfit: str) -> None:
     def dispatch() -> None:
         raise ERROR
 
-    runner = SimpleNamespace(running=[], at_end=False, next_step=7, dispatch=dispatch)
+    runner = SimpleNamespace(running=[], at_end=False, awaits_quiet=False, next_step=7, dispatch=dispatch)
     if misfit == "adapt":
         with pytest.raises(PlanError, match="Add 2 workers"):
             controller._dispatch(runner)
