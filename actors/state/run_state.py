@@ -253,9 +253,8 @@ class RunState:
             self._held = done.snapshots
             saves = self.writer.due(step) and not self.writer.puts_off(step)
             pinned = [*self.writer.steps, *([step] if saves else [])]
-            self.keepers.commit(
-                step, position, pinned, relays
-            )  # at once: whoever takes over knows of no line of metrics
+            # At once: whoever takes over knows of no line of metrics.
+            self.keepers.commit(step, position, pinned, relays)
             if saves:
                 version = Origin(
                     step=step, generation=done.running.generation, keepers=tuple(self.keepers.in_use().values())
