@@ -492,7 +492,7 @@ def test_compiled_streams_of_two_widths_train_the_same(lab: Lab) -> None:
     run = lab.start(
         config_of(lab, "mochi-compiled", compiled, train=length, planner={"degrees": [1, 2]}, workers=workers)
     )
-    alone = lab.start(config_of(lab, "mochi-alone", model, train=length, workers={"min": 1, "max": 1}))
+    alone = lab.start(config_of(lab, "mochi-as-written", model, train=length, workers={"min": 1, "max": 1}))
     assert run.join(600).code == 0 and alone.join(600).code == 0
     assert_same_training(run, alone.losses())
 
