@@ -67,6 +67,7 @@ class Exchange:
     lengths: Lengths  # of the whole sequences, in the order of `gather`
     in_order: bool  # the received buffer already is the packed sequences
     places: np.ndarray  # int64 [N]: `scatter` on the host
+    in_halves: bool | None = None  # whether heads travel in two halves (`ops.exchange_halves`); None: by their size
     _shared: dict[int, HeadShares] = field(default_factory=dict)
 
     @property
@@ -97,10 +98,11 @@ class Layout:
         device: torch.device | str = "cpu",
         text_recurs: bool = False,
         beforehand: Iterable[str | FamilyPart] = (),
+        in_halves: bool | None = None,
     ) -> None:
         """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
         `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
-        follow one by one."""
+        follow one by one. `in_halves`: whether attention heads travel in two halves; None: where that is worth it."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -112,6 +114,7 @@ class Layout:
                 raise ValueError(f"{sequence} has no frame that is not given; leave at least one.")
         self.sequences = tuple(sequences)
         self.degree, self.rank, self.device = degree, rank, torch.device(device)
+        self.in_halves = in_halves
         self.lengths = tuple(sequence.tokens for sequence in sequences)
         self.text_lengths = tuple(sequence.text_tokens for sequence in sequences)
         self._chunks = _chunk_lengths(self.lengths, degree)
@@ -150,7 +153,7 @@ class Layout:
     def _on_host(self) -> Layout:
         if self.device.type == "cpu":
             return self
-        return Layout(self.sequences, self.degree, self.rank, text_recurs=self.text_recurs)
+        return Layout(self.sequences, self.degree, self.rank, text_recurs=self.text_recurs, in_halves=self.in_halves)
 
     def _send(self, parts: Seq[str | FamilyPart]) -> None:
         host = self._on_host
@@ -293,14 +296,14 @@ class Layout:
     @cached_property
     def video_exchange(self) -> Exchange:
         """Sequence parallelism over the video rows: self-attention."""
-        return exchange_of(self._chunks[:, None], self.rank, self.device)
+        return exchange_of(self._chunks[:, None], self.rank, self.device, in_halves=self.in_halves)
 
     @cached_property
     def joint_exchange(self) -> Exchange:
         """Sequence parallelism over video and text rows: joint attention. Each whole sequence is its video,
         then its text."""
         rows = np.stack([self._chunks, self._text_chunks], axis=1)
-        return exchange_of(rows, self.rank, self.device, self.text_recurs)
+        return exchange_of(rows, self.rank, self.device, self.text_recurs, self.in_halves)
 
     @cached_property
     def token_counts(self) -> Tensor:
@@ -327,7 +330,11 @@ class Layout:
 
 
 def exchange_of(
-    rows: np.ndarray, rank: int, device: torch.device | str = "cpu", lengths_recur: bool = True
+    rows: np.ndarray,
+    rank: int,
+    device: torch.device | str = "cpu",
+    lengths_recur: bool = True,
+    in_halves: bool | None = None,
 ) -> Exchange:
     """The exchange of a bag in which `rows` int64 [rank, kind, sequence] are the lengths of the segments that each rank
     holds, kind by kind, sequence by sequence. A whole sequence is its kinds one after the other, each rank by rank."""
@@ -344,6 +351,7 @@ def exchange_of(
         places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
         lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), recur=lengths_recur),
+        in_halves=in_halves,
     )
     return upload_all(exchange, device)
 

@@ -137,14 +137,16 @@ def sample_latents(
     guided = config.is_guided and not told
     halves = _Halves.of(group, half) if guided and half is not None else None
     own = group if halves is None else halves.own
+    in_halves: bool | None = dit.config.in_halves  # type: ignore[union-attr, assignment]
 
     def with_prompt() -> _Prompts:
         vectors = [request.pooled for request in requests if request.pooled is not None]
-        return _Prompts.of(grids, requests, [request.text for request in requests], vectors, guidance, own, device)
+        texts = [request.text for request in requests]
+        return _Prompts.of(grids, requests, texts, vectors, guidance, own, device, in_halves)
 
     def with_negative() -> _Prompts:
         vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
-        return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device)
+        return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device, in_halves)
 
     prompt = with_prompt() if halves is None or halves.prompted else with_negative()
     # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
@@ -354,6 +356,7 @@ class _Prompts:
         guidance: float | None,
         group: Group,
         device: torch.device,
+        in_halves: bool | None = None,
     ) -> _Prompts:
         told = [request.condition for request in requests if request.condition is not None]
         images = [request.image for request in requests if request.image is not None]
@@ -366,7 +369,8 @@ class _Prompts:
             )
             for grid, text, request in zip(grids, texts, requests)
         ]
-        layout = Layout(sequences, group.size, group.rank, device, text_recurs=True)  # in every step
+        place = (group.size, group.rank, device)
+        layout = Layout(sequences, *place, text_recurs=True, in_halves=in_halves)  # texts come again in every step
         return _Prompts(
             layout=layout,
             text=torch.cat([text.to(device) for text in texts]),

@@ -5,7 +5,8 @@ Before attention each rank holds some rows of every sequence with all heads; the
 every sequence with its own h heads, the second one undoes that. q, k and v travel together. Row orders are fixed by
 `Layout`, so a layer costs one index_select each way and no host loop.
 (Ulysses: Jacobs et al. 2023; packed, uneven and without per-layer bookkeeping here.) Where the degree does not divide
-the heads, ranks share some of them: `ops.context_parallel`.
+the heads, ranks share some of them: `ops.context_parallel`. Long sequences go in two halves of the heads, so that
+attention hides the all-to-alls: `ops.exchange_halves`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.context_parallel import shared_heads_attention
+from ops.exchange_halves import attention_in_halves, worth_halving
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 
@@ -43,6 +45,9 @@ def sequence_parallel_attention(
         return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     if q.shape[1] % exchange.degree:
         return shared_heads_attention(q, k, v, exchange, group, backend)
+    if worth_halving(exchange, q.shape[1] // exchange.degree, group):
+        alike = exchange.lengths
+        return attention_in_halves(q, k, v, exchange, group, lambda q, k, v: attention(q, k, v, alike, alike, backend))
     q, k, v = RowsToHeads.apply(exchange, group, q, k, v)
     heads = attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     outputs: tuple[Tensor] = HeadsToRows.apply(exchange, group, heads)

@@ -306,6 +306,7 @@ class Executor:
                 self.device,
                 text_recurs=modules.config.text.is_padded,
                 beforehand=self._asked,
+                in_halves=modules.config.dit.in_halves,
             )
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}

@@ -307,7 +307,7 @@ class RankRun:
         case, device = self.case, link.device
         x = self.x[:, :, rows].requires_grad_(case.backward)  # as activations of layers before it would
         share = (rows.stop - rows.start) / case.positions
-        exchange = frames_exchange(1, case.frames, case.positions, case.ranks, self.group.rank)
+        exchange = frames_exchange(1, case.frames, case.positions, case.ranks, self.group.rank, in_halves=False)
         for number, block in enumerate(self.blocks):
             seconds = share * costs.compute_s(number) + costs.slice_s
             if number % 2:

@@ -314,7 +314,8 @@ class Bench:
         grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         generator = torch.Generator().manual_seed(0)
         sequences = [Sequence(grid, shape.text_tokens, self.frame.image_tokens)] * shape.batch
-        layout = Layout(sequences, group.size, group.rank, self.device, self.model.text.is_padded)
+        place, recurs = (group.size, group.rank, self.device), self.model.text.is_padded
+        layout = Layout(sequences, *place, recurs, in_halves=self.model.dit.in_halves)
         width = self.model.dit.out_channels * patch[0] * patch[1] * patch[2]
         target = torch.randn(layout.local_tokens, width, generator=generator).to(self.device)
         tokens = torch.randn(layout.local_tokens, self.frame.width, generator=generator).to(self.device)

@@ -30,10 +30,16 @@ def run_in_place(x: Tensor, layers: Sequence[LayerFunction], positions: Tensor) 
 
 @lru_cache(maxsize=8)  # all spatial blocks of a forward share it, and so do a sampler's steps
 def frames_exchange(
-    batch: int, frames: int, positions: int, degree: int, rank: int, device: torch.device | str = "cpu"
+    batch: int,
+    frames: int,
+    positions: int,
+    degree: int,
+    rank: int,
+    device: torch.device | str = "cpu",
+    in_halves: bool | None = None,
 ) -> Exchange:
     """The exchange for `sequence_parallel_attention` over the rows of x [B, T, s, C] in their order: every frame is a
     sequence of S positions, of which each rank holds the same contiguous chunk in all frames."""
     bounds = [chunk_bounds(positions, degree, one) for one in range(degree)]
     rows = np.array([high - low for low, high in bounds])[:, None, None]
-    return exchange_of(np.broadcast_to(rows, (degree, 1, batch * frames)), rank, device)
+    return exchange_of(np.broadcast_to(rows, (degree, 1, batch * frames)), rank, device, in_halves=in_halves)

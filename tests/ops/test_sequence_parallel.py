@@ -62,11 +62,12 @@ class Case:
         self.text = torch.randn(sum(s.text_tokens for s in sequences), 10, dtype=dtype)
         self.timesteps = torch.rand(len(sequences), dtype=dtype) * 1000
         self.weights = torch.rand(len(sequences), dtype=dtype)
+        self.in_halves: bool | None = None  # how heads are exchanged
 
     def run(self, group: Group) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """(local prediction, local loss, partial gradients)."""
         model = copy.deepcopy(self.model)
-        layout = Layout(self.sequences, group.size, group.rank)
+        layout = Layout(self.sequences, group.size, group.rank, in_halves=self.in_halves)
         prediction = model(layout.local(self.tokens), self.timesteps, self.text, layout, group)
         loss = packed_loss(prediction, layout.local(self.targets), layout, self.weights)
         loss.backward()

@@ -41,6 +41,9 @@ class DiTConfig:
     # auto: the fastest that serves device and shape; a name: that one or an error; a .json file of python -m
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"
+    # how heads travel in a bag: all at once (whole), or in two halves, one of which travels while the other is attended,
+    # with the same bits; auto: in halves between GPUs where one half alone fills a GPU (ops.exchange_halves)
+    exchange: Literal["auto", "whole", "halves"] = "auto"
     # torch.compile of the blocks: a minute or more in the first cascades, then fewer calls of the host and fewer passes
     # over memory between fused ops, attention and matrix products. Results differ by rounding. auto: by the profile's
     # seconds of both ways (heddle profile), decided once for a run; its settings hold true or false
@@ -282,6 +285,11 @@ class DiTConfig:
     def deals_heads(self) -> bool:
         """Whether a bag deals out attention heads, by Ulysses; else frames and positions, in slices."""
         return self.slicing is None
+
+    @property
+    def in_halves(self) -> bool | None:
+        """`exchange`, as a layout takes it."""
+        return None if self.exchange == "auto" else self.exchange == "halves"
 
     def degrees(self, most: int, setting: SequenceSetting = "auto") -> tuple[int, ...]:
         """Sizes, up to `most`, of bags that are planned where nobody names any: those that deal out heads well, and of

@@ -84,7 +84,7 @@ class SpatialTemporalTransformer(PackedTransformer):
         shared = StackInputs.of(stack, modulation, texts)
         if self.config.deals_heads and group.size > 1:
             size = len(stack.members), stack.split.frames, stack.split.positions
-            exchange = frames_exchange(*size, group.size, group.rank, shared.device)
+            exchange = frames_exchange(*size, group.size, group.rank, shared.device, self.config.in_halves)
             shared.frames = replace(shared, spread=(exchange, group))
         return shared
 
