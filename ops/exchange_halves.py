@@ -1,4 +1,4 @@
-"""Ulysses attention with its all-to-alls behind the attention itself: the heads of each rank in two halves.
+"""Ulysses attention with its all-to-alls hidden by the attention itself: the heads of each rank in two halves.
 
 Heads do not see each other, so while one half is attended, the rows of the other are under way, in both directions:
 
@@ -40,7 +40,7 @@ def halves_of(heads: int) -> tuple[slice, slice]:
 
 
 def worth_halving(exchange: Exchange, heads: int, group: Group) -> bool:
-    """Whether a rank with so many heads sends them in halves: as the layout says, else on NCCL where one half alone
+    """Whether a rank sends its `heads` in halves: as the layout says, else on NCCL where one half alone
     fills a GPU. Equal on all ranks of a bag."""
     if heads < 2 or exchange.degree == 1:
         return False

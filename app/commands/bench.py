@@ -19,6 +19,7 @@ BENCHMARKS = {
     "predicted": ("app.bench.predicted", "Predicted seconds of cascades and steps beside those of real runs here."),
     "runtime": ("app.bench.runtime", "Executed against planned makespan, and dispatch overhead per cascade."),
     "ulysses": ("app.bench.ulysses", "Sequence-parallel bookkeeping per layer against per-chunk lists and attention."),
+    "halves": ("app.bench.halves", "What attention hides of Ulysses' exchanges when heads travel in two halves."),
     "sequence": ("app.bench.sequence", "Ulysses, shared heads, USP and rings at every degree, as priced."),
     "scalefusion": ("app.bench.scalefusion", "Spatial-temporal layers: simulated as published, and on real ranks."),
     "elastic": ("app.bench.elastic", "Recovery and scaling times against Ray Train's elastic trainer."),

@@ -1,4 +1,4 @@
-"""Heads that are exchanged in two halves: the same bits, with the other half's exchange behind each attention."""
+"""Heads that are exchanged in two halves: the same bits, with one half under way while the other is attended."""
 
 from __future__ import annotations
 
