@@ -114,6 +114,33 @@ def test_any_legal_plan_of_every_family_gives_the_gradient_of_one_worker(family:
     compare(seed, world, torch.float64, FP64, family)
 
 
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("wan", "mochi"),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name, model in MODELS.items()
+            if name not in ("wan", "mochi") and model.dit.deals_heads and model.dit.num_heads >= 4
+        ),
+    ],
+)
+def test_heads_in_halves_give_the_bits_of_whole_exchanges(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By NCCL's rules, too: one order of launches on all workers, and equal sizes."""
+    model, found = MODELS[family], {}
+    for exchange in ("whole", "halves"):
+        rng = np.random.default_rng(1)
+        config = replace(model, dit=replace(model.dit, exchange=exchange))
+        with nccl_rules(monkeypatch) as rules:
+            hosts = make_hosts(4, torch.float32, train_config(), config=config)
+            items = items_of(rng, 3, images=model.dit.images_only)
+            run_step(hosts, items, random_cascades(rng, items, 4), finish=False)
+            found[exchange] = (gradient(hosts), loss(hosts), rules.collectives)
+    whole, halves = found["whole"], found["halves"]
+    assert torch.equal(halves[0], whole[0]) and halves[1] == whole[1]
+    assert halves[2] > whole[2], "no bag had two heads for each of its workers"
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.25])
 @settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
