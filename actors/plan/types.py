@@ -99,6 +99,7 @@ class Cascade:
         return self.end_s - self.start_s
 
 
+@sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuPlace:
     """Where a worker's GPU sits in its node. What nobody knows is None or empty."""
