@@ -219,6 +219,9 @@ class TrainConfig:
     # after the point, which is up to eight times as fast. auto: where the run computes in bfloat16. The time embedding
     # and what modulates the blocks never do.
     tf32: Literal["auto", "on", "off"] = "auto"
+    # Multiprocessors (CTAs) of a GPU that NCCL may take for the sum of gradients and for sharing parameters, which run
+    # beside cascades: fewer leave more to these. 0: as NCCL finds best.
+    sum_ctas: int = 0
     loss_weight: Literal["sample", "token"] = "sample"
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -227,7 +230,14 @@ class TrainConfig:
     memory: TrainMemoryConfig = field(default_factory=TrainMemoryConfig)
 
     def __post_init__(self) -> None:
-        check_numbers("train", self, steps=between(1), seed=between(0, SEED), max_skipped_steps=between(0))
+        check_numbers(
+            "train",
+            self,
+            steps=between(1),
+            seed=between(0, SEED),
+            max_skipped_steps=between(0),
+            sum_ctas=between(0, 64),
+        )
         if self.sync == "deepspeed" and self.memory.gradients in ("node", "host"):
             raise ValueError(
                 f"train.sync deepspeed sums each worker's own gradients; train.memory.gradients is "

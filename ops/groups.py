@@ -55,7 +55,8 @@ class Groups:
     controller's TCPStore); `address` is the IP of this node that peers can reach, by default the host name's.
     `nodes` has the node of each worker of the world, in any numbers; None: all are on one. `device` is where NCCL makes
     communicators; None: the current one of the thread that makes this. The backend gives up connecting `grace_s` after
-    `timeout_s`.
+    `timeout_s`. `world_ctas`: multiprocessors that NCCL may take for collectives of all workers, which run beside
+    cascades; 0: as it finds best.
     Not thread-safe except `close` and `abort`, which any thread may call.
     """
 
@@ -73,6 +74,7 @@ class Groups:
         device: torch.device | None = None,
         *,
         grace_s: float = _GRACE_S,
+        world_ctas: int = 0,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
@@ -96,6 +98,7 @@ class Groups:
         self._threads: list[threading.Thread] = []
         self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
         self._device = _gloo_device(address) if backend == "gloo" else None
+        self._world_ctas = world_ctas
         self._place = device or torch.device("cpu")
         if backend == "nccl":
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
@@ -166,7 +169,7 @@ class Groups:
         one, which can be left."""
         world = self._world
         if world is None:
-            world = self._world = self._connect(self.world, f"heddle/{self.generation}/world")
+            world = self._world = self._connect(self.world, self._world_name)
             self._end_if_closed(world)
         return world
 
@@ -289,6 +292,10 @@ class Groups:
         group.patience = self._patience
         return group
 
+    @property
+    def _world_name(self) -> str:
+        return f"heddle/{self.generation}/world"
+
     def _name(self, members: tuple[int, ...]) -> str:
         life = self._lives.get(members, 0)
         return f"heddle/{self.generation}/{'-'.join(map(str, members))}" + (f"/{life}" if life else "")
@@ -316,7 +323,8 @@ class Groups:
             if not self._meet(store, "here", rank, len(members), self._patience):
                 return
             creation.connecting = True
-            creation.process_group = self._backend_of(store, rank, len(members), timeout)
+            ctas = self._world_ctas if name == self._world_name else 0
+            creation.process_group = self._backend_of(store, rank, len(members), timeout, ctas)
             if self._closed:  # `close` has looked already
                 creation.process_group = None
         except (RuntimeError, ValueError, OSError) as error:
@@ -324,9 +332,9 @@ class Groups:
         finally:
             creation.done.set()
 
-    def _backend_of(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    def _backend_of(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ctas: int) -> dist.ProcessGroup:
         if self._device is None:
-            made = _make_nccl(store, rank, size)
+            made = _make_nccl(store, rank, size, ctas)
         else:
             made = _make_gloo(store, rank, size, timeout, self._device)
         if made.name() == "nccl":
@@ -370,8 +378,10 @@ def _make_gloo(
     return _as_group(backend)
 
 
-def _make_nccl(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _make_nccl(store: dist.Store, rank: int, size: int, ctas: int = 0) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
+    if ctas:
+        options.config.max_ctas = ctas
     options._timeout = _PATIENT  # its watchdog has no limit of its own: the heartbeat's thread keeps that of the plan
     return _as_group(dist.ProcessGroupNCCL(store, rank, size, options))
 

@@ -165,6 +165,7 @@ class Worker:
             address=node_address(),
             nodes=task.nodes or None,
             device=self.device,
+            world_ctas=self.settings.train.sum_ctas,
         )
         origin = task.origin
         if origin is not None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ops.groups import Groups
@@ -64,3 +66,40 @@ def test_waiting_ends_when_the_groups_are_closed() -> None:
     threading.Timer(0.2, groups.close).start()
     with pytest.raises(GroupError, match="closed"):
         groups.meet(DOING, LONG)
+
+
+@pytest.mark.parametrize("ctas", [0, 4])
+def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
+    ctas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside a bag of all workers, whose exchanges are of a cascade."""
+    made: list[int | None] = []
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = SimpleNamespace(max_ctas=None)
+
+    class Nccl:
+        def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
+            made.append(options.config.max_ctas)
+
+        def name(self) -> str:
+            return "nccl"
+
+        def eager_connect_single_device(self, device: torch.device) -> None: ...
+
+    Nccl.Options = Options  # type: ignore[attr-defined]
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", Nccl, raising=False)
+    store, place = dist.HashStore(), torch.device("cpu")
+    monkeypatch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
+
+    def worker(rank: int) -> None:
+        groups = Groups(store, rank, (0, 1), "nccl", 4, 20.0, CancelToken(), device=place, world_ctas=ctas)
+        groups.get((0, 1))
+        groups.world_group()
+
+    thread = threading.Thread(target=worker, args=(1,))
+    thread.start()
+    worker(0)
+    thread.join(60)
+    assert made.count(ctas or None) == (2 if ctas else 4) and made.count(None) == (2 if ctas else 4)
