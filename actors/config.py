@@ -238,6 +238,11 @@ class TrainConfig:
             max_skipped_steps=between(0),
             sum_ctas=between(0, 64),
         )
+        if self.sync == "deepspeed" and self.sum_ctas:
+            raise ValueError(
+                f"train.sync deepspeed sums in a group of its own, which train.sum_ctas ({self.sum_ctas}) does not "
+                f"reach. Set train.sum_ctas: 0, or train.sync: flat."
+            )
         if self.sync == "deepspeed" and self.memory.gradients in ("node", "host"):
             raise ValueError(
                 f"train.sync deepspeed sums each worker's own gradients; train.memory.gradients is "

@@ -5,8 +5,9 @@ Heads do not see each other, so while one half is attended, the rows of the othe
     send 1, send 2, wait 1, attend 1, return 1, wait 2, attend 2, return 2, wait 1, wait 2
 
 What stays exposed is the way there of the first half and the way back of the second. On NCCL exchanges run on a stream
-of their own and a wait orders streams; Gloo has threads of its own. The heads of a half are the same numbers as in one
-call, so the result has the same bits wherever a backend computes head by head.
+of their own and a wait orders streams; Gloo has threads of its own. The numbers are those of whole exchanges. So are
+their bits wherever a backend adds up a head in an order that does not depend on how many there are: on the CPU in fp32,
+not in FlashAttention 3, which may cut keys into parts.
 
 Autograd runs functions in the reverse order of their creation, on every rank alike, so the backward follows the same
 schedule from its end without any bookkeeping, as in `ops.spatial_temporal.relayout`.
@@ -31,7 +32,9 @@ from ops.waiting import PendingCollective
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [N, h, d] -> [N, h, d]
 
-_FILLS = 32_768  # rows times heads: by tiles of 128 rows a large GPU's multiprocessors twice
+# What a half has at least, in rows and in scores (the squares of its sequences' lengths) of all its heads: tiles of 128
+# rows for all multiprocessors of a large GPU, and attention of some 0.1 ms, which hides more than two exchanges cost.
+_FILLS, _HIDES = 32_768, 2**27
 
 
 def halves_of(heads: int) -> tuple[slice, slice]:
@@ -40,13 +43,14 @@ def halves_of(heads: int) -> tuple[slice, slice]:
 
 
 def worth_halving(exchange: Exchange, heads: int, group: Group) -> bool:
-    """Whether a rank sends its `heads` in halves: as the layout says, else on NCCL where one half alone
-    fills a GPU. Equal on all ranks of a bag."""
+    """Whether a rank sends its `heads` in halves: as the layout says, else on NCCL where the attention of one half
+    alone fills a GPU for long enough. Equal on all ranks of a bag."""
     if heads < 2 or exchange.degree == 1:
         return False
     if exchange.in_halves is not None:
         return exchange.in_halves
-    return group.on_device and sum(exchange.rows) * (heads // 2) >= _FILLS
+    half = heads // 2
+    return group.on_device and sum(exchange.rows) * half >= _FILLS and exchange.scores * half >= _HIDES
 
 
 def attention_in_halves(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, attend: Attend) -> Tensor:
@@ -150,10 +154,9 @@ class _Depart(Function):
     @staticmethod
     def forward(ctx: _OfTrip, trip: _Trip, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.trip = trip
-        parcels = [trip.pack_rows(half, tensors) for half in (0, 1)]
-        for half, rows in enumerate(parcels):
-            trip.send_rows(half, rows)
-        return tuple(_token(rows) for rows in parcels)
+        for half in (0, 1):  # the first is on its way while the second is packed
+            trip.send_rows(half, trip.pack_rows(half, tensors))
+        return tuple(_token(tensors[0]) for _ in trip.halves)
 
     @staticmethod
     def backward(ctx: _OfTrip, *tokens: Tensor) -> InputGradients:
@@ -210,5 +213,5 @@ class _Home(Function):
 
 
 def _token(like: Tensor) -> Tensor:
-    """What stands between two functions for rows that are under way: one number that nobody reads."""
-    return like.new_zeros(())
+    """What stands between two functions for rows that are under way: one number that nobody reads, of any value."""
+    return like.new_empty(())

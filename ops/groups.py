@@ -323,8 +323,8 @@ class Groups:
             if not self._meet(store, "here", rank, len(members), self._patience):
                 return
             creation.connecting = True
-            ctas = self._world_ctas if name == self._world_name else 0
-            creation.process_group = self._backend_of(store, rank, len(members), timeout, ctas)
+            of_all = name == self._world_name
+            creation.process_group = self._backend_of(store, rank, len(members), timeout, of_all)
             if self._closed:  # `close` has looked already
                 creation.process_group = None
         except (RuntimeError, ValueError, OSError) as error:
@@ -332,9 +332,11 @@ class Groups:
         finally:
             creation.done.set()
 
-    def _backend_of(self, store: dist.Store, rank: int, size: int, timeout: timedelta, ctas: int) -> dist.ProcessGroup:
+    def _backend_of(
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, of_all: bool
+    ) -> dist.ProcessGroup:
         if self._device is None:
-            made = _make_nccl(store, rank, size, ctas)
+            made = _make_nccl(store, rank, size, of_all, self._world_ctas if of_all else 0)
         else:
             made = _make_gloo(store, rank, size, timeout, self._device)
         if made.name() == "nccl":
@@ -378,8 +380,10 @@ def _make_gloo(
     return _as_group(backend)
 
 
-def _make_nccl(store: dist.Store, rank: int, size: int, ctas: int = 0) -> dist.ProcessGroup:
+def _make_nccl(store: dist.Store, rank: int, size: int, of_all: bool, ctas: int) -> dist.ProcessGroup:
     options = dist.ProcessGroupNCCL.Options()
+    # The exchanges of bags are launched beside attention, which else has all multiprocessors before them.
+    options.is_high_priority_stream = not of_all
     if ctas:
         options.config.max_ctas = ctas
     options._timeout = _PATIENT  # its watchdog has no limit of its own: the heartbeat's thread keeps that of the plan

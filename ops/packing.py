@@ -67,6 +67,7 @@ class Exchange:
     lengths: Lengths  # of the whole sequences, in the order of `gather`
     in_order: bool  # the received buffer already is the packed sequences
     places: np.ndarray  # int64 [N]: `scatter` on the host
+    scores: int  # of a head: the squares of the lengths
     in_halves: bool | None = None  # whether heads travel in two halves (`ops.exchange_halves`); None: by their size
     _shared: dict[int, HeadShares] = field(default_factory=dict)
 
@@ -343,6 +344,7 @@ def exchange_of(
     gather = _ranges(starts.transpose(order).ravel(), rows.transpose(order).ravel())
     scatter = np.empty_like(gather)
     scatter[gather] = np.arange(len(gather))
+    whole = rows.sum(axis=(0, 1))
     exchange = Exchange(
         rows=tuple(rows.sum(axis=(1, 2)).tolist()),
         rank=rank,
@@ -350,7 +352,8 @@ def exchange_of(
         scatter=_tensor(scatter),
         places=scatter,
         in_order=bool((gather[1:] > gather[:-1]).all()),
-        lengths=Lengths.of(rows.sum(axis=(0, 1)).tolist(), recur=lengths_recur),
+        lengths=Lengths.of(whole.tolist(), recur=lengths_recur),
+        scores=int((whole**2).sum()),
         in_halves=in_halves,
     )
     return upload_all(exchange, device)

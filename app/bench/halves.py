@@ -3,7 +3,8 @@
 Two ranks of this machine over Gloo run one layer's attention, forward and backward, whole and in halves. Their device
 takes given seconds for attention, twice as many for its backward, and their link, which carries one message at a time,
 given seconds for q, k and v (`PacedDevice` and `ThrottledGroup` of `scalefusion_ranks`): what is measured is the
-schedule and its order on real exchanges, not this machine. Beside it stands what no schedule of the way avoids: of X
+schedule and its order on real exchanges, neither this machine nor what exchange and attention take from each other on a
+GPU. Beside it stands what no schedule of the way avoids: of X
 seconds there and X / 3 back, forward and backward, all of it, or one half of each.
 """
 
@@ -137,6 +138,7 @@ def measured(attention_s: float, exchange_s: float, rounds: int) -> dict[str, La
     """The fastest round of each way, on two ranks that are threads of this process."""
     store, cancel = dist.HashStore(), CancelToken()
     found: dict[str, list[LayerSeconds]] = {WHOLE: [], HALVES: []}
+    errors: list[BaseException] = []
 
     def main(rank: int) -> None:
         groups = Groups(store, rank, tuple(range(_RANKS)), "gloo", 0, 60.0, cancel)
@@ -146,9 +148,9 @@ def measured(attention_s: float, exchange_s: float, rounds: int) -> dict[str, La
                     one = measure_rank(groups.world_group(), way, attention_s, exchange_s)
                     if rank == 0:
                         runs.append(one)
-        except BaseException as error:
+        except BaseException as error:  # handed to the thread that asked
+            errors.append(error)
             cancel.set(f"rank {rank} failed: {error}")
-            raise
         finally:
             groups.close()
 
@@ -157,6 +159,8 @@ def measured(attention_s: float, exchange_s: float, rounds: int) -> dict[str, La
         thread.start()
     for thread in threads:
         thread.join()
+    if errors:
+        raise errors[0]
     return {way: min(runs, key=lambda one: one.seconds) for way, runs in found.items()}
 
 
@@ -184,7 +188,9 @@ def run(
     try:
         exchanges = [float(share) * attention for share in shares.split(",")]
     except ValueError:
-        raise ConfigError(f"--shares {shares} is not a list of numbers, such as 0.1,0.3.") from None
+        exchanges = []
+    if not exchanges or min(exchanges) <= 0:
+        raise ConfigError(f"--shares {shares} is not a list of numbers above 0, such as 0.1,0.3.")
     print("| q, k, v on the link, of attention | way | layer, s | exposed, s | at least | |\n|---|---|---|---|---|---|")
     pictures = []
     for exchange_s in exchanges:

@@ -29,7 +29,7 @@ from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.typed import ConfigError
 
-_PASSES = 4.0  # of a forward: one, its recomputation, and a backward that counts as two
+_WAYS = 3.0  # forward, its recomputation, and backward, on which as much is sent
 SHARED, USP, RING, HIDDEN = "shared heads", "USP, K and V gathered", "ring", "ring, hidden by attention"
 
 
@@ -44,7 +44,7 @@ class PricedWay:
 
 
 def ways_of(heads: int, degree: int) -> dict[str, float]:
-    """What each way sends over what Ulysses would at this degree, mean over the passes."""
+    """What each way sends over what Ulysses would at this degree, mean of forward, recomputation and backward."""
     group = math.gcd(heads, degree)
     ulysses = 4 * (degree - 1) / degree
     found = {SHARED if heads % degree else "Ulysses": exchanged(heads, degree)}
@@ -52,8 +52,8 @@ def ways_of(heads: int, degree: int) -> dict[str, float]:
         return found
     if heads % degree:
         found[USP] = (4 * (group - 1) / group + 2 * (degree / group - 1)) / ulysses
-    back = 2 * 4 * (degree - 1) / ulysses  # weight of the backward, in which K, V and their gradients travel
-    found[RING] = found[HIDDEN] = (2 * 2 * (degree - 1) / ulysses + back) / _PASSES
+    back = 4 * (degree - 1) / ulysses  # K, V and their gradients travel
+    found[RING] = found[HIDDEN] = (2 * 2 * (degree - 1) / ulysses + back) / _WAYS
     return found
 
 

@@ -43,9 +43,10 @@ def test_a_timeline_has_a_line_for_device_and_link() -> None:
     assert link.split() == ["link", "#" * 18 + "." * 36 + "#" * 18]
 
 
-def test_shares_that_are_no_numbers_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--shares 0.1;0.3 is not a list of numbers"):
-        run(attention=0.1, shares="0.1;0.3", rounds=1)
+@pytest.mark.parametrize("shares", ["0.1;0.3", "0", "0.3,-1"])
+def test_shares_that_are_no_numbers_above_0_are_refused(shares: str) -> None:
+    with pytest.raises(ConfigError, match=f"--shares {shares} is not a list of numbers above 0"):
+        run(attention=0.1, shares=shares, rounds=1)
 
 
 def test_a_table_and_a_picture_of_each_way_are_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ def test_volumes_are_those_of_twelve_heads_on_eight_ranks() -> None:
     found = ways_of(12, 8)
     assert found[SHARED] == pytest.approx((2 * 12 + 2 * 16) * (7 / 8) / 42)
     assert found[USP] == pytest.approx((4 * 12 * (3 / 4) + 2 * 12) / 42)
-    assert found[RING] == found[HIDDEN] == pytest.approx((2 * 2 * 12 * 7 + 2 * 4 * 12 * 7) / 4 / 42)
+    assert found[RING] == found[HIDDEN] == pytest.approx((2 * 2 * 12 * 7 + 4 * 12 * 7) / 3 / 42)
     assert ways_of(12, 6).keys() == {"Ulysses", RING, HIDDEN} and ways_of(12, 1) == {"Ulysses": 1.0}
 
 

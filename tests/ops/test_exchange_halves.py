@@ -41,7 +41,7 @@ def test_outputs_and_gradients_have_the_bits_of_whole_exchanges(run_ranks, lengt
     )
 
     def run(group: Group) -> list[tuple[Tensor, Tensor]]:
-        found = []
+        found, sent = [], []
         for halves in (False, True):
             layout = Layout(sequences, group.size, group.rank, in_halves=halves)
             own = layout.local(video)
@@ -52,6 +52,8 @@ def test_outputs_and_gradients_have_the_bits_of_whole_exchanges(run_ranks, lengt
             out = sequence_parallel_attention(*own.unbind(1), exchange, group)
             out.pow(3).sum().backward()
             found.append((out.detach(), own.grad))
+            sent.append(group.progress.sequence)
+        assert sent == [4, 4 + 8], "two exchanges there and back, then four"
         return found
 
     for whole, halved in run_ranks(degree, run):
@@ -66,9 +68,17 @@ def test_a_model_trains_with_the_same_bits(
 ) -> None:
     case = Case(replace(config, gradient_checkpointing=memory != "all"), sequences, torch.float32)
     case.model.keeps_attention = memory == "attention kept"
-    found = {}
+    found, sent = {}, {}
     for case.in_halves in (False, True):
-        found[case.in_halves] = run_ranks(3, case.run)
+        told: list[int] = []
+
+        def run(group: Group, told: list[int] = told) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            ran = case.run(group)
+            told.append(group.progress.sequence)
+            return ran
+
+        found[case.in_halves], sent[case.in_halves] = run_ranks(3, run), told
+    assert sent[True] == [2 * count for count in sent[False]]
     for (_, loss, gradients), (_, expected_loss, expected) in zip(found[True], found[False], strict=True):
         assert torch.equal(loss, expected_loss)
         for name, gradient in expected.items():
@@ -161,6 +171,7 @@ class _OnDevice(_TellingGroup):
         (32_767, 3, None, _OnDevice, False),  # one head of it alone would not fill a GPU
         (32_768, 1, None, _OnDevice, False),
         (4_096, 16, None, _OnDevice, True),
+        (4_095, 16, None, _OnDevice, False),  # its attention hides too little
         (32_768, 16, None, _TellingGroup, False),  # Gloo
         (16, 2, True, _TellingGroup, True),
         (16, 1, True, _TellingGroup, False),

@@ -73,15 +73,17 @@ def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
     ctas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside a bag of all workers, whose exchanges are of a cascade."""
-    made: list[int | None] = []
+    made: list[tuple[bool, int | None]] = []  # whether of high priority, and its limit
+    if real := getattr(dist, "ProcessGroupNCCL", None):  # of a build for CUDA
+        assert hasattr(real.Options().config, "max_ctas") and hasattr(real.Options(), "is_high_priority_stream")
 
     class Options:
         def __init__(self) -> None:
-            self.config = SimpleNamespace(max_ctas=None)
+            self.config, self.is_high_priority_stream = SimpleNamespace(max_ctas=None), False
 
     class Nccl:
         def __init__(self, store: dist.Store, rank: int, size: int, options: Options) -> None:
-            made.append(options.config.max_ctas)
+            made.append((options.is_high_priority_stream, options.config.max_ctas))
 
         def name(self) -> str:
             return "nccl"
@@ -102,4 +104,4 @@ def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
     thread.start()
     worker(0)
     thread.join(60)
-    assert made.count(ctas or None) == (2 if ctas else 4) and made.count(None) == (2 if ctas else 4)
+    assert sorted(made, key=str) == 2 * [(False, ctas or None)] + 2 * [(True, None)]

@@ -26,17 +26,17 @@ def flop_coefficients(
 
     `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE.
     Coefficients are of video tokens; what text costs beside them is in a load (`text_cost`). Ulysses moves 4
-    activations of width d per layer and pass, spatial-temporal parallelism one forward and one backward (ScaleFusion,
-    section 4.1).
+    activations of width d per layer on each way, backward as many as forward; spatial-temporal parallelism one forward
+    and one backward (ScaleFusion, section 4.1).
     """
     rate, forward = tflops * 1e12, dit.flops
     layers = sum(dit.block_counts)
     passes = 4.0 if dit.gradient_checkpointing else 3.0
     linear, quadratic = passes * forward.video / rate, passes * forward.pair / rate
-    form, moved = "arachne", 4.0 * passes
+    form, moved = "arachne", 4.0 * _ways(dit)
     if forward.in_turn:  # by Ulysses every second block moves its activations
         form = "spatial_temporal" if forward.across < forward.pair else "spatial_temporal_text"
-        moved = 2.0 * passes if dit.deals_heads else 2.0
+        moved = 2.0 * _ways(dit) if dit.deals_heads else 2.0
     exchange = layers * 4.0 * dit.dim * moved / (exchange_gbps * 1e9)
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
@@ -95,10 +95,16 @@ def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
 
 
 def exchange_calls(dit: DiTConfig) -> float:
-    """All-to-alls of a bag's training cascade: two around the attention of every block, in each of its passes
-    (`ops.sequence_parallel`). 0 where blocks are exchanged in slices."""
-    passes = 3.0 + dit.gradient_checkpointing
-    return 0.0 if dit.spatial_temporal else 2.0 * passes * sum(dit.block_counts)
+    """All-to-alls of a bag's training cascade: two around the attention of every block, on each of its ways
+    (`ops.sequence_parallel`). What travels in halves counts once, and as all exposed until bags are measured. 0 where
+    blocks are exchanged in slices."""
+    return 0.0 if dit.spatial_temporal else 2.0 * _ways(dit) * sum(dit.block_counts)
+
+
+def _ways(dit: DiTConfig) -> float:
+    """How often a training cascade's activations change hands: forward and backward, and forward again where
+    checkpointing computes them again. (In FLOPs a backward is two forwards.)"""
+    return 2.0 + dit.gradient_checkpointing
 
 
 def _analytic(form: str, coefficients: tuple[float, ...]) -> Fit:

@@ -41,8 +41,8 @@ class DiTConfig:
     # auto: the fastest that serves device and shape; a name: that one or an error; a .json file of python -m
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"
-    # how heads travel in a bag: whole, or in two halves, one of which travels while the other is attended, with the
-    # same bits; auto: in halves between GPUs, where one half alone fills a GPU (ops.exchange_halves)
+    # how heads travel in a bag: whole, or in two halves, one of which travels while the other is attended; auto: in
+    # halves between GPUs, where one half alone fills a GPU for long enough (ops.exchange_halves)
     exchange: Literal["auto", "whole", "halves"] = "auto"
     # torch.compile of the blocks: a minute or more in the first cascades, then fewer calls of the host and fewer passes
     # over memory between fused ops, attention and matrix products. Results differ by rounding. auto: by the profile's

@@ -50,7 +50,7 @@ def test_a_bag_by_ulysses_exposes_all_that_its_spatial_blocks_exchange() -> None
     """Four activations in each of three passes, and it is planned at sizes that deal out the heads."""
     by_heads = replace(DIT, bag_mode="ulysses")
     paid, free = (latte(by_heads, gbps=gbps).seconds("dit", *CLIP, 2) for gbps in (0.5, 1e9))
-    rows, exchanges = 8 * 64 / 2 / 2, 4 * 3 * 4
+    rows, exchanges = 8 * 64 / 2 / 2, 4 * 2 * 4
     assert paid - free == pytest.approx(exchanges * rows * 4 * DIT.dim / 0.5e9, rel=1e-3)
     assert latte(by_heads).legal_degrees("dit", *CLIP) == (1, 2, 4)
     planner = PlannerConfig(degrees=(3,), sequence="ulysses")
