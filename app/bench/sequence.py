@@ -2,6 +2,8 @@
 
 Priced by the FLOP model of a device and its link, as a run without a profile plans; only what is sent differs:
 - Ulysses, where the degree divides the heads; else shared heads (`ops.context_parallel`): what Heddle runs.
+- Ulysses in halves, where a rank has two heads or more: as much is sent, and half of it hidden by attention
+  (`ops.exchange_halves`), which plans do not count on before bags are measured.
 - USP: Ulysses over the largest common divisor of degree and heads, keys and values gathered over the rest, and summed
   by reduce-scatter on the way back.
 - ring: keys and values travel round the bag, on the way back their gradients, too. Once without overlap, once with as
@@ -30,7 +32,13 @@ from ops.models.families import FAMILIES
 from ops.typed import ConfigError
 
 _WAYS = 3.0  # forward, its recomputation, and backward, on which as much is sent
-SHARED, USP, RING, HIDDEN = "shared heads", "USP, K and V gathered", "ring", "ring, hidden by attention"
+SHARED, HALVES, USP, RING, HIDDEN = (
+    "shared heads",
+    "Ulysses in halves",
+    "USP, K and V gathered",
+    "ring",
+    "ring, hidden by attention",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +58,8 @@ def ways_of(heads: int, degree: int) -> dict[str, float]:
     found = {SHARED if heads % degree else "Ulysses": exchanged(heads, degree)}
     if degree == 1:
         return found
+    if heads % degree == 0 and heads > degree:
+        found[HALVES] = found["Ulysses"]
     if heads % degree:
         found[USP] = (4 * (group - 1) / group + 2 * (degree / group - 1)) / ulysses
     back = 4 * (degree - 1) / ulysses  # K, V and their gradients travel
@@ -64,8 +74,8 @@ def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
     link, attention = parts["comm"] / load.exchanged, parts["alpha2"]
     for way, sent in ways_of(heads, load.degree).items():
         seconds = sum(terms) - parts["comm"] + sent * link
-        if way == HIDDEN:
-            seconds -= min(attention, sent * link)
+        if way in (HALVES, HIDDEN):
+            seconds -= min(attention, sent * link / (2 if way == HALVES else 1))
         yield PricedWay(degree=load.degree, way=way, sent=sent, seconds=seconds)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from actors.plan.costs.forms import FORMS
 from actors.plan.costs.profile import Profile
 from app.bench.planner import CONFIGS
-from app.bench.sequence import HIDDEN, RING, SHARED, USP, geometry_of, priced, run, ways_of
+from app.bench.sequence import HALVES, HIDDEN, RING, SHARED, USP, geometry_of, priced, run, ways_of
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.wan.config import WanConfig
@@ -19,7 +20,8 @@ def test_volumes_are_those_of_twelve_heads_on_eight_ranks() -> None:
     assert found[SHARED] == pytest.approx((2 * 12 + 2 * 16) * (7 / 8) / 42)
     assert found[USP] == pytest.approx((4 * 12 * (3 / 4) + 2 * 12) / 42)
     assert found[RING] == found[HIDDEN] == pytest.approx((2 * 2 * 12 * 7 + 4 * 12 * 7) / 3 / 42)
-    assert ways_of(12, 6).keys() == {"Ulysses", RING, HIDDEN} and ways_of(12, 1) == {"Ulysses": 1.0}
+    assert ways_of(12, 6).keys() == {"Ulysses", HALVES, RING, HIDDEN} and ways_of(12, 1) == {"Ulysses": 1.0}
+    assert ways_of(12, 12).keys() == {"Ulysses", RING, HIDDEN}, "one head for each rank"
 
 
 @pytest.mark.parametrize("degree", [4, 6, 8])
@@ -30,6 +32,9 @@ def test_what_runs_is_priced_as_the_planner_does(degree: int) -> None:
     runs = ways[SHARED if degree == 8 else "Ulysses"]
     assert runs.seconds == pytest.approx(profile.seconds("dit", 1, 81, 480, 832, degree, 512))
     assert runs.seconds < ways[RING].seconds and ways[HIDDEN].seconds < ways[RING].seconds
+    if HALVES in ways:
+        link = profile.models["dit"].coefficients[-1] * FORMS["arachne"].features(load, 1.0)[-1]
+        assert ways[HALVES].seconds == pytest.approx(runs.seconds - link / 2)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ MISTAKES = {
     "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
-    "train: {sync: deepspeed, sum_ctas: 8}": "train.sync deepspeed sums in a group of its own, which train.sum_ctas (8)",
+    "train: {sync: deepspeed, sum_ctas: 8}": "which train.sum_ctas (8) does not reach",
     "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",
     "train: {memory: {parameters: node}}": "gradient_checkpointing is false. Set it to true",
     "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, lora_rank: 4}}": (
