@@ -218,7 +218,9 @@ def test_clips_are_made_with_the_autocast_of_the_training(monkeypatch: pytest.Mo
             return y
 
     probe = Probe()
-    probe.config = SimpleNamespace(out_channels=16, patch=(1, 2, 2), takes_guidance=False, diffusion=None)
+    probe.config = SimpleNamespace(
+        out_channels=16, patch=(1, 2, 2), takes_guidance=False, diffusion=None, in_halves=None
+    )
     request = SampleRequest(text=torch.zeros(2, 8), frames=1, height=16, width=16, seed=0)
     sample_latents(probe, [request], torch.zeros(1, 8), Geometry(patch=(1, 2, 2)), sampler)
     assert seen == {torch.bfloat16}
