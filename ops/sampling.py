@@ -24,8 +24,9 @@ from ops.conditions import Conditions
 from ops.config import Diffusion, Spacing, TokenShift
 from ops.geometry import Geometry
 from ops.objective import ddim_steps, generator, shift
-from ops.packing import Layout, patchify, unpatchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
+from ops.patches import patchify, unpatchify
 from ops.schedulers import ScheduledClip, Scheduler
 
 _STRAIGHT = 0.025  # of the way to the clean sample, made in steps of one size

@@ -24,7 +24,7 @@ from ops.models.first_frame import FirstFrame
 from ops.models.vae import clip_groups
 from ops.noise import NoiseKey, ScaledNoise
 from ops.objective import draw_picture_sigma
-from ops.packing import patchify
+from ops.patches import patchify
 from ops.units import share_units
 from ops.uploads import upload
 

@@ -258,7 +258,8 @@ def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: Mode
     from ops.comm import Group
     from ops.conditions import Conditions
     from ops.models.text_pair import split
-    from ops.packing import Layout, Sequence, patchify
+    from ops.packing import Layout, Sequence
+    from ops.patches import patchify
 
     with torch.no_grad():
         rows = [patchify(latent, model.dit.patch) for latent in vae.encode(torch.from_numpy(batch.video.copy()))]

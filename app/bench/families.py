@@ -27,8 +27,9 @@ from ops.models.base.family import Family, ParitySample
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.load import build_dit
-from ops.packing import Layout, patchify, unpatchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
+from ops.patches import patchify, unpatchify
 from ops.typed import ConfigError
 
 _SIGMA = 0.6

@@ -19,7 +19,8 @@ from ops.models.files import read_json
 from ops.models.folders import dit_config
 from ops.models.load import build_dit
 from ops.models.weights import read_state
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
 TOLERANCE = 1e-4

@@ -24,7 +24,7 @@ from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.noise import NoiseKey
-from ops.packing import patchify
+from ops.patches import patchify
 from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.schedulers import Scheduler
 from ops.typed import ConfigError

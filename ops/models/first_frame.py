@@ -119,7 +119,7 @@ class FirstFrame:
             joined = latent.clone()
             joined[:, :1] = still
             return joined
-        from ops.packing import filled_up  # and with it torch, which plans and the data layer do without
+        from ops.patches import filled_up  # and with it torch, which plans and the data layer do without
 
         assert self.tell is not None
         latent = filled_up(latent, self.depth)

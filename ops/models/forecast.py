@@ -41,9 +41,10 @@ from ops.node_gradients import NodeGradients
 from ops.node_parameters import Held, NodeParameters
 from ops.node_routes import routes
 from ops.objective import FlowObjective
-from ops.packing import Layout, patchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.parameters import Received
+from ops.patches import patchify
 from ops.peer_sum import PeerSum
 from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE

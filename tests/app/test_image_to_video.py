@@ -49,7 +49,7 @@ from ops.models.folders import dit_json, resolve
 from ops.models.image import random_clip
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.packing import patchify, unpatchify
+from ops.patches import patchify, unpatchify
 from ops.sampling import initial_noise, sample_latents
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint

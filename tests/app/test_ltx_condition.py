@@ -33,7 +33,7 @@ from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.ltx.config import LTXConfig
 from ops.noise import NoiseKey, normal
-from ops.packing import patchify
+from ops.patches import patchify
 from ops.sampling import initial_noise, sample_latents
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint

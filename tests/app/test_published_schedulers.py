@@ -19,7 +19,7 @@ from app.sampling.clips import ClipChanges, ClipSettings, clip_requests
 from app.sampling.model import saved_model
 from app.sampling.sample import run
 from ops.comm import Group
-from ops.packing import patchify, unpatchify
+from ops.patches import patchify, unpatchify
 from ops.sampling import initial_noise, sample_latents
 from ops.typed import ConfigError
 from tests.app import test_two_experts

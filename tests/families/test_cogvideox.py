@@ -22,7 +22,8 @@ from ops.models.cogvideox.model import kept_positions
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
 

@@ -19,7 +19,8 @@ from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae, token_counter
 from ops.models.text_pair import split
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 

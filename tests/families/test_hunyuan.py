@@ -13,7 +13,8 @@ from ops.conditions import Conditions
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan.model import HunyuanDiT
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, OriginalNames, Renames, small, whole
 
 torch.set_num_threads(1)

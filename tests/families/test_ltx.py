@@ -27,7 +27,7 @@ from ops.models.ltx.family import FAMILY
 from ops.models.text import random_t5
 from ops.models.vae import vae_of
 from ops.noise import NoiseKey, normal
-from ops.packing import patchify, unpatchify
+from ops.patches import patchify, unpatchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
 from tests.ops.conftest import RunRanks

@@ -21,7 +21,8 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.mochi.config import MochiConfig
 from ops.models.mochi.family import FAMILY
 from ops.objective import FlowObjective
-from ops.packing import Layout, Sequence, patchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 

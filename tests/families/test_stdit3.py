@@ -27,7 +27,8 @@ from ops.models.stdit3.config import STDiT3Config
 from ops.models.stdit3.family import FAMILY
 from ops.models.weights import write_folder
 from ops.objective import FlowObjective, draw_sigma, shift
-from ops.packing import Layout, Sequence, patchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify
 from tests.families.kit import FamilyCases, small, whole
 
 torch.set_num_threads(1)

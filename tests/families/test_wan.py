@@ -15,7 +15,8 @@ from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 from ops.sampling import initial_noise
 from tests.families.kit import MODEL, FamilyCases, OriginalNames, Renames, SmallPipeline, small, whole
 

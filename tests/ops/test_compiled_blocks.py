@@ -25,8 +25,9 @@ from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit
-from ops.packing import Layout, patchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
+from ops.patches import patchify
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.compiled_rank import PACKS, TINY, Parts, compiled, gradients, local_step
 

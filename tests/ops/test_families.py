@@ -35,7 +35,8 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
-from ops.packing import Layout, Sequence, patchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify
 from tests.families.kit import their_class
 from tests.families.registry import VARIANTS, declared
 

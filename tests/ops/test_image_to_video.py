@@ -29,7 +29,8 @@ from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
 from ops.noise import NoiseKey, ScaledNoise
-from ops.packing import Layout, Sequence, patchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify
 from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from tests.families.kit import their_class
 

@@ -1,15 +1,14 @@
-"""Layouts and patches against plain loops."""
+"""Layouts against plain loops."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.chunks import chunk_bounds
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
 
 torch.set_num_threads(1)
 sequences = st.lists(
@@ -84,24 +83,7 @@ def test_exchange_orders_received_rows_sequence_by_sequence(sequences: list[Sequ
     assert exchange.rows == tuple(layout.local_tokens + layout.local_text_tokens for layout in layouts)
 
 
-def test_patchify_is_what_a_strided_convolution_reads() -> None:
-    latent, weight = torch.randn(3, 4, 6, 8), torch.randn(5, 3, 2, 3, 2)
-    expected = F.conv3d(latent[None], weight, stride=(2, 3, 2))[0].flatten(1).T
-    torch.testing.assert_close(patchify(latent, (2, 3, 2)) @ weight.flatten(1).T, expected, atol=1e-5, rtol=1e-5)
-
-
-@given(st.tuples(*[st.integers(1, 3)] * 3), st.tuples(*[st.integers(1, 3)] * 3), st.integers(1, 4))
-@settings(max_examples=30, deadline=None)
-def test_unpatchify_is_the_inverse(grid: tuple[int, int, int], patch: tuple[int, int, int], channels: int) -> None:
-    latent = torch.randn(channels, *(g * p for g, p in zip(grid, patch)))
-    assert torch.equal(unpatchify(patchify(latent, patch), grid, patch, channels), latent)
-
-
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="not a multiple of patch"):
-        patchify(torch.zeros(3, 4, 5, 6), (1, 2, 2))
-    with pytest.raises(ValueError, match="do not fit grid"):
-        unpatchify(torch.zeros(3, 12), (1, 2, 2), (1, 2, 2), 3)
     with pytest.raises(ValueError, match="outside a bag of degree 2"):
         Layout([Sequence((1, 1, 1), 1)], degree=2, rank=2)
     with pytest.raises(ValueError, match="at least one sequence"):

@@ -19,7 +19,8 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
 from ops.models.weights import check_state, read_state, write_folder
-from ops.packing import Layout, Sequence, patchify, unpatchify
+from ops.packing import Layout, Sequence
+from ops.patches import patchify, unpatchify
 
 ROOT = Path(__file__).parents[2]
 FP32_ATOL = 1e-5

@@ -36,8 +36,9 @@ from ops.models.text_pair import split
 from ops.noise import NoiseKey, rows
 from ops.objective import objective_of
 from ops.optimizer import ema_decay_at
-from ops.packing import Layout, patchify
+from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
+from ops.patches import patchify
 from ops.train_pass import packed_loss
 
 
