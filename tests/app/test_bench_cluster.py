@@ -206,6 +206,20 @@ def test_all_steps_of_a_set_are_told_beside_what_was_planned() -> None:
     )
 
 
+def test_a_cluster_above_the_largest_is_refused_before_it_forms() -> None:
+    with pytest.raises(typer.BadParameter, match="1,000 nodes of 8 are 8,000 workers; at most 1,024 are run"):
+        run(nodes="1,1000")
+    with pytest.raises(typer.BadParameter, match="2 nodes of 513 are 1,026 workers"):
+        run(nodes="2", gpus=513)
+
+
+def test_sizes_and_steps_beside_a_published_set_are_refused() -> None:
+    with pytest.raises(
+        typer.BadParameter, match="A-16gpu has its own cluster and steps; leave out --nodes and --steps"
+    ):
+        run(published="A-16gpu", nodes="4", steps=2)
+
+
 def test_an_unknown_set_is_refused_and_ddp_beside_one() -> None:
     with pytest.raises(typer.BadParameter, match=r"'D-8gpu' is none of A-16gpu, B-16gpu"):
         run(published="D-8gpu")

@@ -257,7 +257,9 @@ def test_the_command_writes_both_pages(tmp_path: Path, capsys: pytest.CaptureFix
     contents.run(paper="scalefusion", figure=None, quick=True, out=tmp_path / "page")
     said = capsys.readouterr().out
     assert "scalefusion fig9" in said and "ratio" in said and "memory" in said
-    assert (tmp_path / "page" / "papers.html").stat().st_size > 5000
+    page = (tmp_path / "page" / "papers.html").read_text(encoding="utf-8")
+    assert len(page) > 5000
+    assert "--paper scalefusion --figure fig9 --quick</code>" in page  # the command beneath makes what stands above it
     assert "### fig10" in (tmp_path / "page" / "papers.md").read_text()
 
 

@@ -130,6 +130,12 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "report-empty": (["report", "."], 2, "config.yaml"),
     "report-file": (["report", "text.txt"], 2, "text.txt"),
     "bench-unknown": (["bench", "magic"], 2, "magic"),
+    "bench-paper": (["bench", "papers", "--paper", "x"], 2, "'x' is none of adaptiveload, arachne"),
+    "bench-papers-out": (["bench", "papers", "--out", "text.txt"], 2, "--out text.txt/papers.html cannot be written"),
+    "bench-peers-out": (["bench", "peers", "--out", "."], 2, "--out . cannot be written (Is a directory)"),
+    "bench-peers-config": (["bench", "peers", "--config", "no.yaml"], 2, "--config no.yaml is no file"),
+    "bench-cluster-out": (["bench", "cluster", "--out", "text.txt/x.html"], 2, "--out text.txt/x.html cannot be"),
+    "bench-cluster-both": (["bench", "cluster", "--set", "A-16gpu", "--gpus", "4"], 2, "leave out --gpus"),
     "workers-missing": (["workers", "list", "nowhere"], 2, "nowhere"),
 }
 

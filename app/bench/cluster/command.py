@@ -1,4 +1,4 @@
-"""`heddle bench cluster`: runs on virtual clusters of up to 1,024 workers and more, with losses and joins.
+"""`heddle bench cluster`: runs on virtual clusters of up to 1,024 workers, with losses and joins.
 
 heddle bench cluster --nodes 2..8 --speed 20        # all in this process, without what Ray's calls take
 heddle bench cluster --nodes 2..8 --speed 20 --ray  # Ray actors of this machine host the workers
@@ -49,7 +49,7 @@ from app.bench.cluster.tables import (
     way_rows,
     ways_of,
 )
-from app.bench.page import command_of, facts_of
+from app.bench.page import command_of, facts_of, make_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,12 +62,16 @@ SETS = tuple(sorted(path.stem for path in (CONFIGS / "bench").glob("*gpu.json"))
 STRATEGIES = ("static", "flexsp", "knapsack", "cascade")
 DDP = "ddp"  # evaluated beside them
 WAYS = (DDP, *STRATEGIES)
+NODES, GPUS, STEPS = "2..8", 8, 50  # unless given
+MOST = 1024  # workers: larger ones take one process many minutes to form, and have not been measured
 
 
 def run(
-    nodes: Annotated[str, typer.Option(help="Sizes: 4, or 2,8,32, or 2..128, which doubles.")] = "2..8",
-    gpus: Annotated[int, typer.Option(min=1, help="Virtual workers of a node.")] = 8,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a run.")] = 50,
+    nodes: Annotated[
+        str | None, typer.Option(help=f"Sizes: 4, or 2,8,32, or 2..128, which doubles; default: {NODES}.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help=f"Virtual workers of a node; default: {GPUS}.")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help=f"Steps of a run; default: {STEPS}.")] = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
     ] = None,
@@ -91,6 +95,11 @@ def run(
     ] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""
+    if published and (given := [f"--{k}" for k, v in (("nodes", nodes), ("gpus", gpus), ("steps", steps)) if v]):
+        raise typer.BadParameter(
+            f"{published} has its own cluster and steps; leave out {' and '.join(given)}.", param_hint="--set"
+        )
+    nodes, gpus, steps = nodes or NODES, gpus or GPUS, steps or STEPS
     sizes, ways = sizes_of(nodes), strategy or ["cascade"]
     if unknown := [name for name in ways if name not in WAYS]:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
@@ -100,6 +109,12 @@ def run(
             param_hint="--strategy",
         )
     strategies = [name for name in ways if name != DDP]
+    if strategies and not published and (largest := max(sizes) * gpus) > MOST:
+        raise typer.BadParameter(
+            f"{max(sizes):,} nodes of {gpus} are {largest:,} workers; at most {MOST:,} are run. Give fewer, or ddp "
+            f"alone, which is evaluated.",
+            param_hint="--nodes",
+        )
     if not 0 < speed < math.inf:
         raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
     from app.bench.cluster.ddp import NoDegree
@@ -110,6 +125,7 @@ def run(
         raise typer.BadParameter(f"{published!r} is none of {', '.join(SETS)}.", param_hint="--set")
     if published and DDP in ways:
         raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
+    make_room(out or [])
     physics = Physics(speed=speed, seed=seed)
     if exact:
         physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)

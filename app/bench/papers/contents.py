@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from app.bench.page import facts_of, number_of
+from app.bench.page import facts_of, make_room, number_of
 from app.bench.papers.figure import PublishedFigure, PublishedPaper, Reproduce, ShownFigure
 from app.bench.papers.figure import papers as published
 from app.bench.papers.page import html, markdown, ratio_of
@@ -32,17 +32,18 @@ def run(
 ) -> None:
     """Make the figures, print a line for each number, and write the page."""
     chosen = choose(published(), paper, figure)
+    pages = out / "papers.html", out / "papers.md"
+    make_room(pages)
     shown = []
     for one in chosen:
         known = reproductions(one)
         for entry in one.figures:
             shown.append(show(one.name, entry, known.get(entry.id), quick))
             print(summary(shown[-1]), flush=True)
-    out.mkdir(parents=True, exist_ok=True)
     facts = facts_of("quick" if quick else "")
-    (out / "papers.html").write_text(html(chosen, shown, facts), encoding="utf-8")
-    (out / "papers.md").write_text(markdown(chosen, shown, facts), encoding="utf-8")
-    print(f"{out / 'papers.html'}  {out / 'papers.md'}")
+    for page, draw in zip(pages, (html, markdown), strict=True):
+        page.write_text(draw(chosen, shown, facts), encoding="utf-8")
+    print(*pages, sep="  ")
 
 
 def choose(known: Mapping[str, PublishedPaper], paper: str | None, figure: str | None) -> list[PublishedPaper]:
@@ -69,7 +70,7 @@ def reproductions(paper: PublishedPaper) -> Mapping[str, Reproduce]:
 def show(paper: str, figure: PublishedFigure, reproduce: Reproduce | None, quick: bool) -> ShownFigure:
     started = time.perf_counter()
     found = reproduce(quick) if reproduce is not None else None
-    return ShownFigure(paper=paper, figure=figure, found=found, seconds=time.perf_counter() - started)
+    return ShownFigure(paper=paper, figure=figure, found=found, seconds=time.perf_counter() - started, quick=quick)
 
 
 def summary(shown: ShownFigure) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
+from app.bench.page import command_of
 from ops.typed import ConfigError
 
 HOME = Path(__file__).resolve().parents[3] / "configs" / "bench" / "papers"
@@ -61,10 +62,12 @@ class ShownFigure:
     figure: PublishedFigure
     found: Reproduction | None
     seconds: float = 0.0
+    quick: bool = False
 
     @property
     def command(self) -> str:
-        return f"heddle bench papers --paper {self.paper} --figure {self.figure.id}"
+        """The command line that makes the figure as it stands here."""
+        return command_of("papers", [("--paper", self.paper), ("--figure", self.figure.id), ("--quick", self.quick)])
 
     def rows(self) -> list[tuple[str, float | None, float | None]]:
         """(label, published, ours), in the order of the paper, then what only we have."""

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from app.bench.page import command_of, facts_of
+from app.bench.page import command_of, facts_of, make_room
 from app.bench.peers.figures import (
     FinishedLine,
     LoopRun,
@@ -100,6 +100,9 @@ def run(
     sets = _chosen("--set", buckets, SETS)
     if REFERENCE not in peers:
         peers = [REFERENCE, *peers]
+    if not config.is_file():
+        raise ConfigError(f"--config {config} is no file; {CONFIG} is an example.")
+    make_room(out or [])
     found: dict[str, dict[str, list[PeerFigures]]] = {}
     glue = {name: lines_of_code(HERE / file) if (file := PEERS[name].file) else None for name in peers}
     with tempfile.TemporaryDirectory() as folder:
@@ -109,6 +112,7 @@ def run(
             found[name] = {peer: [] for peer in peers}
             for turn in range(rounds):
                 for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
+                    print(f"{name}, round {turn + 1} of {rounds}: {peer}", file=sys.stderr, flush=True)
                     try:
                         seen = train(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
                     except PeerFailed as failed:
