@@ -6,13 +6,12 @@ import os
 import platform
 import shlex
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
 
 from app.drawing.style import CSS
-from ops.typed import ConfigError
 
 LOOK = """
 .way { display: inline-block; border: 1px solid var(--rule); border-radius: 999px; padding: 0 10px; font-size: 12.5px;
@@ -85,24 +84,6 @@ def command_of(name: str, options: Sequence[tuple[str, object]]) -> str:
         elif value is not None:
             words += [word for one in (value if isinstance(value, list) else [value]) for word in (option, str(one))]
     return shlex.join(words)
-
-
-def make_room(files: Iterable[Path]) -> None:
-    """Make the folders of what a benchmark writes at its end, before it measures: a mistyped --out costs no run.
-
-    Raises ConfigError for a file that cannot be written.
-    """
-    for path in files:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.is_dir():
-                raise IsADirectoryError(None, "Is a directory")
-            if not os.access(path if path.exists() else path.parent, os.W_OK):
-                raise PermissionError(None, "Permission denied")
-        except OSError as error:
-            raise ConfigError(
-                f"--out {path} cannot be written ({error.strerror}); give a file in a folder that you may write."
-            ) from None
 
 
 def facts_of(note: str = "") -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -37,20 +38,23 @@ def compare(
     With --config and --strategy the runs are made first, one after the other, on the same data.
     """
     from app.report.compare import write_comparison
+    from app.settings.out_files import make_room
 
     folders = list(runs or [])
-    command = " ".join(["heddle compare", *map(str, folders)])
+    words = ["heddle", "compare", *map(str, folders)]
     if config is not None:
         if folders:
             raise ConfigError(f"give either run directories, such as {folders[0]}, or --config with --strategy.")
+        make_room([out])
         folders = _trained(config, strategies or [], steps, overrides or [], resume, overwrite)
-        command = _command(config, strategies or [], steps, overrides or [])
+        words += _training_words(config, strategies or [], steps, overrides or [])
     elif strategies or steps is not None or overrides or resume or overwrite:
         raise ConfigError(
             "--strategy, --steps, --set, --resume and --overwrite are for runs that are still to be made: give "
             "--config as well."
         )
-    for line in write_comparison(folders, out, peak_tflops, command):
+    words += ["--peak-tflops", f"{peak_tflops:g}"] if peak_tflops else []
+    for line in write_comparison(folders, out, peak_tflops, shlex.join(words)):
         print(line)
     print(f"page      {out}")
 
@@ -69,7 +73,8 @@ def _trained(
     return folders
 
 
-def _command(config: Path, strategies: list[str], steps: int | None, overrides: list[str]) -> str:
-    words = ["heddle compare --config", str(config), *(f"--strategy {name}" for name in strategies)]
-    words += [f"--steps {steps}"] if steps is not None else []
-    return " ".join([*words, *(f"--set {setting}" for setting in overrides)])
+def _training_words(config: Path, strategies: list[str], steps: int | None, overrides: list[str]) -> list[str]:
+    """The options that make the runs."""
+    words = ["--config", str(config), *(word for name in strategies for word in ("--strategy", name))]
+    words += ["--steps", str(steps)] if steps is not None else []
+    return [*words, *(word for setting in overrides for word in ("--set", setting))]

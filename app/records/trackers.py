@@ -6,7 +6,6 @@ left out for the rest of the run, with a warning, and never ends it.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 import os
@@ -15,8 +14,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-
-from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -27,7 +24,6 @@ log = logging.getLogger(__name__)
 
 WANDB_ID = "wandb.id"  # in the run's folder: a resumed run continues its own page
 MLFLOW_ID = "mlflow.id"  # the same
-PACKAGES = {"mlflow": "mlflow-skinny"}  # the client alone, which the whole package brings too
 _PARAMETERS_PER_CALL = 100  # MLflow's limits
 _PARAMETER_LENGTH = 6000
 _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
@@ -241,18 +237,6 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
     "mlflow": MlflowTracker,
     "ray": RayTracker,
 }
-
-
-def check_installed(names: Sequence[str]) -> None:
-    """Raises ConfigError for a tracker whose package is not here."""
-    for name in names:
-        try:
-            importlib.metadata.distribution(PACKAGES.get(name, name))
-        except importlib.metadata.PackageNotFoundError:
-            raise ConfigError(
-                f"track has {name}, whose package is not installed. Install it with "
-                f'pip install -c constraints.txt -e ".[{name}]", or take it out of track.'
-            ) from None
 
 
 class Trackers:

@@ -22,6 +22,7 @@ from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
 from app.settings.config import RunConfig
+from app.settings.out_files import make_room
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
@@ -65,7 +66,8 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
     """Write the page; returns a line per run for the terminal. `peak_tflops` of a worker turns FLOPs into MFU; the page
     shows the `command` that makes it.
 
-    Raises ConfigError for a folder that is no run, for runs without steps, or without common steps.
+    Raises ConfigError for a folder that is no run, for runs without steps, or without common steps, and for an `out`
+    that cannot be written.
     """
     if not 2 <= len(folders) <= MOST:
         raise ConfigError(f"{len(folders)} runs are given; heddle compare takes 2 to {MOST} run folders.")
@@ -75,7 +77,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
         run.name: loss_difference(opened[0], folder, runs[0].name, run.name)
         for run, folder in zip(runs[1:], opened[1:], strict=True)
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
+    make_room([out])
     out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
     return [line_of(run, differences.get(run.name)) for run in runs]
 

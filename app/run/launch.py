@@ -24,7 +24,6 @@ from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.synthetic import make_missing
 from app.records.follow import Follower
-from app.records.trackers import check_installed
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
     RayGone,
@@ -53,6 +52,7 @@ from app.run.signals import stops_on_signal
 from app.settings.config import RunConfig, from_here
 from app.settings.errors import one_line
 from app.settings.notes import notes, sample_notes
+from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 

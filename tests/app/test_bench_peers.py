@@ -129,7 +129,7 @@ def test_the_command_ends_with_a_sentence_after_the_log_of_a_peer_that_failed(
     code = answer(raised.value, debug=False)
     log, sentence = capsys.readouterr().err.rstrip("\n").rsplit("\n", 1)
     turn, log = log.split("\n", 1)
-    assert turn == "uniform, round 1 of 1: ddp"  # what runs is told before it does
+    assert turn == "uniform, round 1 of 1: ddp"  # stands before the peer runs
     assert code == Exit.FAILURE and log == "Traceback\n  no such device"  # the log keeps its lines
     assert sentence.startswith("error: ddp ended with exit code 3 after 0 of 4 steps")
 

@@ -1,6 +1,8 @@
+import html
 import json
 import math
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -165,6 +167,13 @@ def test_each_strategy_trains_a_run_of_its_own_and_the_page_shows_them(tmp_path:
     assert "run.yaml --strategy static --strategy cascade --steps 30 --set train.seed=3</code>" in page
     assert "demo-cascade: 1.00 times as many steps per second as demo-static, the same losses on 30 common" in page
     assert page.index("<h2>Median step</h2>") < page.index("<h2>Loss</h2>") < page.index("<h2>Numbers</h2>")
+
+
+def test_the_command_of_the_page_is_whole_and_a_shell_takes_it_as_it_stands(tmp_path: Path, trained) -> None:
+    result = made(tmp_path, *BOTH, "--set", "track=[ray, tensorboard]", "--peak-tflops", "2")
+    assert result.exit_code == 0, result.output
+    shown = html.unescape((tmp_path / "c.html").read_text().split("<code class=command>")[1].split("</code>")[0])
+    assert shlex.split(shown)[4:] == [*BOTH, "--set", "track=[ray, tensorboard]", "--peak-tflops", "2"]
 
 
 def test_nothing_is_trained_when_one_of_the_runs_could_not_be(tmp_path: Path, trained) -> None:

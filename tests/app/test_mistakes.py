@@ -129,6 +129,11 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "report-missing": (["report", "nowhere"], 2, "nowhere"),
     "report-empty": (["report", "."], 2, "config.yaml"),
     "report-file": (["report", "text.txt"], 2, "text.txt"),
+    "compare-out": (
+        ["compare", "--config", DEMO, "--strategy", "static", "--strategy", "cascade", "--out", "text.txt/x.html"],
+        2,
+        "--out text.txt/x.html cannot be written",
+    ),
     "bench-unknown": (["bench", "magic"], 2, "magic"),
     "bench-paper": (["bench", "papers", "--paper", "x"], 2, "'x' is none of adaptiveload, arachne"),
     "bench-papers-out": (["bench", "papers", "--out", "text.txt"], 2, "--out text.txt/papers.html cannot be written"),

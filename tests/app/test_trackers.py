@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from actors.records.metrics_line import StepMetrics
+from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, scalars
-from app.records.trackers import TRACKERS, Trackers, check_installed, gauge_of
+from app.records.trackers import TRACKERS, Trackers, gauge_of
 from app.settings.config import RunConfig
+from app.settings.packages import check_installed
 from ops.typed import ConfigError
 from tests.app.test_metrics import line
 from tests.rays import local_ray
@@ -99,7 +101,7 @@ def test_every_tracker_that_a_run_file_may_name_is_there() -> None:
     RunConfig.from_yaml(RUN + f"track: [{', '.join(TRACKERS)}]\n")
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_installed(["tensorboard"])
 
     def nothing(name: str) -> None:
@@ -108,6 +110,8 @@ def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(importlib.metadata, "distribution", nothing)
     with pytest.raises(ConfigError, match=r'track has wandb, whose package is not installed.*"\.\[wandb\]"'):
         check_installed(["wandb"])
+    with pytest.raises(ConfigError, match="track has mlflow, whose package is not installed"):
+        dry_run(ROOT / "configs/runs/demo.yaml", [f"run.dir={tmp_path}", "track=[mlflow]"])  # tells it as a run would
 
 
 def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

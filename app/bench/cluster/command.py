@@ -49,7 +49,8 @@ from app.bench.cluster.tables import (
     way_rows,
     ways_of,
 )
-from app.bench.page import command_of, facts_of, make_room
+from app.bench.page import command_of, facts_of
+from app.settings.out_files import make_room
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

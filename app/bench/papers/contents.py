@@ -18,10 +18,11 @@ from typing import Annotated
 
 import typer
 
-from app.bench.page import facts_of, make_room, number_of
+from app.bench.page import facts_of, number_of
 from app.bench.papers.figure import PublishedFigure, PublishedPaper, Reproduce, ShownFigure
 from app.bench.papers.figure import papers as published
 from app.bench.papers.page import html, markdown, ratio_of
+from app.settings.out_files import make_room
 
 
 def run(

@@ -30,7 +30,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from app.bench.page import command_of, facts_of, make_room
+from app.bench.page import command_of, facts_of
 from app.bench.peers.figures import (
     FinishedLine,
     LoopRun,
@@ -43,6 +43,7 @@ from app.bench.peers.figures import (
 )
 from app.bench.peers.page import html
 from app.bench.tree import Tree
+from app.settings.out_files import make_room
 from ops.typed import ConfigError
 
 HERE = Path(__file__).resolve().parent

@@ -1,0 +1,27 @@
+"""Whether the files that a command is to write, by --out, can be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from ops.typed import ConfigError
+
+
+def make_room(files: Iterable[Path]) -> None:
+    """Make the folders of what a command writes at its end, before it begins: a mistyped --out costs no run.
+
+    Raises ConfigError for a file that cannot be written.
+    """
+    for path in files:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.is_dir():
+                raise IsADirectoryError(None, "Is a directory")
+            if not os.access(path if path.exists() else path.parent, os.W_OK):
+                raise PermissionError(None, "Permission denied")
+        except OSError as error:
+            raise ConfigError(
+                f"--out {path} cannot be written ({error.strerror}); give a file in a folder that you may write."
+            ) from None
