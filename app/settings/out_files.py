@@ -16,6 +16,8 @@ def make_room(files: Iterable[Path]) -> None:
     """
     for path in files:
         try:
+            if path.parent.is_file():
+                raise NotADirectoryError(None, f"{path.parent} is a file")
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_dir():
                 raise IsADirectoryError(None, "Is a directory")

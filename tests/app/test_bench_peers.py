@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -132,6 +134,29 @@ def test_the_command_ends_with_a_sentence_after_the_log_of_a_peer_that_failed(
     assert turn == "uniform, round 1 of 1: ddp"  # stands before the peer runs
     assert code == Exit.FAILURE and log == "Traceback\n  no such device"  # the log keeps its lines
     assert sentence.startswith("error: ddp ended with exit code 3 after 0 of 4 steps")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_peer_that_runs_and_leaves_no_folder(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer writes its process id, and its parent's signal follows."""
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    pid, folders = tmp_path / "pid", tmp_path / "folders"
+    folders.mkdir()
+    script = f"import os, pathlib, time; pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); " + (
+        f"os.kill(os.getppid(), {int(number)}); time.sleep(600)"
+    )
+    monkeypatch.setitem(PEERS, "ddp", Peer(name="ddp", command=lambda *_: [sys.executable, "-c", script]))
+    monkeypatch.setattr(contest, "prepare", lambda own, *_: (own.mkdir(parents=True), [1, 1, 1, 1]))
+    monkeypatch.setattr("tempfile.tempdir", str(folders))
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        contest.run(steps=1, warm=1, rounds=1, only=["ddp"], buckets=["uniform"], config=tmp_path / "tiny.yaml")
+    assert ended.value.code == 128 + number and signal.getsignal(number) is before
+    assert not list(folders.iterdir())
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize("option", ["--warm", "--steps", "--rounds", "--workers"])

@@ -132,7 +132,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "compare-out": (
         ["compare", "--config", DEMO, "--strategy", "static", "--strategy", "cascade", "--out", "text.txt/x.html"],
         2,
-        "--out text.txt/x.html cannot be written",
+        "--out text.txt/x.html cannot be written (text.txt is a file)",
     ),
     "bench-unknown": (["bench", "magic"], 2, "magic"),
     "bench-paper": (["bench", "papers", "--paper", "x"], 2, "'x' is none of adaptiveload, arachne"),

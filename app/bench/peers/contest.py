@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -106,7 +108,7 @@ def run(
     make_room(out or [])
     found: dict[str, dict[str, list[PeerFigures]]] = {}
     glue = {name: lines_of_code(HERE / file) if (file := PEERS[name].file) else None for name in peers}
-    with tempfile.TemporaryDirectory() as folder:
+    with _ended_by_signals(), tempfile.TemporaryDirectory() as folder:
         for name in sets:
             own = Path(folder) / name
             path, samples = prepare(own, config, SETS[name], warm + steps + LEFT, workers)
@@ -133,6 +135,22 @@ def run(
             written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
     if not all(agree(of, REFERENCE) for of in found.values()):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """A signal that would end this process at once ends it by an exception instead: the peer that runs has a session of
+    its own and would train on, beside a temporary folder that nobody removes."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _command(options: Sequence[tuple[str, object]], name: str) -> str:
@@ -250,7 +268,8 @@ def _objects(path: Path) -> list[dict[str, Any]]:  # lines of JSON, each peer wi
 def _torchrun(name: str) -> Callable[[Path, int, Path, int], list[str]]:
     def command(config: Path, steps: int, lines: Path, workers: int) -> list[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-        return [*torchrun, "-m", f"app.bench.peers.{name}", str(config), str(steps), str(lines)]
+        logs = f"--log-dir={lines.parent / 'torchrun'}"  # else a folder of its own, which nothing removes
+        return [*torchrun, logs, "-m", f"app.bench.peers.{name}", str(config), str(steps), str(lines)]
 
     return command
 
