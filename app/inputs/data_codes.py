@@ -62,7 +62,10 @@ def items_from_codes(
     codes = parse_codes(text)
     group = sum(code.workers for code in codes)
     if workers % group:
-        raise ConfigError(f"--codes {text!r} is for {group} workers, which does not divide the cluster's {workers}.")
+        raise ConfigError(
+            f"--codes {text!r} is for {group} workers, and the cluster's {workers} are no multiple of them; give "
+            f"--cluster 1x{group} or a multiple."
+        )
     loaded = [code for _ in range(workers // group) for code in codes for _ in range(code.workers)]
     for code in codes:
         try:

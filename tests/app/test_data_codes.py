@@ -48,7 +48,9 @@ def test_what_is_no_code_is_refused_with_an_example(text: str) -> None:
 
 
 def test_codes_that_do_not_fit_cluster_or_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="is for 3 workers, which does not divide the cluster's 8"):
+    with pytest.raises(
+        ConfigError, match="is for 3 workers, and the cluster's 8 are no multiple of them; give --cluster 1x3 or"
+    ):
         items_from_codes("g3b1i256f1s0", 8, 1, 0, Geometry())
     with pytest.raises(ConfigError, match="pictures of 250 pixels do not fit the model"):
         items_from_codes("g1b1i250f1s0", 1, 1, 0, Geometry())
