@@ -132,7 +132,7 @@ def model_from(
             )
         if not fitted.poor:
             return fitted, notes
-        chosen, note = _by_points_left_out(module, fitted, prior, loads, seconds, expected, exchange_s)
+        chosen, note = _by_points_left_out(module, fitted, prior, loads, seconds, source, expected, exchange_s)
         return chosen, [*notes, f"{module}: {note}"]
     return _scaled(prior, loads, seconds, exchange_s), notes
 
@@ -143,6 +143,7 @@ def _by_points_left_out(
     prior: Fit,
     loads: Sequence[Load],
     seconds: Sequence[float],
+    source: str,
     expected: Expected,
     exchange_s: float,
 ) -> tuple[Fit, str]:
@@ -153,7 +154,7 @@ def _by_points_left_out(
     by_scale = left_out(lambda some, of: _scaled(prior, some, of, exchange_s).predict, loads, seconds)
     found = []
     for form in _tried(module, loads) if prior.form in FORMS_OF[module] else (prior.form,):
-        one = fitted if fitted.form == form else fit_form(form, loads, seconds, fitted.source, expected)
+        one = fitted if fitted.form == form else fit_form(form, loads, seconds, source, expected)
 
         def refit(some: Sequence[Load], of: Sequence[float], one: Fit = one) -> Pricing:
             return fit_form(one.form, some, of, "", expected, (one.exponent,)).predict
