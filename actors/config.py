@@ -238,6 +238,11 @@ class TrainConfig:
             max_skipped_steps=between(0),
             sum_ctas=between(0, 64),
         )
+        if self.sum_ctas & (self.sum_ctas - 1):
+            raise ValueError(
+                f"train.sum_ctas is {self.sum_ctas}; NCCL takes powers of two. Set it to 1, 2, 4, 8, 16, 32 or "
+                f"64, or to 0: as NCCL finds best."
+            )
         if self.sync == "deepspeed" and self.sum_ctas:
             raise ValueError(
                 f"train.sync deepspeed sums in a group of its own, which train.sum_ctas ({self.sum_ctas}) does not "

@@ -199,7 +199,13 @@ def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") 
     try:
         return cls(**values)
     except ValueError as error:
-        raise ConfigError(f"{str(error).rstrip('.')}{node.at()}.") from None
+        raise ConfigError(f"{str(error).rstrip('.')}{_broken(str(error), node.value, path, node).at()}.") from None
+
+
+def _broken(message: str, children: Mapping[str, Node], path: str, section: Node) -> Node:
+    """What a rule's message is about: the setting that it begins with where that is written, else the section."""
+    parent, _, key = message.partition(" ")[0].rpartition(".")
+    return children.get(key, section) if path and parent == path else section
 
 
 def _unknown(full: str, node: Node, names: Names, siblings: list[str]) -> str:
