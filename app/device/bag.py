@@ -205,7 +205,7 @@ def _member(config_yaml: str, rank: int, degree: int, device: str, port: int, pi
             order = pipe.recv()
             answer = answer_of(partial(carried_out, order, *made[0]))
         pipe.send(answer)
-    except EOFError:
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # the command has ended
         return
 
 

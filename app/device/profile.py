@@ -139,7 +139,12 @@ def run_profile(
     bench = Bench(config, model, geometry, target)
     together = ProcessBags(config=config, device=target.type, cluster=cluster)
     measuring = Measuring(bench, together, profile, out, repeats)
-    measuring.run(left, began + 60 * minutes if minutes else 0.0)
+    try:
+        measuring.run(left, began + 60 * minutes if minutes else 0.0)
+    except (KeyboardInterrupt, SystemExit):
+        if out.is_file():
+            print(f"stopped   what was measured is in {out}; the same command without --fresh goes on from it")
+        raise
     offer_residual(profile)
     measuring.save()
     _print_fits(profile, model)

@@ -10,6 +10,7 @@ from functools import partial
 
 from actors.names import NAMESPACE
 from app.run.cluster import ROOT, must_answer, shut_down_ray, start_ray_here
+from app.run.signals import unwinds_on_signal
 from ops.typed import ConfigError
 
 
@@ -37,6 +38,7 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     else:
         start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
     try:
-        yield
+        with unwinds_on_signal():
+            yield
     finally:
         shut_down_ray()

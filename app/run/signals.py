@@ -41,6 +41,28 @@ def stops_on_signal(folder: Path) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def unwinds_on_signal() -> Iterator[None]:
+    """Inside it, SIGTERM and SIGHUP end the command as Ctrl-C does: what it holds is given back; exit code 128 + N.
+    Once Ray is connected its own handler would abort the process instead: to be entered after that."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    earlier = {number: signal.getsignal(number) for number in numbers}
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _write_nowhere()
+        raise SystemExit(128 + number)
+
+    for number, handler in earlier.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
 def _write_nowhere() -> None:
     """Send output nowhere: the terminal is gone, and writing to it would fail in the middle of ending the run."""
     nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,0 +1,49 @@
+"""A command that borrows a Ray gives back what it holds, however it is ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from app.run.signals import unwinds_on_signal
+
+RAY = """
+import os, signal, time
+from app.run.borrowed_ray import borrowed_ray
+with borrowed_ray(None, 1):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+    finally:
+        print("unwound")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_unwinds_what_is_open_and_leaves_its_handler_as_it_was(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended, unwinds_on_signal():
+        os.kill(os.getpid(), number)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with unwinds_on_signal():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_command_with_a_ray_of_its_own_ends_by_sigterm_without_ray_aborting_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, env=environment, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert ended.stdout == "unwound\n"
+    assert "SIGTERM received" not in ended.stderr
