@@ -240,8 +240,8 @@ class TrainConfig:
         )
         if self.sum_ctas & (self.sum_ctas - 1):
             raise ValueError(
-                f"train.sum_ctas is {self.sum_ctas}; NCCL takes powers of two. Set it to 1, 2, 4, 8, 16, 32 or "
-                f"64, or to 0: as NCCL finds best."
+                f"train.sum_ctas is {self.sum_ctas}; NCCL rounds what is no power of two. Set it to 1, 2, 4, 8, 16, "
+                f"32 or 64, or to 0: as NCCL finds best."
             )
         if self.sync == "deepspeed" and self.sum_ctas:
             raise ValueError(

@@ -18,6 +18,9 @@ ENCODERS: tuple[Module, ...] = ("text", "vae")  # frozen; their results may be c
 MODULES: tuple[Module, ...] = (*ENCODERS, "dit")
 
 
+MOST_GPUS = 65_536  # of a cluster that is planned for: more is a slip, and would take all memory and hours
+
+
 class PlanError(ValueError):
     """No legal plan exists, or a plan breaks a rule. The message names the item and the smallest remedy."""
 
@@ -209,7 +212,10 @@ class Cluster:
         match = re.fullmatch(r"\s*([1-9]\d*)\s*x\s*([1-9]\d*)\s*", spec)
         if match is None:
             raise PlanError(f"cluster {spec!r} is not NODESxGPUS, for example 2x8, nor a YAML file.")
-        return cls(nodes=(int(match[2]),) * int(match[1]))
+        nodes, gpus = int(match[1]), int(match[2])
+        if nodes * gpus > MOST_GPUS:
+            raise PlanError(f"cluster {spec!r} has {nodes * gpus:,} GPUs; plans are for {MOST_GPUS:,} at most.")
+        return cls(nodes=(gpus,) * nodes)
 
 
 def places_in(

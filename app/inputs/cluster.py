@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.plan.types import Cluster, PlanError, places_in
+from actors.plan.types import MOST_GPUS, Cluster, PlanError, places_in
 from app.settings.config import RunConfig
 from ops.ranges import between, check_numbers
 from ops.typed import ConfigError, build, parse
@@ -42,6 +42,9 @@ class ClusterFile:
     def __post_init__(self) -> None:
         if self.nodes is None:
             raise ValueError("a cluster file must hold nodes: a list of GPUs per node, or a number with gpus:.")
+        gpus = sum(self.nodes) if isinstance(self.nodes, tuple) else self.nodes * (self.gpus or 0)
+        if gpus > MOST_GPUS:
+            raise ValueError(f"a cluster file describes {gpus:,} GPUs; plans are for {MOST_GPUS:,} at most.")
         if not self.counts or min(self.counts) < 1:
             nodes = list(self.nodes) if isinstance(self.nodes, tuple) else self.nodes
             raise ValueError(

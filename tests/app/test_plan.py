@@ -315,6 +315,17 @@ def test_a_bad_cluster_spec_is_a_usage_error(spec: str) -> None:
         read_cluster(spec)
 
 
+@pytest.mark.parametrize("text", ["nodes: 1\ngpus: 99999999", "nodes: 99999999\ngpus: 1", "nodes: [65536, 1]"])
+def test_a_cluster_of_too_many_gpus_is_a_slip(text: str, tmp_path: Path) -> None:
+    """It would be planned for hours, in all of the machine's memory."""
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"describes [\d,]+ GPUs; plans are for 65,536 at most"):
+        read_cluster(str(tmp_path / "c.yaml"))
+    with pytest.raises(ConfigError, match="has 99,999,999 GPUs; plans are for 65,536 at most"):
+        read_cluster("1x99999999")
+    assert read_cluster("8192x8").num_workers == 65_536
+
+
 def test_a_bad_profile_is_one_sentence(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
