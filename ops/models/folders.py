@@ -33,7 +33,7 @@ def component(path: str | Path, *names: str) -> Path:
             return folder
     raise FileNotFoundError(
         f"{root} holds no config.json, neither itself nor in {' or '.join(names)}/. "
-        f"Give a local Diffusers folder; nothing is downloaded."
+        f"Give a local Diffusers folder; nothing is downloaded. (A dry run needs its config.json files alone.)"
     )
 
 
