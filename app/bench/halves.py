@@ -4,8 +4,8 @@ Two ranks of this machine over Gloo run one layer's attention, forward and backw
 takes given seconds for attention, twice as many for its backward, and their link, which carries one message at a time,
 given seconds for q, k and v (`PacedDevice` and `ThrottledGroup` of `scalefusion_ranks`): what is measured is the
 schedule and its order on real exchanges, neither this machine nor what exchange and attention take from each other on a
-GPU. Beside it stands what no schedule of the way avoids: of X
-seconds there and X / 3 back, forward and backward, all of it, or one half of each.
+GPU. Beside it stands what no schedule of the way avoids: of X seconds there and X / 3 back, forward and backward, all
+of it, or one half of each.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Signals of a run: asked to end, it finishes its running steps first."""
+"""Signals: a run that is asked to end finishes its running steps first; other commands give back what they hold."""
 
 from __future__ import annotations
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,6 @@ STOP = "stopped by a signal"
 def stops_on_signal(folder: Path) -> Iterator[None]:
     """Inside it, SIGTERM, SIGHUP (the terminal is gone) and Ctrl-C end the run after its running steps, with a
     checkpoint; a second Ctrl-C ends it at once. A signal that was ignored before, as SIGHUP under nohup, still is."""
-    earlier = {number: signal.getsignal(number) for number in SIGNALS}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
@@ -31,27 +30,28 @@ def stops_on_signal(folder: Path) -> Iterator[None]:
             os.write(2, b"stopping after the running steps; Ctrl-C again stops at once\n")
         _ask_to_stop(folder)
 
-    for number, handler in earlier.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, on_signal)
-    try:
+    with _handled(SIGNALS, on_signal):
         yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def unwinds_on_signal() -> Iterator[None]:
     """Inside it, SIGTERM and SIGHUP end the command as Ctrl-C does: what it holds is given back; exit code 128 + N.
     Once Ray is connected its own handler would abort the process instead: to be entered after that."""
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    earlier = {number: signal.getsignal(number) for number in numbers}
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
             _write_nowhere()
         raise SystemExit(128 + number)
+
+    with _handled((signal.SIGTERM, signal.SIGHUP), on_signal):
+        yield
+
+
+@contextmanager
+def _handled(numbers: Iterable[signal.Signals], on_signal: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """These signals go to a handler; those that were ignored before still are."""
+    earlier = {number: signal.getsignal(number) for number in numbers}
 
     for number, handler in earlier.items():
         if handler is not signal.SIG_IGN:

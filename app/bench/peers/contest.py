@@ -21,12 +21,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +43,7 @@ from app.bench.peers.figures import (
 )
 from app.bench.peers.page import html
 from app.bench.tree import Tree
+from app.run.signals import unwinds_on_signal
 from app.settings.out_files import make_room
 from ops.typed import ConfigError
 
@@ -108,7 +107,8 @@ def run(
     make_room(out or [])
     found: dict[str, dict[str, list[PeerFigures]]] = {}
     glue = {name: lines_of_code(HERE / file) if (file := PEERS[name].file) else None for name in peers}
-    with _ended_by_signals(), tempfile.TemporaryDirectory() as folder:
+    # a peer that runs has a session of its own and would train on, beside a folder that nobody removes
+    with unwinds_on_signal(), tempfile.TemporaryDirectory() as folder:
         for name in sets:
             own = Path(folder) / name
             path, samples = prepare(own, config, SETS[name], warm + steps + LEFT, workers)
@@ -135,22 +135,6 @@ def run(
             written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
     if not all(agree(of, REFERENCE) for of in found.values()):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """A signal that would end this process at once ends it by an exception instead: the peer that runs has a session of
-    its own and would train on, beside a temporary folder that nobody removes."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _command(options: Sequence[tuple[str, object]], name: str) -> str:
