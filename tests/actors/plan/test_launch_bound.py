@@ -7,6 +7,7 @@ import statistics
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from actors.plan.costs.fit import LEAST_POINTS, fit_form, model_from
@@ -22,6 +23,7 @@ from ops.geometry import Geometry
 
 HERE = Path(__file__).parent / "profiles"
 DEMO = RunConfig.load(Path(__file__).parents[3] / "configs" / "runs" / "demo.yaml")
+CLIPS = ((1, 64), (9, 64), (17, 128), (33, 128), (33, 256))  # frames, side
 ALONE, RUN = HERE / "demo-h200.json", HERE / "demo-h200-run.json"
 
 
@@ -163,3 +165,16 @@ def test_a_good_fit_is_chosen_without_leaving_points_out() -> None:
     loads = [profile.load_of("text", batch, 0, 0, 0, 1, 10) for batch in range(1, LEAST_POINTS + 1)]
     found, notes = model_from("text", PRIORS["text"], loads, [0.1 + 0.2 * load.batch for load in loads], "cpu", False)
     assert found.form == "captions" and found.unseen is None and not notes
+
+
+def test_a_form_that_replaces_a_poor_fit_has_its_own_name_alone() -> None:
+    profile = Profile.from_flops(DEMO.model.dit, tflops=1.0, exchange_gbps=1.0)
+    sizes = [(batch, frames, side) for batch in (1, 2, 4) for frames, side in CLIPS]
+    loads = [profile.load(("dit", batch, frames, side, side, 1), 16) for batch, frames, side in sizes]
+    noise = np.exp(np.random.default_rng(14).normal(0, 0.25, len(loads)))
+    seconds = [
+        float(factor) * (0.002 + 2.04e-9 * one.batch * one.length**2 + 1e-5 * one.batch * one.length)
+        for one, factor in zip(loads, noise, strict=True)
+    ]
+    chosen, notes = model_from("dit", profile.models["dit"], loads, seconds, "x", False)
+    assert notes and chosen.source == f"{chosen.form} form fitted to 15 points of x"
