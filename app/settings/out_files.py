@@ -9,8 +9,8 @@ from pathlib import Path
 from ops.typed import ConfigError
 
 
-def make_room(files: Iterable[Path]) -> None:
-    """Make the folders of what a command writes at its end, before it begins: a mistyped --out costs no run.
+def check_writable(files: Iterable[Path]) -> None:
+    """Before a command begins, for what it writes at its end: a mistyped --out costs no run. Makes missing folders.
 
     Raises ConfigError for a file that cannot be written.
     """

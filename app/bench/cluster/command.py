@@ -50,7 +50,7 @@ from app.bench.cluster.tables import (
     ways_of,
 )
 from app.bench.page import command_of, facts_of
-from app.settings.out_files import make_room
+from app.settings.out_files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,7 +126,7 @@ def run(
         raise typer.BadParameter(f"{published!r} is none of {', '.join(SETS)}.", param_hint="--set")
     if published and DDP in ways:
         raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
-    make_room(out or [])
+    check_writable(out or [])
     physics = Physics(speed=speed, seed=seed)
     if exact:
         physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)

@@ -22,7 +22,7 @@ from app.bench.page import facts_of, number_of
 from app.bench.papers.figure import PublishedFigure, PublishedPaper, Reproduce, ShownFigure
 from app.bench.papers.figure import papers as published
 from app.bench.papers.page import html, markdown, ratio_of
-from app.settings.out_files import make_room
+from app.settings.out_files import check_writable
 
 
 def run(
@@ -34,7 +34,7 @@ def run(
     """Make the figures, print a line for each number, and write the page."""
     chosen = choose(published(), paper, figure)
     pages = out / "papers.html", out / "papers.md"
-    make_room(pages)
+    check_writable(pages)
     shown = []
     for one in chosen:
         known = reproductions(one)

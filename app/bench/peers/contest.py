@@ -44,7 +44,7 @@ from app.bench.peers.figures import (
 from app.bench.peers.page import html
 from app.bench.tree import Tree
 from app.run.signals import unwinds_on_signal
-from app.settings.out_files import make_room
+from app.settings.out_files import check_writable
 from ops.typed import ConfigError
 
 HERE = Path(__file__).resolve().parent
@@ -104,7 +104,7 @@ def run(
         peers = [REFERENCE, *peers]
     if not config.is_file():
         raise ConfigError(f"--config {config} is no file; {CONFIG} is an example.")
-    make_room(out or [])
+    check_writable(out or [])
     found: dict[str, dict[str, list[PeerFigures]]] = {}
     glue = {name: lines_of_code(HERE / file) if (file := PEERS[name].file) else None for name in peers}
     # a peer that runs has a session of its own and would train on, beside a folder that nobody removes
