@@ -248,6 +248,11 @@ class TrainConfig:
                 f"train.sync deepspeed sums in a group of its own, which train.sum_ctas ({self.sum_ctas}) does not "
                 f"reach. Set train.sum_ctas: 0, or train.sync: flat."
             )
+        if self.sync == "deepspeed" and self.parameter_dtype != "float32":
+            raise ValueError(
+                f"train.sync deepspeed keeps fp32 parameters; train.parameter_dtype is {self.parameter_dtype}. Set it to "
+                f"float32 (with train.autocast: bfloat16), or train.sync: flat."
+            )
         if self.sync == "deepspeed" and self.memory.gradients in ("node", "host"):
             raise ValueError(
                 f"train.sync deepspeed sums each worker's own gradients; train.memory.gradients is "

@@ -113,6 +113,7 @@ MISTAKES = {
     "model: {dit: {attention: flex}}\nworkers: {device: cpu}": "attention flex cannot train on workers.device cpu",
     "model: {dit: {attention: cudnn}}": "train.autocast is none and train.parameter_dtype float32. Set train.autocast",
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
+    "train: {sync: deepspeed, parameter_dtype: bfloat16}": "train.sync deepspeed keeps fp32 parameters",
     "train: {sum_ctas: 3}": "train.sum_ctas is 3; NCCL rounds what is no power of two. Set it to 1, 2, 4",
     "train:\n  seed: 1\n  sum_ctas: -1": "train.sum_ctas is -1; it must be at least 0 (run.yaml:6).",
     "train: {sync: deepspeed, sum_ctas: 8}": "which train.sum_ctas (8) does not reach",
