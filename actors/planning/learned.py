@@ -111,9 +111,10 @@ def take_up(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> str:
         return ""
     try:
         learned = read_profile(path)
-        refuse_other(learned, setting, str(path))
     except PlanError as error:
         return str(error)
+    if why := _other_than(learned, setting):
+        return f"what earlier starts have learned is {why}"
     profile.take_up(learned)
     return ""
 
@@ -121,19 +122,26 @@ def take_up(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> str:
 def refuse_other(profile: Profile, setting: ProfiledSetting, path: str) -> None:
     """Raises PlanError where a profile says that it holds for something else. An empty value of `setting` is not
     known, and files that say nothing of it hold for what their user thinks."""
+    if why := _other_than(profile, setting):
+        raise PlanError(
+            f"profile {path} is {why}. Measure it with heddle profile, or leave planner.profile out: then the run "
+            f"learns it."
+        )
+
+
+def _other_than(profile: Profile, setting: ProfiledSetting) -> str:
+    """What a profile holds for where that is not the setting; "": it may be."""
     found = profile.setting
     if found is None:
-        return
+        return ""
     for name in (f.name for f in fields(ProfiledSetting)):
         have, want = getattr(found, name), getattr(setting, name)
         if name == "attention" and found.backend and setting.backend:
             continue  # how it was named does not matter
         same = _same_device(have, want) if name == "device" else have == want
         if have and want and not same:
-            raise PlanError(
-                f"profile {path} is of {_SAID.get(name, name)} {have!r}; this run has {want!r}. Measure it with heddle "
-                f"profile, or leave planner.profile out: then the run learns it."
-            )
+            return f"of {_SAID.get(name, name)} {have!r}; this run has {want!r}"
+    return ""
 
 
 def _same_device(one: str, other: str) -> bool:
