@@ -26,7 +26,7 @@ from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import memory_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
-from app.settings.config import RunConfig, from_here
+from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
@@ -44,6 +44,7 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
+    check_read(config)
     check_installed(config.track)
     config, decided, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
     for note in [*notes(config), *sample_notes(config), *([decided] if decided else [])]:

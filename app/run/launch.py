@@ -49,7 +49,7 @@ from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
 from app.run.signals import stops_on_signal
-from app.settings.config import RunConfig, from_here
+from app.settings.config import RunConfig, check_read, from_here
 from app.settings.errors import one_line
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
@@ -73,6 +73,7 @@ def train(
 ) -> int:
     """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start."""
     config = from_here(RunConfig.load(config_path, overrides))
+    check_read(config)
     check_installed(config.track)
     given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)

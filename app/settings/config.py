@@ -38,6 +38,7 @@ from app.settings.rules import (
 )
 from app.settings.sections import RunSection, SampleConfig, TrackerName
 from data.config import DataConfig
+from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import Names, Node, as_plain, build, dotted_names, parse
 
@@ -85,16 +86,29 @@ def names() -> Names:
     return Names(known=tuple(dotted_names(RunConfig)), elsewhere=ELSEWHERE)
 
 
-def check(config: RunConfig) -> None:
-    """The rules between two sections. Raises ConfigError for the first that does not hold."""
+def check_read(config: RunConfig) -> None:
+    """The rules between two sections, with what the folders of the model say of it. Raises ConfigError for the first
+    that does not hold. Whoever loads a folder that cannot be read says so."""
+    from ops.models.folders import resolve
+
+    try:
+        model, read = resolve(config.model)
+    except (OSError, ValueError):
+        return
+    check(replace(config, model=model), read)
+
+
+def check(config: RunConfig, read: Geometry | None = None) -> None:
+    """The rules between two sections, of a model whose folders have been `read` or not. Raises ConfigError for the
+    first that does not hold."""
     check_frame_rate(config.model, config.data, config.sample)
     check_images(config.model, config.data, config.sample)
-    check_degrees(config.model, config.planner, config.workers)
+    check_degrees(config.model, config.planner, config.workers, read)
     check_schedule(config.train)
-    check_buckets(config.data, config.model)
+    check_buckets(config.data, config.model, read)
     check_flow(config.model, config.train.flow)
-    check_pictures(config.train, config.model, config.data)
-    check_sample(config.sample, config.checkpoint, config.model, config.train.flow)
+    check_pictures(config.train, config.model, config.data, read)
+    check_sample(config.sample, config.checkpoint, config.model, config.train.flow, read)
     check_attention(config.model, config.train, config.workers)
     check_experts(config.model, config.train)
     check_memory(config.train, config.workers, config.model)

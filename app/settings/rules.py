@@ -1,4 +1,8 @@
-"""Rules between two sections of a run's settings. Each raises ConfigError for the first thing that breaks it."""
+"""Rules between two sections of a run's settings. Each raises ConfigError for the first thing that breaks it.
+
+`read` is the geometry of a model whose folders have been read (`ops.models.folders.resolve`). Without it nothing is
+said of a model from a folder that its settings do not know.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
 from ops.config import FlowConfig
 from ops.degrees import bag_sizes
+from ops.geometry import Geometry
 from ops.models.config import ModelConfig, VAEConfig, geometry
 from ops.models.folders import decodes_in_time
 from ops.typed import ConfigError
@@ -33,7 +38,9 @@ def check_frame_rate(model: ModelConfig, data: DataConfig, sample: SampleConfig)
         )
 
 
-def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig) -> None:
+def check_degrees(
+    model: ModelConfig, planner: PlannerConfig, workers: WorkersConfig, read: Geometry | None = None
+) -> None:
     """Ulysses deals out whole attention heads, and the static strategy needs a worker for each part."""
     dit = model.dit
     legal = dit.degrees(dit.num_heads, "ulysses")
@@ -41,7 +48,7 @@ def check_degrees(model: ModelConfig, planner: PlannerConfig, workers: WorkersCo
     wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
     for key, degrees in wanted.items():
         for degree in degrees:
-            if planner.sequence == "ulysses" and dit.path is None and dit.deals_heads and degree not in legal:
+            if planner.sequence == "ulysses" and _is_known(model, read) and dit.deals_heads and degree not in legal:
                 raise ConfigError(
                     f"{key} has {degree}, which does not divide the {dit.num_heads} attention heads of "
                     f"model.dit; legal degrees of planner.sequence ulysses are {', '.join(map(str, legal))}. Use one "
@@ -63,15 +70,15 @@ def check_schedule(train: TrainConfig) -> None:
         )
 
 
-def check_buckets(data: DataConfig, model: ModelConfig) -> None:
+def check_buckets(data: DataConfig, model: ModelConfig, read: Geometry | None = None) -> None:
     """The model can take every bucket."""
-    if model.vae.kind != "haar" or model.dit.path is not None:
-        return  # the strides are known once the folders are read
+    if (strides := _geometry(model, read)) is None:
+        return
     tables = [data.buckets, *(segment.buckets for segment in data.segments if segment.buckets)]
     for shape in (shape for buckets in tables for shape in buckets.table):
         frames, height, width = map(int, shape.split("x"))
         try:
-            geometry(model).token_grid(frames, height, width)
+            strides.token_grid(frames, height, width)
         except ValueError as error:
             raise ConfigError(f"data.buckets.table {shape}: {error}") from None
 
@@ -113,11 +120,11 @@ def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
             )
 
 
-def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig) -> None:
+def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, read: Geometry | None = None) -> None:
     """Noise on pictures is other noise in every step."""
     if train.picture_noise is None:
         return
-    if model.dit.path is None and not (model.dit.starts_from_image or model.dit.gives_first_frame):
+    if _is_known(model, read) and not (model.dit.starts_from_image or model.dit.gives_first_frame):
         raise ConfigError(
             "train.picture_noise is set, and the transformer of model.dit makes clips from text alone; leave it out."
         )
@@ -128,15 +135,21 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig) -> 
         )
 
 
-def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: ModelConfig, flow: FlowConfig) -> None:
+def check_sample(
+    sample: SampleConfig,
+    checkpoint: CheckpointConfig,
+    model: ModelConfig,
+    flow: FlowConfig,
+    read: Geometry | None = None,
+) -> None:
     """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
-    dit = model.dit
-    if dit.path is None and sample.prompts and dit.starts_from_image and not sample.images:
+    dit, known = model.dit, _is_known(model, read)
+    if known and sample.prompts and dit.starts_from_image and not sample.images:
         raise ConfigError(
             "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
             "sample.prompts, or one for all."
         )
-    if dit.path is None and flow.first_frame and not dit.frame_times:
+    if known and flow.first_frame and not dit.frame_times:
         raise ConfigError(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
             f"of a clip; set it to 0."
@@ -146,11 +159,11 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "
             f"frame of every clip; set it to 0."
         )
-    if dit.path is None and sample.images and not (dit.starts_from_image or flow.first_frame):
+    if known and sample.images and not (dit.starts_from_image or flow.first_frame):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
-    if dit.path is None and sample.last_images and not dit.takes_last_frame:
+    if known and sample.last_images and not dit.takes_last_frame:
         raise ConfigError("sample.last_images is given, but model.dit takes no last frame; leave it out.")
-    if dit.path is None and sample.prompts and dit.takes_last_frame and not sample.last_images:
+    if known and sample.prompts and dit.takes_last_frame and not sample.last_images:
         raise ConfigError(
             "sample.last_images is empty, and the transformer of model.dit makes clips between two pictures; give one "
             "for each of sample.prompts, or one for all."
@@ -190,10 +203,10 @@ def check_sample(sample: SampleConfig, checkpoint: CheckpointConfig, model: Mode
             f"sample.every {sample.every} must be a multiple of checkpoint.every "
             f"{checkpoint.every}: samples are made from checkpoints."
         )
-    if model.vae.kind != "haar" or model.dit.path is not None:
-        return  # the strides are known once the folders are read
+    if (strides := _geometry(model, read)) is None:
+        return
     try:
-        geometry(model).token_grid(sample.frames, sample.height, sample.width)
+        strides.token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
         raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
 
@@ -206,6 +219,18 @@ def check_decode(vae: VAEConfig, sample: SampleConfig) -> None:
             raise ConfigError(
                 f"sample.{name} is {value:g}, and the decoder of model.vae takes no time and no noise; leave it out."
             )
+
+
+def _is_known(model: ModelConfig, read: Geometry | None) -> bool:
+    """Whether the settings of the transformer are those of its weights."""
+    return model.dit.path is None or read is not None
+
+
+def _geometry(model: ModelConfig, read: Geometry | None) -> Geometry | None:
+    """None where folders say it that have not been read."""
+    if read is not None:
+        return read
+    return geometry(model) if model.vae.kind == "haar" and model.dit.path is None else None
 
 
 _OTHER = {True: ("cpu",), False: ("cuda",)}  # workers.device that a table is not of, by whether it is of a GPU

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from app.inputs.synthetic import make_missing
+from app.plan.dry_run import dry_run
+from app.run.launch import train
 from app.settings.config import RunConfig, from_here, names
 from app.settings.elsewhere import ELSEWHERE
 from app.settings.notes import notes
@@ -20,6 +24,7 @@ from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
+from tests.families.kit import small
 
 ROOT = Path(__file__).parent.parent.parent
 RUNS = sorted((ROOT / "configs" / "runs").glob("*.yaml"))
@@ -394,3 +399,38 @@ def test_a_transformer_that_counts_in_seconds_asks_for_its_frame_rate_or_those_o
             RunConfig.from_yaml(f"{text}data: {{fps: 7}}\n")
         assert RunConfig.from_yaml(text).data.fps == 0
         assert RunConfig.from_yaml(f"{text}data: {{fps: {rate:g}}}\n").model.dit.clip_rate == rate
+
+
+OF_FOLDERS = {
+    "train.flow.first_frame=0.5": "takes one time for all of a clip",
+    "train.picture_noise={}": "makes clips from text alone",
+    "sample.prompts=[a]": "sample.images is empty",
+    "sample.images=[a.png]": "makes video from text alone",
+    "data.buckets.table=[16x64x64]": "data.buckets.table 16x64x64: 16 frames",
+    "planner={sequence: ulysses, degrees: [3]}": "planner.degrees has 3, which does not divide the 2",
+}
+
+
+@pytest.mark.parametrize("begin", [train, dry_run], ids=["train", "dry-run"])
+@pytest.mark.parametrize("setting", OF_FOLDERS)
+def test_what_a_folder_says_is_refused_before_a_start(
+    setting: str, begin: Callable[[Path, list[str]], object], tmp_path: Path
+) -> None:
+    """Rules about what the settings of a model from a folder leave to its config.json."""
+    image = {"first_frame": "channels", "in_channels": 12} if "prompts" in setting or "flow" in setting else {}
+    described = dit_json(small(WanConfig, **image))
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(described))
+    (tmp_path / "run.yaml").write_text(f"""
+run: {{name: x, dir: {tmp_path}/runs}}
+model:
+  dit: {{path: {tmp_path}, first_frame: {"channels" if image else "none"}}}
+  vae: {{kind: haar, channels: 4}}
+  text: {{d_model: 24}}
+data: {{sources: [{{path: "{tmp_path}/0.tar"}}], buckets: {{table: [17x64x64]}}}}
+workers: {{device: cpu}}
+""")
+    more = ["sample.prompts=[a]"] if "images" in setting else []
+    with pytest.raises(ConfigError, match=re.escape(OF_FOLDERS[setting])):
+        begin(tmp_path / "run.yaml", [*more, setting])
+    assert not (tmp_path / "runs").exists()
