@@ -250,8 +250,8 @@ class TrainConfig:
             )
         if self.sync == "deepspeed" and self.parameter_dtype != "float32":
             raise ValueError(
-                f"train.sync deepspeed keeps fp32 parameters; train.parameter_dtype is {self.parameter_dtype}. Set it to "
-                f"float32 (with train.autocast: bfloat16), or train.sync: flat."
+                f"train.sync deepspeed keeps fp32 parameters; train.parameter_dtype is {self.parameter_dtype}. Set it "
+                f"to float32 (with train.autocast: bfloat16), or train.sync: flat."
             )
         if self.sync == "deepspeed" and self.memory.gradients in ("node", "host"):
             raise ValueError(
