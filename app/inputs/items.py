@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Item
 from actors.planning.batching import TargetBatch
+from app.inputs.profiles import gpu_of
 from app.settings.config import RunConfig
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket, DataItem
@@ -29,11 +31,13 @@ def open_dataset(config: RunConfig, geometry: Geometry, profile: Profile) -> Dat
 
 
 def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: ModelConfig) -> list[tuple[Item, ...]]:
-    """The items of the first steps as a run's planner sees them: text lengths of their captions, and what is cached."""
+    """The items of the first steps as a run's planner sees them: text lengths of their captions, and what is cached.
+    Workers of `device: auto` compute on what this machine has: no cluster is asked."""
     from actors.feed.item_cache import CacheNames, ItemCache
     from actors.feed.step_source import item_facts
 
-    facts = item_facts(config.data, config.train, config.workers, model, dataset.geometry)
+    workers = replace(config.workers, device="cuda" if gpu_of(config) else "cpu")
+    facts = item_facts(config.data, config.train, workers, model, dataset.geometry)
     cache = ItemCache(config.data, facts.encoders, dataset.geometry) if config.data.cache.path else None
 
     def planned(item: DataItem) -> Item:

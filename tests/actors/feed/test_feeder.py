@@ -568,6 +568,8 @@ def test_a_preview_tells_the_planner_of_the_same_items_as_a_run(make: Callable[[
     warm = items_from_data(feeder.dataset, 2, preview, MODEL)
     assert [item.cached for step in warm for item in step] == [("text", "vae")] * 2 + [()] * 2
     assert [tuple(planned(feeder, step)) for step in range(2)] == warm
+    auto = replace(preview, workers=WorkersConfig(device="auto"))
+    assert [len(step) for step in items_from_data(feeder.dataset, 2, auto, MODEL)] == [2, 2], "no cluster is asked"
 
 
 def batches_of(data: StepSource, steps: range) -> list[list[tuple[str, tuple[str, ...]]]]:
