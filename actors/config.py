@@ -18,7 +18,7 @@ from actors.plan.registry import StrategyName
 from actors.plan.types import Cluster
 from data.config import DataConfig
 from ops.config import FlowConfig, OptimizerConfig, PictureNoise
-from ops.degrees import SequenceSetting
+from ops.degrees import SequenceSetting, bags_of
 from ops.models.config import ModelConfig
 from ops.ranges import SECONDS, SEED, above, between, check_numbers
 
@@ -129,6 +129,11 @@ class PlannerConfig:
             static_degree=between(1, 1 << 16),
             bag_peers=between(0, 1 << 16),
         )
+        try:
+            if self.topology:
+                bags_of(self.topology)
+        except ValueError as error:
+            raise ValueError(f"planner.{error}") from None
         if self.budget_s > SECONDS or self.lookahead > 64:
             raise ValueError(
                 f"planner.budget_s {self.budget_s:g} must be at most {SECONDS:g}, planner.lookahead {self.lookahead} "

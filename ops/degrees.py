@@ -41,6 +41,17 @@ def default_degrees(heads: int, setting: SequenceSetting = "auto", most: int = M
     )
 
 
-def bag_sizes(topology: str) -> list[int]:
-    """Sizes of the bags of a topology such as g1n4+g8n1."""
-    return [int(size) for size in re.findall(r"g(\d+)n", topology)]
+def bags_of(topology: str) -> dict[int, int]:
+    """Size of a bag -> number of those, of a topology such as g1n4+g8n1. Raises ValueError."""
+    counts: dict[int, int] = {}
+    for term in topology.split("+"):
+        match = re.fullmatch(r"\s*g([1-9]\d*)n([1-9]\d*)\s*", term)
+        if match is None:
+            raise ValueError(
+                f"topology {topology!r}: {term.strip()!r} is not gSIZEnCOUNT, for example g1n16+g2n4+g8n1."
+            )
+        size, count = int(match[1]), int(match[2])
+        if size in counts:
+            raise ValueError(f"topology {topology!r} names size {size} twice. Add the counts up.")
+        counts[size] = count
+    return counts

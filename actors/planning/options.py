@@ -11,7 +11,7 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
-from ops.degrees import bag_sizes
+from ops.degrees import bags_of
 from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling
 from ops.models.config import ModelConfig, VAEConfig
@@ -66,7 +66,12 @@ def profile_of(
     else:
         profile = flop_profile(model, geometry, device, measured)
         usual = profile.candidate_degrees("dit")
-        degrees = (*usual, *config.degrees, config.static_degree, *bag_sizes(config.topology))
+        degrees = (
+            *usual,
+            *config.degrees,
+            config.static_degree,
+            *(bags_of(config.topology) if config.topology else ()),
+        )
     if config.sequence == "ulysses" and model.dit.deals_heads:
         degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)
     profile.degrees["dit"] = tuple(sorted(set(degrees)))

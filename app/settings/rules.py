@@ -14,7 +14,7 @@ from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
 from ops.config import FlowConfig
-from ops.degrees import bag_sizes
+from ops.degrees import bags_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, VAEConfig, geometry
 from ops.models.folders import decodes_in_time
@@ -45,7 +45,7 @@ def check_degrees(
     dit = model.dit
     legal = dit.degrees(dit.num_heads, "ulysses")
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
-    wanted["planner.topology"] = tuple(bag_sizes(planner.topology))
+    wanted["planner.topology"] = tuple(bags_of(planner.topology)) if planner.topology else ()
     for key, degrees in wanted.items():
         for degree in degrees:
             if planner.sequence == "ulysses" and _is_known(model, read) and dit.deals_heads and degree not in legal:
@@ -59,6 +59,22 @@ def check_degrees(
             f"planner.static_degree {planner.static_degree} needs as many workers; workers.max is "
             f"{workers.max}. Raise workers.max or lower the degree."
         )
+    _check_waits(planner, workers)
+
+
+def _check_waits(planner: PlannerConfig, workers: WorkersConfig) -> None:
+    """Workers that a run waits for may come."""
+    if planner.misfit != "wait":
+        return
+    needed = {"planner.degrees": min(planner.degrees, default=1)}
+    if planner.topology and planner.strategy in ("knapsack", "knapformer"):
+        needed["planner.topology"] = sum(size * count for size, count in bags_of(planner.topology).items())
+    for key, count in needed.items():
+        if count > workers.max:
+            raise ConfigError(
+                f"{key} needs {count} workers, for which planner.misfit wait would wait; workers.max is {workers.max}. "
+                f"Raise workers.max, leave {key} out, or set misfit to adapt."
+            )
 
 
 def check_schedule(train: TrainConfig) -> None:

@@ -107,6 +107,12 @@ MISTAKES = {
     "planner: {degrees: [1, 3], sequence: ulysses}": "planner.degrees has 3, which does not divide the 4",
     "planner: {topology: g3n1, sequence: ulysses}": "planner.topology has 3, which does not divide the 4",
     "planner: {strategy: static, static_degree: 4}\nworkers: {max: 2}": "needs as many workers; workers.max is 2",
+    "planner: {topology: g1x2}": "planner.topology 'g1x2': 'g1x2' is not gSIZEnCOUNT",
+    "planner: {topology: g1n2+g1n1}": "names size 1 twice. Add the counts up",
+    "planner: {misfit: wait, degrees: [4, 2]}\nworkers: {max: 1}": "planner.degrees needs 2 workers, for which",
+    "planner: {misfit: wait, strategy: knapsack, topology: g1n2+g2n1}\nworkers: {max: 3}": (
+        "planner.topology needs 4 workers, for which planner.misfit wait would wait; workers.max is 3"
+    ),
     "train: {steps: 5, optimizer: {lr_warmup_steps: 9}}": "longer than the run of train.steps 5",
     "data: {buckets: {table: [16x64x64]}}": "data.buckets.table 16x64x64: 16 frames",
     "sample: {prompts: [a], frames: 16}": "sample.frames/height/width cannot be generated: 16 frames",

@@ -8,13 +8,13 @@ of length zero cost nothing, and only a memory cap that cannot be met is an erro
 from __future__ import annotations
 
 import heapq
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from actors.plan.types import PlanError
+from ops.degrees import bags_of
 
 EXCHANGES = 400  # improvement steps after the constructive assignment
 
@@ -41,15 +41,10 @@ class Balance:
 
 def parse_topology(spec: str, num_workers: int) -> tuple[int, ...]:
     """Bag sizes of one balancing group, ascending. Raises PlanError; the group must divide `num_workers` (replicas)."""
-    counts: dict[int, int] = {}
-    for term in spec.split("+"):
-        match = re.fullmatch(r"\s*g([1-9]\d*)n([1-9]\d*)\s*", term)
-        if match is None:
-            raise PlanError(f"topology {spec!r}: {term.strip()!r} is not gSIZEnCOUNT, for example g1n16+g2n4+g8n1.")
-        size, count = int(match[1]), int(match[2])
-        if size in counts:
-            raise PlanError(f"topology {spec!r} names size {size} twice. Add the counts up.")
-        counts[size] = count
+    try:
+        counts = bags_of(spec)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
     group = sum(size * count for size, count in counts.items())
     if num_workers % group:
         raise PlanError(f"topology {spec!r} takes {group} workers, which does not divide {num_workers}.")
