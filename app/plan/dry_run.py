@@ -15,6 +15,7 @@ from pathlib import Path
 
 from actors.plan.schedule.check import check
 from actors.plan.types import Plan
+from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
 from app.inputs.batches import with_limits, with_limits_of
@@ -71,10 +72,15 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     print_account(account(dataset), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
-    plan = make_plan(steps, profile, cluster, preview_options(config))
+    options, told = preview_options(config), tuple[str, ...]()
+    if config.planner.misfit == "adapt":
+        options, told = adapted(options, steps, profile, cluster)
+    plan = make_plan(steps, profile, cluster, options)
     check(plan, steps, profile, cluster)
-    inputs = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=preview_options(config))
+    inputs = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options)
     _print_plan(config, plan, inputs)
+    for sentence in told:
+        print(f"          {sentence}")
     if view is not None:
         print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
 

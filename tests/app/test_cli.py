@@ -201,6 +201,8 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     code, _, err = dry_run("data.sources.0.path=/nowhere/{00000..00003}.tar")
     assert code in (2, 4)
     assert err.startswith("error: ") and err.count("\n") == 1
+    code, printed, err = dry_run("workers.max=1", "planner.degrees=[2]")
+    assert code == 0 and "planner.degrees [2] do not fit 1 worker: [1, 2] are used" in printed, err
 
 
 def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, small_data: Path, tmp_path: Path) -> None:
