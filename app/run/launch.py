@@ -105,6 +105,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             connect(config)
             check_device(config)
             check_nodes(config)
+            _check_model(config)  # before an earlier run's files go
             device = _device(config, folder)
             config = _with_limits(config, device)
             check_memory(config, device, fresh=fresh)
@@ -128,6 +129,18 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             f"{folder}/checkpoints"
         )
     return outcome.code
+
+
+def _check_model(config: RunConfig) -> None:
+    """Raises FileNotFoundError or ValueError, one sentence, for files of the model that are missing or not whole, and
+    for settings that name nothing in it."""
+    from ops.models.folders import check_weights, resolve
+    from ops.models.load import check_factors, num_trained
+
+    model, _ = resolve(config.model)
+    check_weights(model)
+    check_factors(model.dit)
+    num_trained(model.dit)
 
 
 def _device(config: RunConfig, folder: Path) -> WorkersDevice:

@@ -205,6 +205,30 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     assert code == 0 and "planner.degrees [2] do not fit 1 worker: [1, 2] are used" in printed, err
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (("model.dit.lora_rank=2", "model.dit.lora_targets=[nowhere]"), "'nowhere' names no attention or MLP"),
+        (("model.dit.train_only=[nowhere]",), "'nowhere' names no weight"),
+    ],
+)
+def test_a_start_that_is_refused_leaves_the_earlier_run(
+    settings: Sequence[str], sentence: str, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --overwrite its files go when what is to be trained is known to be there."""
+    from app.run import launch
+
+    for name in ("connect", "check_device", "check_nodes", "shut_down_ray"):
+        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
+    here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
+    kept = prepare_run_dir(RunConfig.load(DEMO, here)) / "metrics.jsonl"
+    kept.write_text('{"step": 9}\n')
+    with pytest.raises(ValueError, match=sentence):
+        launch.train(DEMO, [*here, *settings], overwrite=True)
+    assert kept.is_file()
+
+
 def test_a_dry_run_of_a_resume_is_refused_where_the_resume_is(dry_run: Dry, small_data: Path, tmp_path: Path) -> None:
     here = f"run.dir={tmp_path}"
     code, printed, err = dry_run(here, start=["--resume"])
