@@ -548,6 +548,20 @@ def test_a_step_without_a_single_good_sample_changes_nothing(gradients: Gradient
     np.testing.assert_array_equal(flat_weights(model), before)
 
 
+@pytest.mark.parametrize("gradients", ["own", "node"])
+def test_the_norm_of_a_million_numbers_is_that_of_fp64(gradients: GradientMemory) -> None:
+    """By which all are clipped: it may not depend on how many a worker has, nor on where they lie."""
+    module = nn.Linear(1 << 10, 1 << 10, bias=False)
+    sync = FlatSync(module, PLAIN, TOTAL_STEPS, gradients=gradients)
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    given = torch.randn(1 << 10, 1 << 10, generator=torch.Generator().manual_seed(1))
+    (module.weight * given).sum().backward()
+    found = sync.finish_step(0, loss=1.0, weight=1.0, planned_weight=1.0, phase=lambda _: None).grad_norm
+    sync.leave()
+    assert found == pytest.approx(given.double().norm().item(), rel=1e-6)
+
+
 def test_a_step_whose_samples_are_not_all_accounted_for_is_applied_by_no_worker() -> None:
     """Rank 1 has lost a sample and does not know it: everybody sees the sum, nobody updates."""
     models = [copy.deepcopy(START).float() for _ in range(2)]
