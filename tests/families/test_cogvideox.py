@@ -21,6 +21,7 @@ from ops.models.cogvideox.family import FAMILY
 from ops.models.cogvideox.model import kept_positions
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
+from ops.models.forecast import Precision, dit_need_gib
 from ops.models.load import build_dit, build_text
 from ops.packing import Layout, Sequence
 from ops.patches import patchify, unpatchify
@@ -287,3 +288,10 @@ def test_what_it_cannot_do_is_refused() -> None:
         replace(DIT, patch=(1, 4, 4))
     with pytest.raises(ValueError, match="head_dim 24 is not a multiple of 16"):
         replace(DIT, head_dim=24, ffn_dim=192)
+
+
+def test_the_memory_of_learned_positions_is_forecast() -> None:
+    """A forecast has shapes and no values."""
+    i2v = CASES.models["5b i2v"].dit
+    assert isinstance(i2v, CogVideoXConfig) and i2v.learned_positions
+    assert dit_need_gib(i2v, [Sequence((2, 2, 3), 8), Sequence((3, 2, 3), 5)], 1, Precision()) > 0

@@ -160,11 +160,12 @@ def kept_positions(layout: Layout, config: CogVideoXConfig, kept: Tensor) -> tup
 def _kept(layout: Layout, config: CogVideoXConfig) -> tuple[Tensor, Tensor, Tensor]:
     """bool [S]: which sequences have the kept grid; bool and int64 [m]: the same of this rank's text rows, and their
     number within their own text. Raises ValueError for a longer text there than it has places for."""
-    own = torch.tensor([one.grid == config.kept_grid for one in layout.sequences])
-    if own.any() and (longest := max(layout.text_lengths)) > config.text_rows:
+    of_grid = [one.grid == config.kept_grid for one in layout.sequences]
+    if any(of_grid) and (longest := max(layout.text_lengths)) > config.text_rows:
         raise ValueError(f"a text of {longest} rows, and this transformer has places for {config.text_rows}.")
-    lengths = torch.tensor(layout.text_lengths)
-    sequence = torch.repeat_interleave(torch.arange(len(layout)), lengths)[layout.text_rows]
+    own, lengths, rows = torch.tensor(of_grid), torch.tensor(layout.text_lengths), sum(layout.text_lengths)
+    # with its size: a forecast runs it without values
+    sequence = torch.repeat_interleave(torch.arange(len(layout)), lengths, output_size=rows)[layout.text_rows]
     return own, own[sequence], layout.text_rows - (lengths.cumsum(0) - lengths)[sequence]
 
 
