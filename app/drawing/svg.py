@@ -54,7 +54,7 @@ class Lane:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BarRow:
-    """One row of a bar chart: a label and one or two bars, each (class of its fill, value from 0 on, its text)."""
+    """One row of a bar chart: a label and one or two bars, each (class of its fill, value, its text)."""
 
     label: str
     bars: Sequence[tuple[str, float, str]]
@@ -64,20 +64,25 @@ ROW, LABEL, LONGEST = 34, 300, 520  # of bar charts: height of a row, width of i
 
 
 def bars(rows: Sequence[BarRow]) -> str:
-    """Lying bars from zero, those of a row under each other; a negative value has no length."""
-    top = max((value for row in rows for _, value, _ in row.bars), default=1.0)
-    top = top if top > 0 else 1.0
-    parts = [_open(ROW * len(rows) + 6)]
+    """Lying bars from zero, those of a row under each other; negative values lie left of a line at zero."""
+    values = [value for row in rows for _, value, _ in row.bars]
+    low, top = min([0.0, *values]), max([0.0, *values])
+    scale = LONGEST / ((top - low) or 1.0)
+    zero, height = LABEL - low * scale, ROW * len(rows) + 6
+    parts = [_open(height)]
+    if low < 0:
+        parts.append(f'<line class="grid" x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{height}"/>')
     for number, row in enumerate(rows):
         y = number * ROW
         parts.append(f'<text class="lane" x="{LABEL - 10}" y="{y + 20}" text-anchor="end">{escape(row.label)}</text>')
         for line, (css, value, text) in enumerate(row.bars):
             thick = 12 if len(row.bars) == 2 else 16
             at = y + 4 + line * 13 if len(row.bars) == 2 else y + 8
-            length = max(1.0, LONGEST * value / top)
+            length = max(1.0, abs(value) * scale)
+            left = zero if value >= 0 else zero - length
             parts.append(
-                f'<rect class="{css}" x="{LABEL}" y="{at}" width="{length:.1f}" height="{thick}" rx="2"/>'
-                f'<text class="value" x="{LABEL + length + 6:.1f}" y="{at + thick - 2}">{escape(text)}</text>'
+                f'<rect class="{css}" x="{left:.1f}" y="{at}" width="{length:.1f}" height="{thick}" rx="2"/>'
+                f'<text class="value" x="{max(zero, left + length) + 6:.1f}" y="{at + thick - 2}">{escape(text)}</text>'
             )
     return "".join([*parts, "</svg>"])
 

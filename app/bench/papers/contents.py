@@ -83,4 +83,4 @@ def summary(shown: ShownFigure) -> str:
         f"    {label}: published {number_of(theirs)}, ours {number_of(ours)}, ratio {ratio_of(theirs, ours)}"
         for label, theirs, ours in shown.rows()
     ]
-    return "\n".join([f"{head} ({shown.found.way}, {shown.figure.unit})", *lines])
+    return "\n".join([f"{head} ({shown.found.way}, {shown.units})", *lines])

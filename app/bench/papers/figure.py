@@ -26,9 +26,13 @@ class PublishedFigure:
     source: str
     unit: str
     published: Mapping[str, float]
+    units: Mapping[str, str] = field(default_factory=dict)  # of labels whose unit is another; drawn apart
     better: Literal["less", "more", ""] = ""  # empty: not to be judged, as input or measure differ
     headline: str = ""  # the label that the overview shows; the first that both sides have, unless given
     open: str = ""  # why there is nothing of ours beside it, and what would make it
+
+    def unit_of(self, label: str) -> str:
+        return self.units.get(label, self.unit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +55,7 @@ class Reproduction:
     x_name: str = ""
 
 
+Row = tuple[str, float | None, float | None]  # label, published, ours
 Reproduce = Callable[[bool], Reproduction | None]  # of `quick`: fewer steps; None: this machine cannot (see `open`)
 
 
@@ -69,11 +74,22 @@ class ShownFigure:
         """The command line that makes the figure as it stands here."""
         return command_of("papers", [("--paper", self.paper), ("--figure", self.figure.id), ("--quick", self.quick)])
 
-    def rows(self) -> list[tuple[str, float | None, float | None]]:
+    def rows(self) -> list[Row]:
         """(label, published, ours), in the order of the paper, then what only we have."""
         published, ours = self.figure.published, self.found.ours if self.found else {}
         labels = [*published, *(label for label in ours if label not in published)]
         return [(label, published.get(label), ours.get(label)) for label in labels]
+
+    def rows_by_unit(self) -> dict[str, list[Row]]:
+        """The rows that may stand on one scale together, by their unit."""
+        found: dict[str, list[Row]] = {}
+        for row in self.rows():
+            found.setdefault(self.figure.unit_of(row[0]), []).append(row)
+        return found
+
+    @property
+    def units(self) -> str:
+        return ", ".join(self.rows_by_unit() or [self.figure.unit])
 
     def headline(self) -> tuple[str, float, float] | None:
         """(label, published, ours) of the row that stands for the figure; None where no row has both."""
@@ -94,6 +110,8 @@ def read_paper(path: Path) -> PublishedPaper:
             figure.headline for figure in figures if figure.headline and figure.headline not in figure.published
         ]:
             raise TypeError(f"the headline {lost[0]!r} is not among the published values")
+        if lost := [label for figure in figures for label in figure.units if label not in figure.published]:
+            raise TypeError(f"{lost[0]!r} has a unit and no published value")
         return PublishedPaper(name=path.stem, paper=tree["paper"], figures=figures)
     except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from app.bench.page import BLUE, GREY, document, folded, legend, number_of
-from app.bench.papers.figure import PublishedPaper, ShownFigure
+from app.bench.papers.figure import PublishedPaper, Row, ShownFigure
 from app.drawing.svg import BarRow, Series, bars, line_chart
 
 
@@ -61,21 +61,20 @@ def _section(shown: ShownFigure) -> str:
         f"<h2>{escape(figure.id)}: {escape(figure.title)}{way}</h2>",
     ]
     rows = shown.rows()
-    if rows:
-        unit = ", ".join(filter(None, (figure.unit, _wanted(figure.better))))
-        parts.append(legend([(GREY, shown.paper), (BLUE, "Heddle"), ("", unit)]))
-        parts.append(pairs(rows))
+    for unit, together in shown.rows_by_unit().items():
+        words = ", ".join(filter(None, (unit, _wanted(figure.better))))
+        parts += [legend([(GREY, shown.paper), (BLUE, "Heddle"), ("", words)]), pairs(together)]
     if found and found.series:
         parts.append(_curves(shown))
     parts.append(f"<code class=command>{escape(shown.command)}</code>")
     if rows and found:
-        parts.append(_table(rows, figure.unit))
+        parts.append(_table(shown))
     notes = [figure.open if found is None else found.note, f"Published: {figure.source}."]
     parts += [f"<p class=soft>{escape(note)}</p>" for note in notes if note]
     return "\n".join([*parts, "</section>"])
 
 
-def pairs(rows: Sequence[tuple[str, float | None, float | None]]) -> str:
+def pairs(rows: Sequence[Row]) -> str:
     """Published above ours, one pair for each row."""
     return bars(
         [
@@ -105,12 +104,12 @@ def _curves(shown: ShownFigure) -> str:
     return f"<h3>{escape(shown.found.x_name)}</h3>{colours}{chart}"
 
 
-def _table(rows: Sequence[tuple[str, float | None, float | None]], unit: str) -> str:
+def _table(shown: ShownFigure) -> str:
     return folded(
-        ["", "published", "Heddle", "ratio", unit],
+        ["", "published", "Heddle", "ratio", "unit"],
         [
-            [label, number_of(published), number_of(ours), ratio_of(published, ours), ""]
-            for label, published, ours in rows
+            [label, number_of(published), number_of(ours), ratio_of(published, ours), shown.figure.unit_of(label)]
+            for label, published, ours in shown.rows()
         ],
     )
 
@@ -124,14 +123,17 @@ def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], fac
             figure = one.figure
             lines += [f"### {figure.id}: {figure.title}", ""]
             if one.found is not None:
-                lines += [f"| {one.found.way}, {figure.unit} | published | Heddle | ratio |", "|---|---|---|---|"]
+                lines += [f"| {one.found.way}, {one.units} | published | Heddle | ratio |", "|---|---|---|---|"]
                 lines += [
                     f"| {label} | {number_of(published)} | {number_of(ours)} | {ratio_of(published, ours)} |"
                     for label, published, ours in one.rows()
                 ]
             else:
                 lines += [f"Not run here. {figure.open}"]
-                lines += [f"- {label}: {number_of(value)} {figure.unit}" for label, value in figure.published.items()]
+                lines += [
+                    f"- {label}: {number_of(value)} {figure.unit_of(label)}"
+                    for label, value in figure.published.items()
+                ]
             lines += ["", f"`{one.command}`. Published: {figure.source}."]
             if one.found is not None and one.found.note:
                 lines += [one.found.note]
