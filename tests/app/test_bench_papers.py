@@ -1,4 +1,5 @@
 import importlib
+import inspect
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,14 @@ def test_unknown_names_are_refused_with_those_there_are() -> None:
         choose(papers(), "arachne", "fig99")
     with pytest.raises(typer.BadParameter, match="Give --paper as well"):
         choose(papers(), None, "fig9")
+
+
+def test_help_names_every_paper_and_every_id() -> None:
+    options = inspect.get_annotations(contents.run, eval_str=True)
+    paper_help, figure_help = (options[name].__metadata__[0].help for name in ("paper", "figure"))
+    for name, paper in papers().items():
+        assert name in paper_help
+        assert f"of {name} {', '.join(figure.id for figure in paper.figures)}" in figure_help
 
 
 def test_a_file_that_is_no_paper_is_refused(tmp_path: Path) -> None:

@@ -25,9 +25,16 @@ from app.bench.papers.page import html, markdown, ratio_of
 from app.settings.out_files import check_writable
 
 
+def known_ids() -> str:
+    """What --figure takes, by paper."""
+    return "; ".join(f"of {name} {', '.join(one.id for one in paper.figures)}" for name, paper in published().items())
+
+
 def run(
-    paper: Annotated[str | None, typer.Option(help="One of configs/bench/papers/; all of them unless given.")] = None,
-    figure: Annotated[str | None, typer.Option(help="One table or figure of the paper, by its id.")] = None,
+    paper: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(published())}; all of them unless given.")
+    ] = None,
+    figure: Annotated[str | None, typer.Option(help=f"One table or figure of the paper: {known_ids()}.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer steps and smaller budgets.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for papers.html and papers.md.")] = Path("runs/papers"),
 ) -> None:
