@@ -28,6 +28,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from app.settings.out_files import check_writable
+
 ROOT = Path(__file__).resolve().parents[2]
 PLAIN = "plain PyAV loop"
 DECODERS = (
@@ -73,11 +75,12 @@ def run(
     first_bucket: str = "33x480x832",
     long: int = 10_000,
     folder: str = "",
-    out: str = "",
+    out: Path | None = None,
     decoding: bool = True,
 ) -> None:
     """Measure, print Markdown and write it to `out` when given. `folder` keeps the sets for the next time; 0 for
     --first-mib or --long and --no-decoding leave a part out."""
+    check_writable([out])
     from app.bench.data_set import make_set
 
     with tempfile.TemporaryDirectory() as scratch:
@@ -99,8 +102,8 @@ def run(
         f"{rounds} rounds; index and first batch ({first_bucket}) of a shard of {first_mib} MiB",
     )
     print(text)
-    if out:
-        Path(out).write_text(text + "\n", encoding="utf-8")
+    if out is not None:
+        out.write_text(text + "\n", encoding="utf-8")
 
 
 def table(costs: list[Cost], title: str) -> str:

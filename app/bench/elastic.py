@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from app.bench.lab import Lab
+from app.settings.out_files import check_writable
 
 if TYPE_CHECKING:
     from ray.train import Checkpoint
@@ -42,6 +43,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Measure and print one table."""
+    check_writable([out])
     logging.getLogger("actors").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:
         lab.add_node(workers=2)

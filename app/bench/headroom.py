@@ -35,6 +35,7 @@ from actors.plan.places import ParameterPlace, Places, StatePlace, gpu_places
 from actors.plan.types import USABLE, Module
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
+from app.settings.out_files import check_writable
 from ops.geometry import Geometry, PixelShape
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
@@ -380,6 +381,7 @@ def run(
 ) -> None:
     """Prints the table; exit code 1 if the planner says less than is needed, or more than a tenth more, or if a model
     that is trained in full on one node leaves too little at 720p."""
+    check_writable([out])
     found: list[Headroom] = []
     for name in models.split(","):
         for lora in (False, True):

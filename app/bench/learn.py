@@ -28,6 +28,7 @@ import typer
 
 from app.drawing.video import contact_sheet
 from app.settings.config import RunConfig
+from app.settings.out_files import check_writable
 from app.settings.run_folder import run_dir
 from data.tools.synthetic import BACKGROUNDS, COLORS, DIRECTIONS, SHAPES, Scene, SynthConfig, mask, synthesize
 from ops.models.base.vae import VAE
@@ -70,6 +71,7 @@ def run(
     """Train if asked to, sample every colour, and count how often the samples show the prompted colour."""
     from app.sampling.model import saved_model
 
+    check_writable([out])
     if checkpoint is None:
         checkpoint = _train(config)
     saved = saved_model(checkpoint)

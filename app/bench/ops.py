@@ -28,6 +28,7 @@ from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results, block_table, tables, targets
 from app.bench.timing import ceilings
+from app.settings.out_files import check_writable
 from ops.kernels.base import backend
 from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
@@ -70,6 +71,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="Write the report here as well.")] = None,
 ) -> None:
     """Ceilings, then every op and transformer blocks, as one Markdown report."""
+    check_writable([out])
     cuda = torch.cuda.is_available()
     if not cuda:
         torch.set_num_threads(1)
@@ -83,7 +85,6 @@ def run(
     )
     print(page)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(page + "\n")
 
 

@@ -32,6 +32,7 @@ from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.bench.lab import Lab
 from app.settings.config import RunConfig
+from app.settings.out_files import check_writable
 from data.types import Bucket
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Measure and print one row per run."""
+    check_writable([out])
     logging.getLogger("actors").setLevel(logging.ERROR)
     counts = [int(count) for count in workers.split(",") if count.strip()]
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:

@@ -41,6 +41,7 @@ from actors.worker.worker import Worker
 from app.bench import host_memory, memory
 from app.bench.lab import Lab
 from app.inputs.workload import drawn_items
+from app.settings.out_files import check_writable
 from data.types import Batch
 from ops.sync import FlatSync
 
@@ -151,6 +152,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Measure and print one table per part."""
+    check_writable([out])
     logging.getLogger("actors").setLevel(logging.ERROR)
     figures: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:

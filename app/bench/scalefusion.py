@@ -19,6 +19,7 @@ from pathlib import Path
 from app.bench import scalefusion_published as published
 from app.bench.scalefusion_choice import GridChoice, small_grids
 from app.bench.scalefusion_ranks import RanksCase, VariantSeconds, measure_ranks
+from app.settings.out_files import check_writable
 from ops.spatial_temporal.schedule import Schedule
 from ops.spatial_temporal.simulate import LayerCosts
 
@@ -45,6 +46,7 @@ def run(
     out: Path | None = None,
 ) -> None:
     """Spatial-temporal layers with communication hidden: simulated beside the paper, and measured on ranks."""
+    check_writable([out])
     found: dict[str, object] = {}
     if part in (BenchPart.all, BenchPart.published):
         comparisons, scaling = list(published.comparisons()), list(published.scaling_rows())

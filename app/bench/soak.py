@@ -26,6 +26,7 @@ import typer
 from actors.records.events import StepsLost
 from app.bench.lab import OPEN_END, Lab, LabRun
 from app.bench.memory import object_store_mib
+from app.settings.out_files import check_writable
 
 WORKERS = 4
 FP32 = 1e-5
@@ -62,6 +63,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="JSON with all figures.")] = None,
 ) -> None:
     """Soak and print one table; exit code 1 if training was not the same."""
+    check_writable([out])
     logging.getLogger("actors").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder, Lab(Path(folder)) as lab:
         result = soak(lab, steps, faults, seed)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from app.settings.out_files import check_writable
 from ops.attention.varlen import attention
 from ops.packing import Exchange, Layout, Sequence
 from ops.sequence_parallel import heads_to_rows, rows_to_heads
@@ -147,6 +148,7 @@ def run(
     out: Path | None = None,
 ) -> None:
     """Ulysses bookkeeping per layer against per-chunk lists and a plain attention call."""
+    check_writable([out])
     cost = measure(sequences, degree, heads, head_dim, repeats, device)
     print(
         f"{cost.sequences} sequences, {cost.tokens} tokens, degree {cost.degree}, {cost.chunks} chunks; one layer "

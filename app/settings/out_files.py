@@ -9,12 +9,15 @@ from pathlib import Path
 from ops.typed import ConfigError
 
 
-def check_writable(files: Iterable[Path]) -> None:
+def check_writable(files: Iterable[Path | None]) -> None:
     """Before a command begins, for what it writes at its end: a mistyped --out costs no run. Makes missing folders.
+    None stands for an option that was not given.
 
     Raises ConfigError for a file that cannot be written.
     """
     for path in files:
+        if path is None:
+            continue
         try:
             if path.parent.is_file():
                 raise NotADirectoryError(None, f"{path.parent} is a file")

@@ -272,6 +272,28 @@ def test_every_benchmark_of_the_command_line_exists() -> None:
         assert "run" in functions, f"heddle bench {name}: {path.relative_to(ROOT)} has no run()"
 
 
+def test_a_benchmark_that_cannot_write_its_figures_says_so_before_it_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import importlib
+    import inspect
+
+    from app.commands.bench import BENCHMARKS
+
+    taking = [
+        name
+        for name, (module, _) in BENCHMARKS.items()
+        if "out" in inspect.signature(importlib.import_module(module).run).parameters
+    ]
+    assert {"data", "elastic", "headroom", "soak", "ulysses"} <= set(taking)
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "figures.json"
+    for name in taking:
+        code, _, err = heddle(monkeypatch, capsys, "bench", name, "--out", str(out))
+        assert code == 2, name
+        assert f"--out {out}" in err and "cannot be written" in err, name
+
+
 def raised(error: Exception) -> Exception:
     try:
         raise error
