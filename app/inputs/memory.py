@@ -185,8 +185,16 @@ def _refuse_misfits(
 
     room, states = view.room_gib, found.states(view.workers)
     assert room is not None
+    on = f"on {workers_of(view.workers)}"
+    short = f"has {_gib(room)} for cascades {on}, which is too little"
+    if room <= 0:
+        short = f"lacks {_gib(-room)} {on} before any cascade runs"
     raise PlanError(
-        f"a {device} of {memory_gib:g} GiB has {room:.1f} GiB for cascades on {workers_of(view.workers)}, "
-        f"which is too little: {states.total:.1f} GiB are states ({states.describe()}). "
-        f"{advice(setup, fits, fewest_of)}"
+        f"a {device} of {memory_gib:g} GiB {short}: "
+        f"{_gib(states.total)} are states ({states.describe()}). {advice(setup, fits, fewest_of)}"
     )
+
+
+def _gib(size: float) -> str:
+    """Two digits and more: a size below a tenth of a GiB is not 0.0."""
+    return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"

@@ -73,7 +73,7 @@ def test_a_run_that_fits_says_nothing(cluster: list[NodeSizes]) -> None:
 
 def test_gpus_that_are_too_small_are_refused_with_what_would_fit(cluster: list[NodeSizes]) -> None:
     cluster += [sizes(79.2), sizes(31.5)]
-    with pytest.raises(PlanError, match=r"a GPU of 31.5 GiB has -[\d.]+ GiB for cascades on 64 workers"):
+    with pytest.raises(PlanError, match=r"a GPU of 31.5 GiB lacks [\d.]+ GiB on 64 workers before any cascade runs"):
         check_memory(config(), H100)
 
 
@@ -130,7 +130,7 @@ def test_workers_on_cpus_are_checked_where_their_memory_has_a_limit(
     monkeypatch.setattr(memory, "_asked", never)
     monkeypatch.setattr(Forecasts, "of", on_cpu)
     check_memory(config(device="cpu"), H100)
-    with pytest.raises(PlanError, match=r"a worker of 1 GiB has"):
+    with pytest.raises(PlanError, match=r"a worker of 1 GiB lacks"):
         check_memory(config(device="cpu", memory_gib=1.0), H100)
 
 
