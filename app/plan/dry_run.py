@@ -25,7 +25,7 @@ from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
-from app.plan.memory import memory_lines, with_room
+from app.plan.memory import need_lines, state_lines, with_room
 from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
@@ -67,6 +67,8 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
+    if view is not None:
+        print("\n".join(state_lines(view)))
     make_missing(config.data.sources)
     dataset = open_dataset(config, geometry, profile)
     print_account(account(dataset), config.data.min_coverage)
@@ -82,7 +84,7 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     for sentence in told:
         print(f"          {sentence}")
     if view is not None:
-        print("\n".join(memory_lines(view, plan, inputs.items(plan), profile)))
+        print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
 
 
 def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, str, list[Change]]:

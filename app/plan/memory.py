@@ -18,15 +18,33 @@ def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:
     return replace(cluster, room_gib=(view.room_gib,) * cluster.num_workers)
 
 
-def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item], profile: Profile) -> list[str]:
-    """The table of one GPU: states, the worst planned cascade of each module, communicators, what stays free."""
+def state_lines(view: MemoryView) -> list[str]:
+    """What is known of a GPU and its node before a step is planned: states, communicators, room for cascades."""
     states = view.found.states(view.workers)
     size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
     places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
     lines = [
-        f"memory    GiB of a GPU{size} on {workers_of(view.workers)}{places}, predicted",
+        f"memory    GiB of a {'GPU' if view.cuda else 'worker'}{size} on {workers_of(view.workers)}{places}, predicted",
         f"          states {states.total:.2f} ({states.describe()}), VAE in {view.found.vae_dtype}",
     ]
+    if view.host is not None:
+        size = f" of {view.host_gib:g}" if view.host_gib else ""
+        lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
+        if not view.host_gib:
+            lines.append("          which was not checked: host_gib in the cluster file says what a node has for it")
+    if view.cuda:
+        lines.append(
+            f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "
+            f"communicators of bags at most {view.bags_gib:.2f}"
+        )
+    if view.room_gib is not None:
+        lines.append(f"          room {view.room_gib:.2f} for cascades, with {100 * (1 - USABLE):.0f}% for fragments")
+    return lines
+
+
+def need_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item], profile: Profile) -> list[str]:
+    """The worst planned cascade of each module, and what it leaves free of the room."""
+    lines = []
     worst = 0.0
     for module in MODULES:
         needs = [
@@ -41,21 +59,8 @@ def memory_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item
             item = items[cascade.step, cascade.parts[0].item]
             shape = f"{item.frames}f {item.height}x{item.width} b{cascade.batch}"
             lines.append(f"          worst {module} cascade {need:.2f} ({shape}, degree {cascade.degree})")
-    if view.host is not None:
-        size = f" of {view.host_gib:g}" if view.host_gib else ""
-        lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
-        if not view.host_gib:
-            lines.append("          which was not checked: host_gib in the cluster file says what a node has for it")
-    if view.cuda:
-        lines.append(
-            f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "
-            f"communicators of bags at most {view.bags_gib:.2f}"
-        )
     if view.room_gib is not None:
-        lines.append(
-            f"          free {view.room_gib - worst:.2f} of {view.room_gib:.2f} for cascades, with "
-            f"{100 * (1 - USABLE):.0f}% for fragments"
-        )
+        lines.append(f"          free {view.room_gib - worst:.2f} of {view.room_gib:.2f} for cascades")
     return lines
 
 

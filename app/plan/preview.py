@@ -36,7 +36,7 @@ from app.inputs.limits import largest_batches, longest_clips
 from app.inputs.memory import MemoryView, view_memory
 from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
-from app.plan.memory import cascade_gib, memory_lines, with_room
+from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
 from ops.degrees import exchanged
@@ -115,7 +115,8 @@ def run_plan(
     if line := update_line(plans, problem):
         print(line)
     if problem.memory is not None:
-        print("\n".join(memory_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)))
+        needs = need_lines(problem.memory, plans[0], problem.items(plans[0]), problem.profile)
+        print("\n".join([*state_lines(problem.memory), *needs]))
     for line in [*longest_clips(problem.profile), *largest_batches(problem.profile)]:
         print(f"limit     {line}")
     for note in problem.profile.notes:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from actors.plan.types import PlanError
+from app.plan.dry_run import dry_run
 from app.plan.preview import PlanRequest, run_plan
+from data.errors import DataError
 
 # One wide layer on single GPUs: of every degree and layer the prediction runs a pass, which takes seconds.
 WIDE = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
@@ -65,8 +67,24 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
 
 
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"a GPU of 2 GiB has -0\..* are states \(weights .*makes it fit"):
+    with pytest.raises(
+        PlanError,
+        match=r"a GPU of 2 GiB lacks [\d.]+ GiB on 2 workers .* are states \(weights .*makes it fit",
+    ):
         plan(tmp_path, 2.0)
+
+
+def test_a_tiny_size_is_answered_with_what_lacks_of_it_and_no_minus(tmp_path: Path) -> None:
+    with pytest.raises(PlanError) as refused:
+        plan(tmp_path, 0.001, "workers.device=cpu")
+    assert not re.search(r" -?0\.0 GiB", str(refused.value)), refused.value
+
+
+def test_a_dry_run_shows_memory_before_it_looks_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"data.sources=[{{path: {tmp_path}/none.tar}}]"
+    with pytest.raises(DataError, match="does not exist"):
+        dry_run(DEMO, [f"run.dir={tmp_path}", "workers.memory_gib=1", missing])
+    assert re.search(r"states [\d.]+ .*\n +room 0\.\d+ for cascades", capsys.readouterr().out)
 
 
 def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_them(
