@@ -14,6 +14,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.balance import parse_topology
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, PlanError
+from ops.counted import counted
 
 
 def adapted(
@@ -46,7 +47,7 @@ def adapted(
 
 
 def _size(cluster: Cluster) -> str:
-    return f"{cluster.num_workers} worker{'s' * (cluster.num_workers > 1)}"
+    return counted(cluster.num_workers, "worker")
 
 
 def _nearest(legal: Iterable[int], wanted: Iterable[int]) -> int | None:

@@ -13,10 +13,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.plan.schedule.check import check
 from actors.plan.types import Plan
-from actors.planning.adapt import adapted
-from actors.planning.make_plan import make_plan
 from app.inputs.account import print_account
 from app.inputs.batches import with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
@@ -26,7 +23,7 @@ from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import need_lines, state_lines, with_room
-from app.plan.preview import PlanInputs, preview_options, step_figures, step_seconds, update_line
+from app.plan.preview import PlanInputs, planned, preview_options, step_figures, step_seconds, update_line
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
@@ -74,15 +71,15 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     print_account(account(dataset), config.data.min_coverage)
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
-    options, told = preview_options(config), tuple[str, ...]()
-    if config.planner.misfit == "adapt":
-        options, told = adapted(options, steps, profile, cluster)
-    plan = make_plan(steps, profile, cluster, options)
-    check(plan, steps, profile, cluster)
-    inputs = PlanInputs(steps=steps, profile=profile, cluster=cluster, options=options)
+    inputs = PlanInputs(
+        steps=steps,
+        profile=profile,
+        cluster=cluster,
+        options=preview_options(config),
+        adapts=config.planner.misfit == "adapt",
+    )
+    plan = planned(inputs, config.planner.strategy)
     _print_plan(config, plan, inputs)
-    for sentence in told:
-        print(f"          {sentence}")
     if view is not None:
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
 

@@ -23,6 +23,7 @@ from actors.plan.schedule.check import check
 from actors.plan.schedule.figures import StepFigures, figures, rolling_bound, windows
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, Plan
+from actors.planning.adapt import adapted
 from actors.planning.make_plan import make_plan
 from actors.planning.options import options_of
 from actors.records.plan_record import PlanRecord
@@ -73,6 +74,7 @@ class PlanInputs:
     cluster: Cluster
     options: PlanOptions
     memory: MemoryView | None = None  # of a run whose devices are known
+    adapts: bool = False  # options that these workers cannot follow: the nearest, as a run does
 
     def items(self, plan: Plan) -> dict[tuple[int, str], Item]:
         """Items by step and id."""
@@ -103,7 +105,7 @@ def run_plan(
             raise ConfigError(f"{name} {path} cannot be written; give a file in a folder that exists.")
     problem = _from_workload(request) if request.workload else _from_config(request)
     strategies = request.strategies or (problem.options.strategy,)
-    plans = [_plan(problem, strategy) for strategy in strategies]
+    plans = [planned(problem, strategy) for strategy in strategies]
     workers = problem.cluster.num_workers
     items = sum(len(step) for step in problem.steps)
     print(
@@ -188,7 +190,12 @@ def _from_config(request: PlanRequest) -> PlanInputs:
         experts = ExpertDraw.of(model.dit, config.train, geometry)
         steps = tuple(experts.routed(number, items) for number, items in enumerate(steps))
     return PlanInputs(
-        steps=steps, profile=profile, cluster=cluster, options=preview_options(config, request.budget_s), memory=view
+        steps=steps,
+        profile=profile,
+        cluster=cluster,
+        options=preview_options(config, request.budget_s),
+        memory=view,
+        adapts=config.planner.misfit == "adapt",
     )
 
 
@@ -199,8 +206,14 @@ def preview_options(config: RunConfig, budget_s: float | None = None) -> PlanOpt
     return options_of(config.planner, budget_s=budget_s, replans=False)
 
 
-def _plan(problem: PlanInputs, strategy: str) -> Plan:
-    plan = make_plan(problem.steps, problem.profile, problem.cluster, replace(problem.options, strategy=strategy))
+def planned(problem: PlanInputs, strategy: str) -> Plan:
+    """A plan that has passed the check. Prints which options a run would change for these workers. Raises PlanError."""
+    options = replace(problem.options, strategy=strategy)
+    if problem.adapts:
+        options, told = adapted(options, problem.steps, problem.profile, problem.cluster)
+        for sentence in told:
+            print(f"note: {sentence} (planner.misfit: adapt)")
+    plan = make_plan(problem.steps, problem.profile, problem.cluster, options)
     check(plan, problem.steps, problem.profile, problem.cluster)
     return plan
 

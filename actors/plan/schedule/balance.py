@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.plan.types import PlanError
+from ops.counted import counted
 from ops.degrees import bags_of
 
 EXCHANGES = 400  # improvement steps after the constructive assignment
@@ -47,7 +48,10 @@ def parse_topology(spec: str, num_workers: int) -> tuple[int, ...]:
         raise PlanError(str(error)) from None
     group = sum(size * count for size, count in counts.items())
     if num_workers % group:
-        raise PlanError(f"topology {spec!r} takes {group} workers, which does not divide {num_workers}.")
+        raise PlanError(
+            f"topology {spec!r} is of {counted(group, 'worker')} or a multiple of them, and the cluster has "
+            f"{num_workers}. Give bags that add up to the cluster, leave planner.topology empty, or set planner.misfit to adapt."
+        )
     return tuple(size for size in sorted(counts) for _ in range(counts[size]))
 
 

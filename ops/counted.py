@@ -1,0 +1,8 @@
+"""A number with its noun, as people read it."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """'1 step', '2 steps', '1,024 workers'."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
