@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -36,6 +37,8 @@ def profile(
     from app.device.profile import run_profile
     from app.run.borrowed_ray import borrowed_ray
 
+    # Costs are fitted anew after every point; what is to be said of the last fits is printed at the end.
+    logging.getLogger("actors.plan.costs.known").setLevel(logging.WARNING)
     wanted = numbers_of(degrees)
     has_nodes = bool(cluster or os.environ.get("RAY_ADDRESS"))
     with LentRay(partial(borrowed_ray, cluster, _RAY_CPUS), has_nodes) as ray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -292,6 +293,19 @@ def test_a_benchmark_that_cannot_write_its_figures_says_so_before_it_measures(
         code, _, err = heddle(monkeypatch, capsys, "bench", name, "--out", str(out))
         assert code == 2, name
         assert f"--out {out}" in err and "cannot be written" in err, name
+
+
+def test_a_profile_says_what_is_to_say_of_its_fits_once_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits = logging.getLogger("actors.plan.costs.known")
+    level = fits.level
+    monkeypatch.setattr("app.device.profile.run_profile", lambda *given, **named: fits.info("text: 1 measured point"))
+    try:
+        code, out, err = heddle(monkeypatch, capsys, "profile", "--config", str(DEMO))
+    finally:
+        fits.setLevel(level)
+    assert code == 0 and "1 measured point" not in out + err
 
 
 def raised(error: Exception) -> Exception:
