@@ -66,7 +66,12 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "plan-binary-workload": (["plan", "--workload", "raw.bin", "--profile", H100], 2, "is not UTF-8 text"),
     "plan-missing-profile": ([*WITH, "no.json"], 2, "no.json"),
-    "plan-folder-profile": ([*WITH, "."], 2, "profile"),
+    "plan-folder-profile": ([*WITH, "."], 2, "profile . is a folder; give the file that heddle profile"),
+    "plan-other-profile": (
+        ["plan", "--config", DEMO, "--profile", H100],
+        3,
+        "of hunyuan-video-13b on NVIDIA H100 80GB, lists no",
+    ),
     "plan-text-profile": ([*WITH, "text.txt"], 2, "JSON"),
     "plan-list-profile": ([*WITH, "list.json"], 2, "object"),
     "plan-binary-profile": ([*WITH, "raw.bin"], 2, "profile"),

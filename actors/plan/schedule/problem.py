@@ -15,6 +15,7 @@ from actors.plan.costs.needs import TRIES, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
+from ops.counted import counted
 from ops.degrees import default_degrees
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
@@ -379,8 +380,8 @@ class Problem:
             if self.cluster.num_workers < smallest:
                 short = self._short_of_memory(module, item) if count == 1 else ""
                 return (
-                    f"{what} on {self.cluster.num_workers} workers: the smallest is {smallest}. "
-                    f"{short and short + ' '}Add {smallest - self.cluster.num_workers} workers."
+                    f"{what} on {counted(self.cluster.num_workers, 'worker')}: the smallest is {smallest}. "
+                    f"{short and short + ' '}Add {counted(smallest - self.cluster.num_workers, 'worker')}."
                 )
             legal = [k for k, _ in priced if k <= self.cluster.num_workers]
             return f"{what} among the allowed {list(self.options.degrees)}. Allow degree {legal[0]} in planner.degrees."
@@ -419,7 +420,10 @@ class Problem:
         if known:
             nearest = min(known, key=lambda frames: abs(frames - item.frames))
             return f'The profile lists this batch at {nearest} frames: use that bucket, or set "extrapolate": true.'
-        return 'The profile lists no such shape: measure it, or set "extrapolate": true.'
+        return (
+            f"The profile, of {profile.model} on {profile.device}, lists no such shape. Leave it out if another model "
+            'is planned; else measure the shape, or set "extrapolate": true in the file.'
+        )
 
     def _short_of_memory(self, module: Module, item: Item) -> str:
         """What one sample lacks at the highest degree of this cluster; "" where memory is not what forbids it."""
@@ -429,7 +433,7 @@ class Problem:
         clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
         found = self.profile.footprint(module, [clip], degree)
         need, room = self.profile.needs.gib(found), self.room_gib
-        where = f"at degree {degree}, the highest that {self.cluster.num_workers} workers can run,"
+        where = f"at degree {degree}, the highest that {counted(self.cluster.num_workers, 'worker')} can run,"
         if need is not None and need > room:
             return (
                 f"One sample needs {need:.2f} GiB {where} and a worker has {room:.2f} GiB beside the states: "
