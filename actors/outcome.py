@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from actors.records.events import CheckpointWritten, RunEvent
+from ops.counted import counted
 
 if TYPE_CHECKING:  # the command line asks for exit codes, and has no time for NumPy
     from actors.records.metrics_line import StepMetrics
@@ -113,7 +114,11 @@ def continues(error: BaseException) -> bool:
 
 def only_in_memory(step: int, on_disk: int, run_dir: Path) -> str:
     """One sentence for a run whose last committed step could not be written."""
-    disk = f"on disk is the checkpoint after {on_disk + 1} steps" if on_disk >= 0 else "no checkpoint is on disk"
+    disk = (
+        f"on disk is the checkpoint after {counted(on_disk + 1, 'step')}"
+        if on_disk >= 0
+        else "no checkpoint is on disk"
+    )
     return (
         f"{step + 1} steps are committed, {disk}, and the rest is only in the memory of the cluster, whose keepers "
         f"stay: make room in {run_dir} and continue with --resume on this cluster. A local cluster ends with its "

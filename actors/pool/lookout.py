@@ -37,6 +37,7 @@ from actors.records.events import (
     WorkerSilent,
     WorkerStalled,
 )
+from ops.counted import counted
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class Lookout:
     def _failed_start(self, name: str, why: str) -> Event:
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
-            self.hopeless = f"{self._failed_starts} workers in a row failed to start: {why}"
+            self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {why}"
         log.warning("worker %s did not start: %s", name, why)
         self._tell(WorkerLost(worker=name, why=why))
         return Shortfall(count=1)

@@ -69,6 +69,7 @@ from actors.pool.membership_types import (
     View,
     Wait,
 )
+from ops.counted import counted
 
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
 
@@ -405,7 +406,7 @@ class Membership:
         until = self._waiting_since + self._limits.wait_s
         if now >= until:
             lack = f"{have} of at least {self._limits.min} workers"
-            lack = f"{have} workers with too little memory to train together ({why})" if why else lack
+            lack = f"{counted(have, 'worker')} with too little memory to train together ({why})" if why else lack
             self._fail(
                 Exit.RESUMABLE,
                 f"{lack} for more than {self._limits.wait_s:g} s (workers.wait_s); resume when there is capacity, or "

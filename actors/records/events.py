@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, dataclass_transform
 
 from actors.records.lines import line_of, record_of
+from ops.counted import counted
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -108,7 +109,7 @@ class RunFinished(RunEvent, event="finish"):
     ledger: Mapping[str, object]
 
     def describe(self) -> str:
-        return f"finished after {self.step + 1} steps"
+        return f"finished after {counted(self.step + 1, 'step')}"
 
 
 # -- workers and generations -------------------------------------------------------------------------------------------
@@ -230,7 +231,7 @@ class GenerationFormed(RunEvent, event="generation", disturbs=True):
     def describe(self) -> str:
         shared = ", one gradient per node" if self.gradients in ("node", "host") else ""
         shared += ", weights once per node" if self.parameters == "node" else ""
-        return f"generation {self.generation}: {len(self.workers)} workers{shared}{_because(self.why)}"
+        return f"generation {self.generation}: {counted(len(self.workers), 'worker')}{shared}{_because(self.why)}"
 
 
 class ClusterSeen(RunEvent, event="cluster"):
@@ -318,7 +319,7 @@ class PoolResized(RunEvent, event="resize"):
     target: int
 
     def describe(self) -> str:
-        return f"asked for {self.target} workers"
+        return f"asked for {counted(self.target, 'worker')}"
 
 
 class MonitorRestarted(RunEvent, event="monitor_restarted"):
@@ -431,7 +432,7 @@ class SnapshotsForecast(RunEvent, event="snapshots"):
     mib_per_keeper: float
 
     def describe(self) -> str:
-        return f"snapshots take {self.mib_per_keeper:.1f} MiB of host memory on each of {self.keepers} nodes"
+        return f"snapshots take {self.mib_per_keeper:.1f} MiB of host memory on each of {counted(self.keepers, 'node')}"
 
 
 class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
@@ -441,7 +442,7 @@ class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
     why: str
 
     def describe(self) -> str:
-        return f"a snapshot every {self.every} steps from now on: {self.why}"
+        return f"a snapshot every {counted(self.every, 'step')} from now on: {self.why}"
 
 
 class MemoryShort(RunEvent, event="memory_short"):
@@ -521,7 +522,7 @@ class CheckpointWritten(RunEvent, event="checkpoint"):
     folder: str
 
     def describe(self) -> str:
-        return f"checkpoint after {self.step + 1} steps"
+        return f"checkpoint after {counted(self.step + 1, 'step')}"
 
 
 class SamplesMade(RunEvent, event="samples"):
@@ -532,7 +533,7 @@ class SamplesMade(RunEvent, event="samples"):
     seconds: float  # since the checkpoint was whole
 
     def describe(self) -> str:
-        return f"samples after {self.step + 1} steps: {self.samples[-1]} ({self.seconds:.0f} s)"
+        return f"samples after {counted(self.step + 1, 'step')}: {self.samples[-1]} ({self.seconds:.0f} s)"
 
 
 class SamplesFailed(RunEvent, event="samples_failed"):
@@ -542,7 +543,7 @@ class SamplesFailed(RunEvent, event="samples_failed"):
     why: str
 
     def describe(self) -> str:
-        return f"no samples after {self.step + 1} steps{_because(self.why)}"
+        return f"no samples after {counted(self.step + 1, 'step')}{_because(self.why)}"
 
 
 class CheckpointFailed(RunEvent, event="checkpoint_failed"):
@@ -552,7 +553,7 @@ class CheckpointFailed(RunEvent, event="checkpoint_failed"):
     why: str
 
     def describe(self) -> str:
-        return f"the checkpoint after {self.step + 1} steps was not written{_because(self.why)}"
+        return f"the checkpoint after {counted(self.step + 1, 'step')} was not written{_because(self.why)}"
 
 
 class CheckpointDamaged(RunEvent, event="checkpoint_damaged"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from actors.messages import WorkerInfo
 from actors.plan.types import Cluster, GpuPlace
 from actors.records.events import ClusterSeen
+from ops.counted import counted
 
 NCCL_NAMES = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")  # which cards NCCL uses: named also where nobody sets them
 
@@ -30,7 +31,7 @@ def node_words(places: Sequence[GpuPlace]) -> str:
     whole = index == list(range(places[0].count or len(places)))
     numbers = "" if whole or None in index else f" ({' '.join(map(str, index))})"
     told = [
-        f"{len(places)} GPU{'s' * (len(places) != 1)}{numbers}",
+        f"{counted(len(places), 'GPU')}{numbers}",
         f"NVLink {_row([place.island for place in places]) or 'unknown'}",
         f"numa {_row(['' if place.numa is None else str(place.numa) for place in places]) or 'unknown'}",
         f"rails {_row([place.rail for place in places]) or 'unknown'}",

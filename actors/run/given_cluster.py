@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from actors.plan.types import UNKNOWN_PLACE, Cluster, GpuPlace
+from ops.counted import counted
 
 
 class ClusterMismatch(ValueError):
@@ -34,7 +35,7 @@ class GivenCluster:
             return found
         if len(homes) > len(given.nodes):
             raise ClusterMismatch(
-                f"workers.cluster describes {_counted(len(given.nodes), 'node')}, and workers are on {len(homes)}. "
+                f"workers.cluster describes {counted(len(given.nodes), 'node')}, and workers are on {len(homes)}. "
                 f"{_REMEDY}."
             )
         numbers = self._numbers(found, homes)
@@ -85,7 +86,7 @@ class GivenCluster:
             if given.nodes[number] == gpus or (not gpus and given.nodes[number] >= workers):
                 return number
         sizes = " and ".join(str(given.nodes[number]) for number in numbers)
-        has = _counted(gpus, "GPU") if gpus else _counted(workers, "worker")
+        has = counted(gpus, "GPU") if gpus else counted(workers, "worker")
         left = f"a node {host}" if given.hosts else "other nodes" if used else "nodes"
         raise ClusterMismatch(
             f"workers.cluster describes {left} of {sizes} GPUs, and {host or 'a node'} has {has}. {_REMEDY}."
@@ -106,10 +107,6 @@ def _placed(told: GpuPlace, given: GpuPlace) -> GpuPlace:
 def _too_many(given: Cluster, number: int, found: Cluster, node: int, index: int) -> str:
     host = found.hosts[node] if found.hosts else f"node {node}"
     return (
-        f"workers.cluster describes a node of {_counted(given.nodes[number], 'GPU')}, and {host} has a worker on its "
+        f"workers.cluster describes a node of {counted(given.nodes[number], 'GPU')}, and {host} has a worker on its "
         f"{index + 1}. {_REMEDY}."
     )
-
-
-def _counted(count: int, word: str) -> str:
-    return f"{count} {word}{'s' * (count != 1)}"

@@ -15,6 +15,7 @@ from actors.config import SnapshotConfig
 from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
 from actors.state.pulling import AHEAD, PIECE
+from ops.counted import counted
 from ops.state_memory import TURNS
 
 _COPYING = 2  # shards that a keeper copies at a time
@@ -157,16 +158,17 @@ def refuse_short_stores(
         name = f"node {here[0].host or node}"
         if store is not None and need > store:
             short.append(
-                f"{name} has an object store of {store:.2f} GiB, and copies of the state of its {len(here)} workers "
-                f"take {need:.2f} GiB of it. Start Ray there with --object-store-memory={_with_room(need)} or more "
-                f"(and a /dev/shm as large), lower snapshot.copies, or set snapshot.enabled: false."
+                f"{name} has an object store of {store:.2f} GiB, and copies of the state of its "
+                f"{counted(len(here), 'worker')} take {need:.2f} GiB of it. Start Ray there with "
+                f"--object-store-memory={_with_room(need)} or more (and a /dev/shm as "
+                f"large), lower snapshot.copies, or set snapshot.enabled: false."
             )
         elif store is not None and shared is not None and need > shared and store > shared:
             short.append(
                 f"{name} has a /dev/shm of {shared:.2f} GiB, less than its object store of {store:.2f} GiB, which "
-                f"therefore lies on disk, and copies of the state of its {len(here)} workers take {need:.2f} GiB. "
-                f"Enlarge it (docker run --shm-size={store:.0f}g, a memory volume on Kubernetes) before Ray starts "
-                f"there."
+                f"therefore lies on disk, and copies of the state of its {counted(len(here), 'worker')} take "
+                f"{need:.2f} GiB. Enlarge it (docker run --shm-size={store:.0f}g, a memory volume on Kubernetes) "
+                f"before Ray starts there."
             )
     if short:
         raise PlanError("\n".join(short))

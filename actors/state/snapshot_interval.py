@@ -14,6 +14,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ops.counted import counted
+
 SHARE = 0.02  # of the steps' time that snapshots may take
 _ENOUGH = 3  # measured steps and snapshots before the interval changes
 _KEPT = 9  # of the last ones, whose median counts: a first step compiles
@@ -84,5 +86,6 @@ class SnapshotInterval:
         self.every = wanted
         self.why = (
             f"a snapshot costs {cost_s:.2f} s, a step takes {step_s:.2f} s, and {SHARE:.0%} of the steps' time may go "
-            f"into snapshots" + (f"; no more than {self.most} steps may be lost" if wanted == self.most else "")
+            f"into snapshots"
+            + (f"; no more than {counted(self.most, 'step')} may be lost" if wanted == self.most else "")
         )

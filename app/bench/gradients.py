@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from app.bench.optimizer import FULL
 from ops.comm import Group
+from ops.counted import counted
 from ops.gradient_places import GradientMemory
 from ops.groups import Groups
 from ops.heap import give_back
@@ -190,7 +191,8 @@ def table(
     """Markdown; `sizes` are the elements of the timed model and of that whose memory is measured."""
     workers = len(timed)
     lines = [
-        f"{workers} workers, {dtype} parameters; seconds of {sizes[0] / 1e6:g} M, memory of {sizes[1] / 1e6:g} M",
+        f"{counted(workers, 'worker')}, {dtype} parameters; seconds of {sizes[0] / 1e6:g} M, memory of "
+        f"{sizes[1] / 1e6:g} M",
         "",
         "| gradients | step, median s | x own | end, median s | PSS per worker, MiB | by the layout | of the node "
         "| above the layout |",

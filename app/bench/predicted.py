@@ -34,6 +34,7 @@ from app.bench.lab import Lab
 from app.settings.config import RunConfig
 from app.settings.out_files import check_writable
 from data.types import Bucket
+from ops.counted import counted
 
 if TYPE_CHECKING:
     from app.bench.lab import LabRun
@@ -167,7 +168,7 @@ def foretold(name: str, workers: int, run: LabRun) -> PlanComparison:
     again = again_errors(cascades)
     of = {module: [one for one in cascades if one.module == module] for module in modules}
     return PlanComparison(
-        run=f"{name}, {workers} worker{'s' * (workers > 1)}",
+        run=f"{name}, {counted(workers, 'worker')}",
         workers=workers,
         steps=len(late),
         cascades=len(cascades),

@@ -43,6 +43,7 @@ from app.bench.lab import Lab
 from app.inputs.workload import drawn_items
 from app.settings.out_files import check_writable
 from data.types import Batch
+from ops.counted import counted
 from ops.sync import FlatSync
 
 if TYPE_CHECKING:
@@ -324,7 +325,7 @@ def _timed_table(timed: TimedSteps) -> str:
         ),
         ("gradient sum and update at the end of a step", f"{timed.sync_ms:.1f} ms", ""),
     ]
-    return _markdown(f"{timed.workers} workers, {timed.steps} steps of timed waits", rows)
+    return _markdown(f"{counted(timed.workers, 'worker')}, {timed.steps} steps of timed waits", rows)
 
 
 def _real_table(real: Mapping[str, StrategyPace]) -> str:

@@ -26,6 +26,7 @@ from actors.records.metrics_line import StepMetrics
 from app.bench.lab import Lab
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
+from ops.counted import counted
 
 PROMPTS = ["a red disc", "a green square", "a blue disc", "a white square"]
 AT_ONCE = 1e6  # a share that any clip fits into
@@ -97,7 +98,7 @@ def run(
         for repeat in range(repeats):
             for way, of_time in ways.items():
                 found[way].append(measured(f"{way.replace(' ', '-')}-{repeat}", of_time, every))
-    print(f"{workers} workers, {len(PROMPTS)} clips beside {every} steps, median of {repeats}")
+    print(f"{counted(workers, 'worker')}, {len(PROMPTS)} clips beside {every} steps, median of {repeats}")
     print(table(found))
     if left := [way for way, runs in found.items() if any(one.late for one in runs)]:
         print(f"clips of {' and '.join(left)} were made after the last step: these figures do not count; raise --every")

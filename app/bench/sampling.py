@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ops.counted import counted
+
 if TYPE_CHECKING:
     from app.sampling.spread import ClipJob
 
@@ -89,7 +91,7 @@ def run(
             _timed(way, job, texts, Path(folder) / f"{number}.mp4", workers, batch) for number, way in enumerate(ways)
         ]
     size = f"{settings.frames} x {settings.height} x {settings.width}"
-    print(f"{workers} workers, {prompts} clips of {size}, {settings.sampler.steps} steps")
+    print(f"{counted(workers, 'worker')}, {counted(prompts, 'clip')} of {size}, {settings.sampler.steps} steps")
     print(table(found, settings.sampler.steps))
 
 

@@ -20,6 +20,7 @@ from app.bench import scalefusion_published as published
 from app.bench.scalefusion_choice import GridChoice, small_grids
 from app.bench.scalefusion_ranks import RanksCase, VariantSeconds, measure_ranks
 from app.settings.out_files import check_writable
+from ops.counted import counted
 from ops.spatial_temporal.schedule import Schedule
 from ops.spatial_temporal.simulate import LayerCosts
 
@@ -64,7 +65,7 @@ def run(
             costs = _for_ranks(ranks) if paced else None
             results = measure_ranks(RanksCase(ranks=ranks, rounds=rounds, backward=backward, costs=costs, **sizes))
             what = "forward and backward" if backward else "forward"
-            print(f"\n{ranks} ranks, {what}, {'paced' if paced else 'not paced'}:\n\n{ranks_table(results)}")
+            print(f"\n{counted(ranks, 'rank')}, {what}, {'paced' if paced else 'not paced'}:\n\n{ranks_table(results)}")
             found[what] = [asdict(one) for one in results]
     if out is not None:
         out.write_text(json.dumps(found, indent=1), encoding="utf-8")

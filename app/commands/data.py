@@ -14,6 +14,7 @@ import typer
 
 from app.commands.options import Overrides
 from data.kinds import KINDS
+from ops.counted import counted
 
 if TYPE_CHECKING:
     from data.config import LimitsConfig, SourceConfig
@@ -70,7 +71,7 @@ def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Call
 @with_sources
 def index(options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
-    from app.data_tools.printing import count_shards, index_facts, print_ledger
+    from app.data_tools.printing import index_facts, print_ledger
     from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
 
@@ -86,7 +87,7 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
     for index in indexes:
         print(
             f"{index.name}: {index.num_ok} of {len(index) + index.missing} samples usable in "
-            f"{count_shards(index.num_shards)}, media of {index.coverage:.1%} found, index {index.hash}"
+            f"{counted(index.num_shards, 'shard')}, media of {index.coverage:.1%} found, index {index.hash}"
         )
     print_ledger(ledger)
 
@@ -174,7 +175,7 @@ def convert(
     crf: Annotated[int, typer.Option(help="H.264 quality of clips cut out of longer videos.")] = 18,
 ) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
-    from app.data_tools.printing import count_shards, print_ledger
+    from app.data_tools.printing import print_ledger
     from app.data_tools.sources import ProgressBar, open_indexes, sources_of
     from data.ledger import Ledger
     from data.tools.convert import convert as write
@@ -188,7 +189,7 @@ def convert(
         )
     ledger.close()
     ledger.check()
-    print(f"{ledger.delivered} samples in {count_shards(len(shards))}: {out}")
+    print(f"{counted(ledger.delivered, 'sample')} in {counted(len(shards), 'shard')}: {out}")
     print_ledger(ledger)
 
 

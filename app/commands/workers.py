@@ -15,6 +15,7 @@ from app.run.cluster import ClusterAddress, must_answer
 from app.run.lock import holder, lock_path
 from app.run.operator import OperatorHandle, monitor_of
 from app.run.outcomes import read_outcome
+from ops.counted import counted
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ def drain(
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
     answer(run, monitor(run).scale.remote(count))
-    print(f"the run keeps {count} workers from the next step boundary on, within workers.min and workers.max")
+    print(
+        f"the run keeps {counted(count, 'worker')} from the next step boundary on, within workers.min and workers.max"
+    )
 
 
 @app.command()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ops.counted import counted
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -40,7 +42,7 @@ def preview(config: RunConfig, out: Path, samples: int = 8, frames: int = 5) -> 
         path = out / f"{bucket}.png"
         _sheet(bucket, rows, frames).save(path)
         written.append(path)
-        print(f"{path}: {len(rows)} samples of bucket {bucket}")
+        print(f"{path}: {counted(len(rows), 'sample')} of bucket {bucket}")
     return written
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.counted import counted
+
 if TYPE_CHECKING:
     from data.dataset.index import Index
     from data.ledger import Ledger, LedgerRecord, SourceRecord
@@ -52,11 +54,6 @@ def _draw_counts(facts: LedgerRecord | SourceRecord) -> str:
     return f"checked {facts['scheduled']} = good {facts['delivered']} + bad {sum(skipped.values())}{_reasons(skipped)}"
 
 
-def count_shards(count: int) -> str:
-    """1 -> "1 shard", 2 -> "2 shards"."""
-    return f"{count} shard{'s' if count != 1 else ''}"
-
-
 def _reasons(counts: dict[str, int]) -> str:
     return f" ({', '.join(f'{count} {reason}' for reason, count in counts.items())})" if counts else ""
 
@@ -71,7 +68,7 @@ def print_statistics(facts: SourceStatistics) -> None:
     console.print(
         f"[bold]{facts['name']}[/bold]: {facts['usable']} of {facts['indexed']} samples usable "
         f"({facts['videos']} videos, {facts['images']} images), {facts['hours']:.2f} h, "
-        f"{facts['bytes'] / 1e6:.1f} MB in {count_shards(facts['shards'])}{_reasons(facts['rejected'])}"
+        f"{facts['bytes'] / 1e6:.1f} MB in {counted(facts['shards'], 'shard')}{_reasons(facts['rejected'])}"
     )
     shapes = Table("width", "height", "samples", title="shapes", box=SIMPLE)
     for shape in facts["shapes"]:

@@ -27,6 +27,7 @@ from app.device.bag import Bag, MeasuredBag
 from app.device.over_nodes import BagOverNodes, MeasuredCluster, timed_handoffs
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, SideFigure
 from app.settings.config import RunConfig
+from ops.counted import counted
 from ops.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Measuring:
             for number, point in enumerate(points):
                 if until and time.monotonic() > until:
                     left = len(points) - number
-                    print(f"          the time is over: {left} points are left; call again to continue")
+                    print(f"          the time is over, {counted(left, 'point')} left: call again to continue")
                     break
                 if isinstance(point, LongestClip | LargestBatch):
                     self._search(point, until)
@@ -182,7 +183,7 @@ class Measuring:
             times = self._bag(workers, nodes).update(self._repeats)
         point = UpdatePoint(workers=workers, nodes=nodes, seconds=times.median)
         self._profile.update = self._profile.update.with_point(point)
-        bag = f"{workers} worker{'s' * (workers > 1)}{_over(nodes)}"
+        bag = f"{counted(workers, 'worker')}{_over(nodes)}"
         print(f"update  end of a step on {bag} {times.median:9.4f} s  spread {100 * times.spread:.0f}%", flush=True)
 
     def _exchange(self, degree: int, nodes: int) -> None:

@@ -48,6 +48,7 @@ from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
+from ops.counted import counted
 from ops.degrees import MOST_DEGREE, SequenceSetting
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -129,7 +130,7 @@ def run_profile(
     if not fresh:
         continue_from(out, profile)
     left = [point for point in points if not is_known(point, profile)]
-    print(f"{len(points)} points on {profile.device}, degrees {_listed([1, *bags])}")
+    print(f"{counted(len(points), 'point')} on {profile.device}, degrees {_listed([1, *bags])}")
     if over:
         print(f"nodes     bags over nodes: degrees {_listed(over)}")
     else:
@@ -478,9 +479,7 @@ def need_lines(profile: Profile) -> list[str]:
 def _print_figures(profile: Profile) -> None:
     for point in profile.update.points:
         each = point.seconds / max(profile.update.weights, 1) * 1e9
-        print(
-            f"update  {point.workers} worker{'s' * (point.workers > 1)}: {point.seconds:.4f} s, {each:.3g} ns a weight"
-        )
+        print(f"update  {counted(point.workers, 'worker')}: {point.seconds:.4f} s, {each:.3g} ns a weight")
     if found := exchange_speed(profile.exchanges):
         print(f"a2a   {found[1] / 1e9:.2f} GB/s of a member after {1e6 * found[0]:.0f} us")
     if found := exchange_speed(profile.exchanges, across=True):

@@ -8,6 +8,7 @@ from app.settings.config import RunConfig
 from data.dataset.coverage import Accounting
 from data.errors import DataError
 from data.types import Bucket
+from ops.counted import counted
 from ops.geometry import Geometry
 
 NAMED = 12  # dropped samples listed by name
@@ -17,8 +18,8 @@ def print_account(account: Accounting, min_coverage: float) -> None:
     """How many samples are trained, repeated or dropped and why, per bucket. Raises DataError below `min_coverage`."""
     print(f"data      {account.identity}")
     print(
-        f"          {100 * account.coverage:.1f}% of the indexed samples are trained within {account.steps} steps, "
-        f"{account.repeated} of them more than once"
+        f"          {100 * account.coverage:.1f}% of the indexed samples are trained within "
+        f"{counted(account.steps, 'step')}, {account.repeated} of them more than once"
     )
     for rule, count in sorted(account.rules.items(), key=lambda pair: -pair[1]):
         print(f"          {count} refused: {rule}")

@@ -16,6 +16,7 @@ from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_host
 from app.inputs.batches import device_gib, placed
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice
 from app.settings.config import RunConfig
+from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 
@@ -95,11 +96,6 @@ def view_memory(
     for workers in dict.fromkeys((cluster.num_workers, min(max(there, least), cluster.num_workers), least)):
         _refuse_short_hosts(config, found, hosts, workers)
     return view
-
-
-def workers_of(count: int) -> str:
-    """The number in words, for a person."""
-    return f"{count} worker{'s' * (count != 1)}"
 
 
 def filled(rooms: Sequence[int], workers: int) -> tuple[int, ...]:
@@ -185,7 +181,7 @@ def _refuse_misfits(
 
     room, states = view.room_gib, found.states(view.workers)
     assert room is not None
-    on = f"on {workers_of(view.workers)}"
+    on = f"on {counted(view.workers, 'worker')}"
     short = f"has {_gib(room)} for cascades {on}, which is too little"
     if room <= 0:
         short = f"lacks {_gib(-room)} {on} before any cascade runs"

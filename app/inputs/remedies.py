@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from actors.config import TrainConfig
+from ops.counted import counted
 from ops.models.config import ModelConfig
 
 MOST_WORKERS = 64  # that are suggested where fewer are too few
@@ -124,7 +125,7 @@ def advice(
     for as many workers as there are, `fewest` for how many more it takes, at most `MOST_WORKERS`."""
     made = [(change, changed) for change in CHANGES if (changed := change.made(setup)) is not None]
     more = fewest(setup)
-    found = [f"{more} workers"] if more is not None else []
+    found = [counted(more, "worker")] if more is not None else []
     found += [change.name for change, changed in made if fits(changed)]
     if found:
         return f"It fits with {' or with '.join(found)}."
@@ -136,7 +137,7 @@ def advice(
             pairs.append(f"{one.name} and {other.name}")
     for change, changed in made:
         if (more := fewest(changed)) is not None:
-            pairs.append(f"{change.name} and {more} workers")
+            pairs.append(f"{change.name} and {counted(more, 'worker')}")
     if pairs:
         return f"It fits with {', or with '.join(pairs[:_SHOWN])}."
     tried = "; ".join(change.name for change, _ in made)

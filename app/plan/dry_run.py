@@ -30,6 +30,7 @@ from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import CONFIG, check_place, check_run_dir, run_dir
 from data.dataset.coverage import account
+from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors, num_trained
@@ -112,7 +113,7 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     count = num_trained(model.dit)
     layers = "+".join(map(str, dit.block_counts))
     print(
-        f"model     {dit.architecture}, {layers} layers, {dit.num_heads} heads, width {dit.dim}: "
+        f"model     {dit.architecture}, {layers} layers, {counted(dit.num_heads, 'head')}, width {dit.dim}: "
         f"{count / 1e6:,.1f} M weights"
     )
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
@@ -178,14 +179,14 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
     seconds = statistics.fmean(step.makespan_s for step in plan.steps)
     idle = statistics.fmean(figure.idle_ratio for figure in balance)
     print(
-        f"plan      {plan.strategy} on {workers} workers, first {len(plan.steps)} steps: {seconds:.3f} s "
-        f"per step (bound {inputs.bound():.3f} s), idle {100 * idle:.1f}%, planned in "
+        f"plan      {plan.strategy} on {counted(workers, 'worker')}, first {counted(len(plan.steps), 'step')}: "
+        f"{seconds:.3f} s per step (bound {inputs.bound():.3f} s), idle {100 * idle:.1f}%, planned in "
         f"{1000 * statistics.fmean(step.planning_s for step in plan.steps):.1f} ms per step"
     )
     whole = step_seconds(plan)
     if line := update_line([plan], inputs):
         print(line)
-    print(f"          {config.train.steps} steps take about {whole * config.train.steps / 60:.1f} minutes")
+    print(f"          {counted(config.train.steps, 'step')} in about {whole * config.train.steps / 60:.1f} minutes")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
         for note in inputs.profile.notes:

@@ -8,7 +8,8 @@ from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan
 from actors.planning.memory import CONTEXT_GIB
-from app.inputs.memory import MemoryView, workers_of
+from app.inputs.memory import MemoryView
+from ops.counted import counted
 
 
 def with_room(cluster: Cluster, view: MemoryView | None) -> Cluster:
@@ -23,8 +24,9 @@ def state_lines(view: MemoryView) -> list[str]:
     states = view.found.states(view.workers)
     size = f" of {view.memory_gib:g}" if view.memory_gib is not None else ""
     places = f" ({view.found.places.describe()})" if view.cuda and not view.found.deepspeed else ""
+    device = "GPU" if view.cuda else "worker"
     lines = [
-        f"memory    GiB of a {'GPU' if view.cuda else 'worker'}{size} on {workers_of(view.workers)}{places}, predicted",
+        f"memory    GiB of a {device}{size} on {counted(view.workers, 'worker')}{places}, predicted",
         f"          states {states.total:.2f} ({states.describe()}), VAE in {view.found.vae_dtype}",
     ]
     if view.host is not None:

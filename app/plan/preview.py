@@ -40,6 +40,7 @@ from app.inputs.workload import read_workload
 from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
 from app.settings.config import RunConfig, from_here
 from data.dataset.coverage import account
+from ops.counted import counted
 from ops.degrees import exchanged
 from ops.ranges import SECONDS
 from ops.typed import ConfigError
@@ -109,8 +110,8 @@ def run_plan(
     workers = problem.cluster.num_workers
     items = sum(len(step) for step in problem.steps)
     print(
-        f"{items} items in {len(problem.steps)} steps on {workers} workers ({problem.profile.model} on "
-        f"{problem.profile.device})"
+        f"{counted(items, 'item')} in {counted(len(problem.steps), 'step')} on {counted(workers, 'worker')} "
+        f"({problem.profile.model} on {problem.profile.device})"
     )
     print(table(plans, problem))
     print("\n".join(degree_lines(plans, problem.profile)))

@@ -8,6 +8,7 @@ import time
 from typing import IO
 
 from actors.records.metrics_line import StepMetrics
+from ops.counted import counted
 
 
 class ProgressLine:
@@ -98,7 +99,7 @@ def figures(line: StepMetrics) -> str:
     if math.isfinite(line.idle_ratio):
         parts.append(f"idle {100 * line.idle_ratio:.0f}%")
     if line.workers:
-        parts.append(f"{line.workers} worker{'' if line.workers == 1 else 's'}")
+        parts.append(f"{counted(line.workers, 'worker')}")
     if line.recomputed:
         parts.append("recomputed")
     return "  ".join(parts)

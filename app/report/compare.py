@@ -23,6 +23,7 @@ from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
 from app.settings.config import RunConfig
 from app.settings.out_files import check_writable
+from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.folders import resolve
@@ -70,7 +71,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
     that cannot be written.
     """
     if not 2 <= len(folders) <= MOST:
-        raise ConfigError(f"{len(folders)} runs are given; heddle compare takes 2 to {MOST} run folders.")
+        raise ConfigError(f"heddle compare takes 2 to {MOST} run folders, not {len(folders)}.")
     opened = [RunDir.open(folder) for folder in folders]
     runs = [read_run(run, name) for run, name in zip(opened, labels(folders), strict=True)]
     differences = {
@@ -209,7 +210,7 @@ def _together(ones: Iterable[StepMetrics], others: Iterable[StepMetrics]) -> Ite
 
 
 def line_of(run: ComparedRun, difference: LossDifference | None) -> str:
-    text = f"{run.name}: {run.steps} steps in {clock(run.seconds)}, loss {run.last_loss:.4f}"
+    text = f"{run.name}: {counted(run.steps, 'step')} in {clock(run.seconds)}, loss {run.last_loss:.4f}"
     if difference is None:
         return text
     clips = f", {difference.other_clips} of them of other clips" if difference.other_clips else ""
@@ -248,7 +249,7 @@ def page(
         f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         f"<meta name='viewport' content='width=device-width, initial-scale=1'>"
         f"<title>{escape(' / '.join(run.name for run in runs))}</title><style>{CSS}</style></head><body><main>"
-        f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{len(runs)} runs, {made}</p>"
+        f"<h1>{escape(' / '.join(run.name for run in runs))}</h1><p class=soft>{counted(len(runs), 'run')}, {made}</p>"
         f"{f'<code class=command>{escape(command)}</code>' if command else ''}"
         f"<section><h2>Median step</h2>{_medians(runs)}{_in_words(runs, differences)}</section>{sections}"
         f"<section><h2>Numbers</h2>{_table(runs, differences, peak_tflops)}</section></main></body></html>\n"

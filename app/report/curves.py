@@ -9,6 +9,7 @@ from app.drawing.svg import EventMark, Series, line_chart
 from app.report.figures import Curve
 from app.report.totals import StepTotals
 from app.report.words import percent, short
+from ops.counted import counted
 
 
 def loss_html(steps: StepTotals) -> str:
@@ -105,6 +106,9 @@ def _series(name: str, curve: Curve, css: str = "c1", hover: bool = False) -> Se
 
 def _generation_marks(steps: StepTotals) -> list[EventMark]:
     return [
-        EventMark(x=found.first, title=f"generation {found.number} from step {found.first}, {found.workers} workers")
+        EventMark(
+            x=found.first,
+            title=f"generation {found.number} from step {found.first}, {counted(found.workers, 'worker')}",
+        )
         for found in steps.generations.listed[1:]
     ]

@@ -17,6 +17,7 @@ from app.report.media import samples_html
 from app.report.tables import buckets_html, data_html, deviations_html, elastic_html, slow_html
 from app.report.totals import SpanTotals, StepTotals
 from app.report.words import percent, short
+from ops.counted import counted
 
 
 def write_report(run: RunDir, out: Path | None = None) -> Path:
@@ -65,7 +66,7 @@ def _when(steps: StepTotals) -> str:
     assert steps.last is not None
     finished = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(steps.last.time))
     took = clock(steps.last.time - steps.began)
-    return f"{steps.count} steps, {took} from the first step to the last, which ended {finished}"
+    return f"{counted(steps.count, 'step')}, {took} from the first step to the last, which ended {finished}"
 
 
 def _totals(steps: StepTotals, spans: SpanTotals) -> str:

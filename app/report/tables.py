@@ -14,6 +14,7 @@ from app.report.facts import UsualStep, why_slow
 from app.report.gathered import RunFacts
 from app.report.totals import DataAccount, SourceAccount, SpanTotals
 from app.settings.config import RunConfig
+from ops.counted import counted
 from ops.geometry import PixelShape
 from ops.models.folders import resolve
 
@@ -113,7 +114,7 @@ def elastic_html(facts: RunFacts) -> str:
     head = "<tr><th>generation</th><th>steps</th><th>workers</th></tr>"
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
     if (hidden := generations.count - len(generations.listed)) > 0:
-        table += f"<p class='soft'>{hidden} generations in the middle are left out.</p>"
+        table += f"<p class='soft'>Without {counted(hidden, 'generation')} in the middle.</p>"
     lines = "".join(
         f"<li><span class='soft'>{_offset(event, facts.steps.began)}</span> {escape(text)}</li>"
         for event, text in events.told

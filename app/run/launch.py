@@ -55,6 +55,7 @@ from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
+from ops.counted import counted
 
 if TYPE_CHECKING:
     from ray.train import Result
@@ -125,7 +126,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         print(f"error: {outcome.reason}", file=sys.stderr)
     else:
         print(
-            f"done: {config.train.steps} steps. Next: heddle report {folder}   heddle sample --checkpoint "
+            f"done: {counted(config.train.steps, 'step')}. Next: heddle report {folder}   heddle sample --checkpoint "
             f"{folder}/checkpoints"
         )
     return outcome.code

@@ -35,7 +35,7 @@ def train_each(
     """
     if not FEWEST <= len(strategies) <= MOST:
         raise ConfigError(
-            f"--strategy is given {len(strategies)} times; heddle compare --config takes {FEWEST} to {MOST} of them."
+            f"heddle compare --config takes --strategy {FEWEST} to {MOST} times; it is given {len(strategies)}."
         )
     if doubled := [name for name in strategies if strategies.count(name) > 1]:
         raise ConfigError(f"--strategy {doubled[0]} is given twice; give different strategies.")

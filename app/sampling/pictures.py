@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from ops.counted import counted
 from ops.typed import ConfigError
 
 
@@ -18,7 +19,10 @@ def read_pictures(paths: Sequence[str | Path], count: int, height: int, width: i
     given.
     """
     if len(paths) not in (1, count):
-        raise ConfigError(f"{option}: {len(paths)} pictures for {count} prompts; give one for each, or one for all.")
+        raise ConfigError(
+            f"{option}: {counted(len(paths), 'picture')} for {counted(count, 'prompt')}; give one for each, or one for "
+            "all."
+        )
     found = [_read(Path(path).expanduser(), height, width, option) for path in paths]
     return found * count if len(found) == 1 else found
 

@@ -36,6 +36,7 @@ from app.sampling.occupancy import Occupancy
 from app.sampling.prompts import EncodedPrompts, PromptRows
 from app.sampling.ways import BagWay, Halves, cheapest_way
 from ops.comm import Group
+from ops.counted import counted
 from ops.typed import ConfigError
 from ops.waiting import GroupError
 
@@ -316,7 +317,7 @@ def spread(
     record = ClipRecord(sheet.with_name(f"{sheet.stem}.clips.jsonl"), job, prompts, first)
     finished = {index for index in record.finished() if index < len(files) and files[index].is_file()}
     if finished:
-        tell(f"note: {len(finished)} of {len(prompts)} clips are there already")
+        tell(f"note: there already: {len(finished)} of {counted(len(prompts), 'clip')}")
     shown = {index: sheet_frames(read_mp4(files[index])) for index in finished}
     queue = PromptQueue(len(prompts), finished, 1 if together else batch, max_losses)
     begin = time.monotonic()
@@ -330,11 +331,11 @@ def spread(
             shown[index] = clip.shown
         made = len(shown) - len(finished)
         left = (time.monotonic() - begin) / made * (len(prompts) - len(shown))
-        tell(f"{len(shown)}/{len(prompts)} clips, {timedelta(seconds=round(left))} left")
+        tell(f"{len(shown)}/{counted(len(prompts), 'clip')}, {timedelta(seconds=round(left))} left")
 
     if queue.unfinished:
         if queue.unfinished < workers and not together:
-            tell(f"note: {queue.unfinished} prompt(s) to make: as many of the {workers} workers start")
+            tell(f"note: {counted(queue.unfinished, 'prompt')} to make: as many of the {workers} workers start")
         crew = _Crew(job, worker_class, workers if together else min(workers, queue.unfinished))
         wanted = [index for index in range(len(prompts)) if index not in finished]
         try:

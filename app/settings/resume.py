@@ -18,6 +18,7 @@ import yaml
 
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
+from ops.counted import counted
 from ops.typed import ConfigError, as_plain
 
 SettingsTree = Mapping[str, object]  # settings as YAML has them
@@ -223,7 +224,7 @@ def _trained(folder: Path) -> tuple[SettingsTree | None, str]:
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
             continue  # a damaged checkpoint is not what the run will continue from
         if isinstance(saved, Mapping):
-            return saved, f"the checkpoint after {_step(marker.parent) + 1} steps"
+            return saved, f"the checkpoint after {counted(_step(marker.parent) + 1, 'step')}"
     metrics = folder / "metrics.jsonl"
     if not checkpoints and not (metrics.is_file() and metrics.stat().st_size):
         return None, ""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from ops.counted import counted
 from ops.ranges import SEED, above, between, check_numbers
 
 LongPrompts = Literal["cut", "refuse"]
@@ -68,7 +69,8 @@ class SampleConfig:
         for name, pictures in (("images", self.images), ("last_images", self.last_images)):
             if len(pictures) not in (0, 1, len(self.prompts)):
                 raise ValueError(
-                    f"sample.{name} names {len(pictures)} pictures for {len(self.prompts)} prompts; give one for each, "
+                    f"sample.{name} names {counted(len(pictures), 'picture')} for "
+                    f"{counted(len(self.prompts), 'prompt')}; give one for each, "
                     f"or one for all."
                 )
         check_numbers(

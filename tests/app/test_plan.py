@@ -35,6 +35,7 @@ def item(name: str, frames: int) -> dict[str, Any]:
     return {"id": name, "batch": 1, "frames": frames, "height": 64, "width": 64, "text_tokens": 8}
 
 
+ROOT = Path(__file__).parent.parent.parent
 PROFILE = {
     "model": "toy",
     "device": "toy",
@@ -76,6 +77,18 @@ def test_degrees_are_counted_and_shared_heads_are_told(
     code, printed, _ = plan(monkeypatch, capsys, "--workload", files[0], "--profile", files[1], "--cluster", "1x2")
     assert code == 0 and "degrees   cascade: 5 at 2" in printed
     assert "2 does not divide 3 heads: ranks share some, and send 1.17 times what Ulysses would" in printed
+
+
+def test_a_topology_that_does_not_fit_is_changed_as_in_a_run_or_refused_with_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo = ROOT / "configs" / "runs" / "demo.yaml"
+    wide = ["--config", demo, "--cluster", "1x1", "--steps", 1, "--set", "planner.topology=g8n1"]
+    code, printed, _ = plan(monkeypatch, capsys, *wide, "--strategy", "knapsack")
+    assert code == 0 and "note: planner.topology g8n1 does not fit 1 worker: one that the planner" in printed
+    assert "items in 1 step on 1 worker (" in printed
+    code, _, told = plan(monkeypatch, capsys, *wide, "--strategy", "knapsack", "--set", "planner.misfit=wait")
+    assert code == 3 and "is of 8 workers or a multiple of them, and the cluster has 1. Give bags that" in told
 
 
 def test_the_json_holds_every_item_and_module_and_adds_up(

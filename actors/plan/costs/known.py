@@ -30,6 +30,7 @@ from actors.plan.costs.spanning import OVERLAP, BagSpread, SpanningPoint
 from actors.plan.costs.topology import CrossIsland, CrossNode
 from actors.plan.costs.update import UpdateCosts
 from actors.plan.types import MODULES, Module
+from ops.counted import counted
 from ops.degrees import exchanged
 from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling
@@ -177,7 +178,7 @@ class KnownCosts:
         found, notes = model_from(module, prior, loads, seconds, self.device, residual, *exchange)
         if len(loads) < LEAST_POINTS and not self.live:  # of a run they soon are enough
             notes.append(
-                f"{module}: {len(loads)} measured point{'s' * (len(loads) > 1)} fit no model, which takes "
+                f"{module}: {counted(len(loads), 'measured point')} fit no model, which takes "
                 f"{LEAST_POINTS}; the FLOP model is scaled to {'them' if len(loads) > 1 else 'it'}."
             )
         self._note(module, notes)

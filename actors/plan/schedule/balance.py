@@ -50,7 +50,8 @@ def parse_topology(spec: str, num_workers: int) -> tuple[int, ...]:
     if num_workers % group:
         raise PlanError(
             f"topology {spec!r} is of {counted(group, 'worker')} or a multiple of them, and the cluster has "
-            f"{num_workers}. Give bags that add up to the cluster, leave planner.topology empty, or set planner.misfit to adapt."
+            f"{num_workers}. Give bags that add up to the cluster, leave planner.topology empty, or set planner.misfit "
+            "to adapt."
         )
     return tuple(size for size in sorted(counts) for _ in range(counts[size]))
 

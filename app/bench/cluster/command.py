@@ -51,6 +51,7 @@ from app.bench.cluster.tables import (
 )
 from app.bench.page import command_of, facts_of
 from app.settings.out_files import check_writable
+from ops.counted import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,7 +167,7 @@ def run(
                 else:
                     found.append(run_here(setup))
             except VirtualRunFailed as failed:
-                print(f"{setup.nodes} nodes, {name}: {failed}")
+                print(f"{counted(setup.nodes, 'node')}, {name}: {failed}")
                 raise typer.Exit(1) from None
             print(row(found[-1]), flush=True)
             if on_ray and (line := thread_line(found[-1])):

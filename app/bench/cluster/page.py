@@ -9,6 +9,7 @@ from app.bench.cluster.simulate import ClusterFigures
 from app.bench.cluster.tables import GrowthCurve, WayRow, change_rows, way_rows
 from app.bench.page import BLUE, GREY, document, folded, legend, number_of, section, tiles
 from app.drawing.svg import BarRow, bars
+from ops.counted import counted
 
 SHARE = 0.05  # of a step of ten seconds that the controller may take
 CHANGES = {"worker": "a worker lost", "node": "a node lost", "join": "a node joined"}
@@ -45,7 +46,7 @@ def _first(ways: Sequence[WayRow], found: Sequence[ClusterFigures]) -> list[tupl
             figures.append((f"{best.ratio:.2f}", f"of DDP's samples per second: {best.name} on {workers} GPUs"))
     if found:
         last = max(found, key=lambda one: one.workers)
-        figures.append((f"{last.share:.1%}", f"of a 10 s step: the controller with {last.workers:,} workers"))
+        figures.append((f"{last.share:.1%}", f"of a 10 s step: the controller with {counted(last.workers, 'worker')}"))
         figures.append((f"{sum(one.steps for one in found):,}", "steps, each committed once and whole"))
     return figures
 
@@ -82,7 +83,7 @@ def _steps(ways: Sequence[WayRow], found: Sequence[ClusterFigures], command: str
     for workers in dict.fromkeys(one.workers for one in found):
         rows += [
             BarRow(
-                label=f"{workers:,} workers, {way.name}",
+                label=f"{counted(workers, 'worker')}, {way.name}",
                 bars=[("theirs", way.mean_step_s, f"{way.mean_step_s:.1f} evaluated")],
             )
             for way in ways
@@ -168,7 +169,7 @@ def _controller(found: Sequence[ClusterFigures], curves: Sequence[GrowthCurve], 
 
 
 def _label(one: ClusterFigures) -> str:
-    return f"{one.workers:,} workers, {one.strategy}"
+    return f"{counted(one.workers, 'worker')}, {one.strategy}"
 
 
 def _labelled(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:

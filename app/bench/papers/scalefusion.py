@@ -20,6 +20,7 @@ from app.bench.scalefusion_published import (
     seconds,
     sensitivity,
 )
+from ops.counted import counted
 from ops.models.stdit3.config import STDiT3Config
 from ops.packing import Sequence
 from ops.spatial_temporal.schedule import DSP, Schedule, intra
@@ -72,7 +73,7 @@ def fig10(quick: bool) -> Reproduction:
     counts, left = [point.slices for point in points], [point.exposed_s / whole for point in points]
     return Reproduction(
         way="simulation",
-        ours={f"{count} slice{'s' * (count > 1)}": value for count, value in zip(counts, left, strict=True)},
+        ours={f"{counted(count, 'slice')}": value for count, value in zip(counts, left, strict=True)},
         series={
             "not hidden, share of DSP's": (tuple(map(float, counts)), tuple(left)),
             "total, share of DSP's": (

@@ -45,6 +45,7 @@ from app.bench.peers.page import html
 from app.bench.tree import Tree
 from app.run.signals import unwinds_on_signal
 from app.settings.out_files import check_writable
+from ops.counted import counted
 from ops.typed import ConfigError
 
 HERE = Path(__file__).resolve().parent
@@ -122,14 +123,16 @@ def run(
                         print(failed.said, file=sys.stderr)  # the log itself goes with its folder
                         raise
                     found[name][peer].append(figures_of(seen, samples, warm, LEFT))
-            print(table(f"{name}, {workers} workers", found[name], REFERENCE, glue), end="\n\n", flush=True)
+            print(table(f"{name}, {counted(workers, 'worker')}", found[name], REFERENCE, glue), end="\n\n", flush=True)
             print(roles_table(name, found[name]), end="\n\n", flush=True)
     for written in out or []:
         if written.suffix == ".html":
             options: list[tuple[str, object]] = [("--steps", steps), ("--warm", warm), ("--rounds", rounds)]
             options += [("--workers", workers), ("--peer", only), ("--config", None if config == CONFIG else config)]
             command = partial(_command, [*options, ("--out", written.name)])
-            written.write_text(html(found, REFERENCE, glue, command, facts_of(f"{workers} workers")), encoding="utf-8")
+            written.write_text(
+                html(found, REFERENCE, glue, command, facts_of(counted(workers, "worker"))), encoding="utf-8"
+            )
         else:
             plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
             written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
@@ -171,8 +174,8 @@ def prepare(
     taken = Recipe(path).steps(steps)
     if (fewest := min(map(len, taken))) < workers:
         raise ConfigError(
-            f"{workers} workers train steps of {fewest} items; every worker needs one of its own in each step. Give "
-            f"--workers {fewest} or fewer, or raise data.items_per_step in {config}."
+            f"{counted(workers, 'worker')} train steps of {counted(fewest, 'item')}; every worker needs one of its own "
+            f"in each step. Give --workers {fewest} or fewer, or raise data.items_per_step in {config}."
         )
     return path, [sum(len(micro.keys) for micro in step) for step in taken]
 
