@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm import Group
+from ops.counted import counted
 from ops.node_routes import routes
 from ops.node_sum import NodeSum, Unreachable, meet
 from ops.shards import Bounds, Slot
@@ -83,7 +84,7 @@ class NodeGradients:
                 raise MemoryError(f"{why} Set it to auto or host, or train on more GPUs.")
             raise ConfigError(f"{why} Set it to auto or host, or to own where a GPU has room.")
         why = f": {', '.join(refused)}" if refused else ""
-        log.info("gradients of %d workers add up in %s%s", group.size, self._sum.name, why)
+        log.info("gradients of %s add up in %s%s", counted(group.size, "worker"), self._sum.name, why)
 
     def leave(self) -> None:
         """As `Gradients.leave`."""

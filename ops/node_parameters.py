@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ops.comm import Group
+from ops.counted import counted
 from ops.node_routes import routes
 from ops.node_sum import fellows_of, meet, share
 from ops.parameters import BlockModule, Received, blocks_in
@@ -121,7 +122,7 @@ class NodeParameters:
         self._flat = torch.frombuffer(memory.buffer, dtype=self._flat.dtype)
         memory.close()
         self._place.hold(self._flat, self._held, max(block.elements for block in self._blocks))
-        log.info("parameters of %d workers lie in host memory of their nodes", group.size)
+        log.info("parameters of %s lie in host memory of their nodes", counted(group.size, "worker"))
         if current:
             first = group.rank == fellows_of(group)[0]
             for value, slot in zip(values, self._layout, strict=True):

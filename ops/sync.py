@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ops.comm import Group
 from ops.config import OptimizerConfig
+from ops.counted import counted
 from ops.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
 from ops.gradients import Gradients
 from ops.node_sum import exchange
@@ -273,7 +274,7 @@ class FlatSync:
             self._import(cut(shards, self.lo, self.hi) if banks is None else shards[0])
             self.parameters.changed(self._bounds)
             self.parameters.gather()
-        log.info("generation of %d workers: range [%d, %d) of %d", group.size, self.lo, self.hi, self.total)
+        log.info("generation of %s: range [%d, %d) of %d", counted(group.size, "worker"), self.lo, self.hi, self.total)
 
     def leave(self) -> None:
         """The generation has ended: write into no memory of other workers any more. Any number of times."""

@@ -46,6 +46,7 @@ from actors.state.snapshot_interval import SnapshotInterval
 from actors.state.survivors import handed_over
 from actors.step import CollectedStep, DataLost, GenerationLost, Position, Seat
 from data.errors import DataError, DataIOError
+from ops.counted import counted
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -159,7 +160,9 @@ class RunState:
             self._refuse_to_guess(recovery.step, commits.committed)
             where = recovery.origin.checkpoint if recovery.origin is not None else "the start"
             self._tell(StepsLost(to_step=recovery.step, lost_steps=recovery.lost_steps))
-            log.warning("no snapshot is whole; %d steps are computed again from %s", recovery.lost_steps, where)
+            log.warning(
+                "no snapshot is whole: %s to compute again from %s", counted(recovery.lost_steps, "step"), where
+            )
         self._silent = ()
         return recovery
 
@@ -273,7 +276,7 @@ class RunState:
             held_s=time.time() - done.collected_at if done.snapshots else None,
         )
         if changed and self._config.snapshot.enabled:
-            log.info("a snapshot every %d steps: %s", self.interval.every, self.interval.why)
+            log.info("a snapshot every %s: %s", counted(self.interval.every, "step"), self.interval.why)
             self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
 
     def look(self) -> StuckCommit | None:

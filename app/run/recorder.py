@@ -20,6 +20,7 @@ from app.records.tails import cut_torn_line
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
+from ops.counted import counted
 from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Recorder:
         try:
             self._samples.on_checkpoint(step)
         except Exception:  # whatever it is, the run goes on
-            log.exception("no samples after %d steps", step + 1)
+            log.exception("no samples after %s", counted(step + 1, "step"))
 
 
 def _appending(path: Path) -> IO[str]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from actors.messages import TurnReport
 from actors.records.events import RunEvent, SamplesFailed, SamplesMade
 from app.settings.config import RunConfig
+from ops.counted import counted
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class LiveSamples:
         try:
             first = self._first
         except (ConfigError, OSError) as error:
-            log.warning("no samples after %d steps: %s", step + 1, error)
+            log.warning("no samples after %s: %s", counted(step + 1, "step"), error)
             return
         folder = _held(step_folder(root_of(self._run_dir), step), self._held_at)
         self._wanted = [
