@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors import process
 from actors.config import WorkersConfig
+from actors.memory_kills import in_short
 from actors.messages import IO, SNAPSHOTS, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
@@ -229,7 +230,7 @@ def kill_process(node: str, pid: int, born: str) -> None:
 
 def _cause(error: BaseException) -> str:
     """The last line of what an actor's constructor raised, or the first line of Ray's own words."""
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    lines = [line.strip() for line in in_short(str(error)).strip().splitlines() if line.strip()]
     raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
     return (raised or lines or [type(error).__name__])[-1 if raised else 0]
 

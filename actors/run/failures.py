@@ -6,6 +6,7 @@ import logging
 
 import ray
 
+from actors.memory_kills import in_short
 from actors.messages import MemoryExceeded, OutOfMemory, TurnReport
 from actors.ray_calls import GONE, get
 from actors.refs import Ref
@@ -76,4 +77,4 @@ def failed_turn(aside: str, error: ray.exceptions.RayError) -> TurnReport:
 
 
 def last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
+    return in_short(text).strip().rpartition("\n")[2]

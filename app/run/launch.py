@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors.memory_kills import in_short
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
@@ -228,7 +229,7 @@ def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
     from actors.run.rescue import rescue
 
-    reason = f"Ray Train gave the run up: {one_line(error)}"
+    reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
     try:
         left = rescue(runtime_config(config, folder))
     except Exception as second:  # the state is where it was; the message has both errors

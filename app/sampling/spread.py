@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
+from actors.memory_kills import in_short
 from actors.ray_calls import get, get_all, kill, node_address, put, remote_of, resources, wait
 from actors.refs import Method, Ref
 from app.device.choice import device_name
@@ -590,4 +591,4 @@ def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str],
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300]
+    return " ".join(in_short(str(error)).split())[:300]
