@@ -49,7 +49,5 @@ def _as_config_error(read: Callable[[], Profile], path: str | Path | None) -> Pr
         return read()
     except (PlanError, ValueError) as error:
         raise ConfigError(str(error)) from None
-    except IsADirectoryError:
-        raise ConfigError(f"profile {path} is a folder; give the file that heddle profile --out has written.") from None
     except OSError as error:
         raise ConfigError(f"profile {path} cannot be read ({error.strerror or error}).") from None

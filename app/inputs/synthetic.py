@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from data.config import SourceConfig
+from ops.counted import counted
 
 
 def synth(
@@ -32,7 +33,7 @@ def synth(
     )
     summary = synthesize(folder, config)
     print(
-        f"{summary['clips']} clips and {summary['images']} still images in {config.shards} shards: "
+        f"{summary['clips']} clips and {summary['images']} still images in {counted(config.shards, 'shard')}: "
         f"{summary['shards']} ({int(str(summary['bytes'])) / 2**20:.1f} MiB in all)"
     )
     if summary["koala"]:

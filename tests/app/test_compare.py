@@ -95,7 +95,7 @@ def test_names_tell_runs_apart(tmp_path: Path) -> None:
 
 
 def test_one_run_is_refused_and_a_folder_that_is_none(run_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="1 runs are given; heddle compare takes 2 to 4"):
+    with pytest.raises(ConfigError, match="heddle compare takes 2 to 4 run folders, not 1"):
         write_comparison([run_folder], tmp_path / "page.html")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="is not a run directory"):
@@ -181,8 +181,8 @@ def test_nothing_is_trained_when_one_of_the_runs_could_not_be(tmp_path: Path, tr
     (tmp_path / "made" / "demo-cascade" / "config.yaml").write_text("x")
     refused = {
         (*BOTH,): "demo-cascade already exists; continue it with --resume",
-        BOTH[:2]: "--strategy is given 1 times; heddle compare --config takes 2 to 4",
-        (): "--strategy is given 0 times",
+        BOTH[:2]: "takes --strategy 2 to 4 times; it is given 1.",
+        (): "takes --strategy 2 to 4 times; it is given 0.",
         BOTH[:2] * 2: "--strategy static is given twice",
         ("--strategy", "static", "--strategy", "cascad"): "cascade",
         (*BOTH, "--set", "data.cache.path=c"): "the first run would encode for the others",
@@ -206,7 +206,7 @@ def test_runs_are_given_or_made_but_not_both(run_folder: Path, tmp_path: Path, t
     for arguments, said in (
         ([str(run_folder), "--config", "x.yaml", *BOTH], "give either run directories"),
         ([str(run_folder), str(run_folder), "--steps", "3"], "give --config as well"),
-        ([], "0 runs are given; heddle compare takes 2 to 4 run folders"),
+        ([], "heddle compare takes 2 to 4 run folders, not 0"),
     ):
         result = CliRunner().invoke(app, ["compare", *arguments, "--out", str(tmp_path / "c.html")])
         assert isinstance(result.exception, ConfigError) and said in str(result.exception)

@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     ),
     "plan-binary-workload": (["plan", "--workload", "raw.bin", "--profile", H100], 2, "is not UTF-8 text"),
     "plan-missing-profile": ([*WITH, "no.json"], 2, "no.json"),
-    "plan-folder-profile": ([*WITH, "."], 2, "profile . is a folder; give the file that heddle profile"),
+    "plan-folder-profile": ([*WITH, "."], 2, "profile . is a folder without a run; give the file that"),
     "plan-other-profile": (
         ["plan", "--config", DEMO, "--profile", H100],
         3,
@@ -96,7 +96,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-compare": ([*PLAN, "--cluster", "2x8", "--compare", "static,magic"], 2, "is not one of"),
     "plan-budget": ([*PLAN, "--cluster", "2x8", "--budget", "-1"], 2, "budget"),
     "plan-budget-nan": ([*PLAN, "--cluster", "2x8", "--budget", "nan"], 2, "budget"),
-    "plan-too-small": ([*PLAN, "--cluster", "1x1"], 3, "workers"),
+    "plan-too-small": ([*PLAN, "--cluster", "1x1"], 3, "1 worker: the smallest is 2. Add 1 worker."),
     "plan-json-nowhere": ([*PLAN, "--cluster", "2x8", "--json", "no/where.json"], 2, "--json no/where.json"),
     "plan-json-folder": ([*PLAN, "--cluster", "2x8", "--json", "."], 2, "--json . "),
     "plan-share": (["plan", "--config", DEMO, "--share", "9x9x9=1"], 2, "has no bucket"),
