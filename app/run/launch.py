@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import shutil
 import sys
 import threading
@@ -127,8 +128,8 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         print(f"error: {outcome.reason}", file=sys.stderr)
     else:
         print(
-            f"done: {counted(config.train.steps, 'step')}. Next: heddle report {folder}   heddle sample --checkpoint "
-            f"{folder}/checkpoints"
+            f"done: {counted(config.train.steps, 'step')}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
+            f"{shlex.join(['heddle', 'sample', '--checkpoint', f'{folder}/checkpoints'])}"
         )
     return outcome.code
 
