@@ -135,7 +135,8 @@ class Heartbeat:
             progress = replace(
                 progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else ""
             )
-        orders = get(self._monitor.beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
+        beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
+        orders = get(beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
         elif groups is not None and (failure := groups.failure):  # on NCCL no other worker learns of it, and waits
