@@ -48,7 +48,7 @@ from ops.comm import Group
 from ops.compiled_blocks import codes_made
 from ops.conditions import NOTHING, Conditions
 from ops.groups import Groups
-from ops.models.experts import keep_attention, slice_by, transformers
+from ops.models.experts import keep_attention, pass_timing, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
@@ -311,8 +311,9 @@ class Executor:
             slice_by(modules.dit, task.rates)
             (expert,) = {s.expert for s in task.samples}
             keep_attention(modules.dit, self.attention.begin(layout, measure.room_gib))
+            transformer = transformers(modules.dit)[expert]
             done = train_pass(
-                transformers(modules.dit)[expert],
+                transformer,
                 [
                     PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
                     for s, rows, text, good in zip(task.samples, inputs.rows, inputs.text, inputs.ok, strict=True)
@@ -330,6 +331,7 @@ class Executor:
                 conditions=self._conditions(inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
+            measure.tell_seconds(pass_timing(transformer))
             self._asked = layout.asked
             losses = sequence_losses(done.predicted, done.target, layout, done.weights)
             self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
@@ -418,6 +420,10 @@ def _whole() -> None:
     """No other worker has a part in it."""
 
 
+def _untold(seconds: float) -> None:
+    """Nobody asks how long it took."""
+
+
 def _unseen(phase: str) -> None:
     """The worker is at the end of a step, and says so."""
 
@@ -467,6 +473,7 @@ class CascadeMeasure:
         self._exceeded_gib: float | None = None
         self._shapes = shapes_of(task.module, task.pieces, len(task.bag))
         self._outlasting = executor.own_outlasting()
+        self._tell: Callable[[float], None] = _untold
         self._held_s = 0.0  # at the gate of an encode that outlasts its step
 
     def __enter__(self) -> CascadeMeasure:
@@ -536,6 +543,10 @@ class CascadeMeasure:
         self._moved, self._fetch_s = (inputs.bytes_received, inputs.bytes_fetched), fetch_s
         self._gathering, self._gathered = self._phase_began, self._executor._watch.mark()
 
+    def tell_seconds(self, tell: Callable[[float], None]) -> None:
+        """Call it with the seconds of the cascade's work, when they are known."""
+        self._tell = tell
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -604,12 +615,14 @@ class CascadeMeasure:
         wait_s, exposed_s = watch.seconds(self._came, self._met) + self._held_s, waited.seconds
         if self._executor.device.type == "cuda":
             exposed_s = max(0.0, exposed_s - wait_s)
+        work_s = watch.seconds(self._met, worked) - self._held_s
+        self._tell(work_s)
         timed = replace(
             span,
             start=watch.unix(self._came),
             end=watch.unix(ended),
             phases=self._phases.seconds(),
-            work_s=watch.seconds(self._met, worked) - self._held_s,
+            work_s=work_s,
             wait_s=wait_s,
             exposed_s=exposed_s,
         )

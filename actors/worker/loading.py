@@ -21,7 +21,7 @@ from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
-from ops.models.experts import compile_blocks, parts_of, transformers
+from ops.models.experts import compile_blocks, graph_blocks, parts_of, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
@@ -190,6 +190,7 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
     modules.dit.train()
     if model.dit.compile is True:
         compile_blocks(modules.dit)
+    graph_blocks(modules.dit, model.dit.cuda_graphs, device)
     for module in ENCODED:
         if module not in settings.cached:
             modules.ready(module)

@@ -92,13 +92,14 @@ class Bench:
     def _bare_dit(self) -> nn.Module:
         import torch
 
-        from ops.models.experts import compile_blocks
+        from ops.models.experts import compile_blocks, graph_blocks
         from ops.models.load import build_dit
 
         dtype = getattr(torch, self.config.train.parameter_dtype)
         dit = build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
         if self.model.dit.compile is True:
             compile_blocks(dit)
+        graph_blocks(dit, self.model.dit.cuda_graphs, self.device)
         return dit
 
     @cached_property

@@ -38,7 +38,7 @@ FUNCTION = _names("""
 WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
-    model.dit.gradient_checkpointing model.dit.attention model.dit.compile model.dit.exchange
+    model.dit.gradient_checkpointing model.dit.attention model.dit.compile model.dit.cuda_graphs model.dit.exchange
     model.text.place model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     model.vae.channels_last model.vae.compile
     data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
@@ -66,6 +66,7 @@ RUNTIME = (
     "gradient_checkpointing",
     "attention",
     "compile",
+    "cuda_graphs",
     "exchange",
     "expert",
     "frame_rate",

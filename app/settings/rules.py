@@ -305,6 +305,17 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             "train.memory.parameters node fetches weights block by block, and model.dit.compile compiles blocks with "
             "their weights. Set compile to false, or parameters to auto or replicated."
         )
+    if train.memory.parameters == "node" and model.dit.cuda_graphs is True:
+        raise ConfigError(
+            "train.memory.parameters node fetches weights block by block, and model.dit.cuda_graphs reads them where "
+            "they lay. Set cuda_graphs to false, or parameters to auto or replicated."
+        )
+    if train.memory.attention == "kept" and model.dit.cuda_graphs:
+        raise ConfigError(
+            f"train.memory.attention kept and model.dit.cuda_graphs {str(model.dit.cuda_graphs).lower()}: graphs "
+            f"compute all of a block again. Set attention to auto, which keeps it in long passes alone, or cuda_graphs "
+            f"to false."
+        )
     if train.memory.parameters == "node" and len(model.dit.experts) > 1:
         raise ConfigError(
             "train.memory.parameters node holds the blocks of one transformer, and model.dit.expert is both. Set "

@@ -6,11 +6,19 @@ A forward pass is that of one of them (`transformers`), for clips whose noise le
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
+import torch
 from torch import nn
 
 from ops.compiled_blocks import CompiledBlocks
+from ops.graphed_blocks import CudaGraphs, GraphedBlocks
+from ops.models.base.config import CudaGraphsSetting
 from ops.models.base.transformer import PackedTransformer
 from ops.spatial_temporal.choice import SliceRates
+
+log = logging.getLogger(__name__)
 
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
@@ -47,6 +55,29 @@ def compile_blocks(module: nn.Module) -> None:
     for one in transformers(module):
         assert isinstance(one, PackedTransformer)
         one.compiled = CompiledBlocks(one.block_parts)
+
+
+def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.device) -> None:
+    """From now on blocks of small passes run by CUDA graphs (`ops.graphed_blocks`), if the setting says so and device
+    and family have them."""
+    if not setting:
+        return
+    for one in transformers(module):
+        assert isinstance(one, PackedTransformer)
+        if device.type == "cuda" and one.config.compiles:
+            one.graphed = GraphedBlocks(one.config, CudaGraphs(device), compared=setting == "auto")
+        else:
+            log.info("model.dit.cuda_graphs: blocks of %s on %s run as written", one.config.architecture, device.type)
+
+
+def pass_timing(transformer: nn.Module) -> Callable[[float], None]:
+    """To be called with the seconds of its last pass, when they are known (`GraphedBlocks.timing`)."""
+    graphed = transformer.graphed if isinstance(transformer, PackedTransformer) else None
+    return _untimed if graphed is None else graphed.timing()
+
+
+def _untimed(seconds: float) -> None:
+    """Nothing is decided by them."""
 
 
 def parts_of(module: nn.Module) -> tuple[str, ...]:

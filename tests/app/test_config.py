@@ -141,6 +141,15 @@ MISTAKES = {
     "model: {dit: {compile: on, gradient_checkpointing: true}}\ntrain: {memory: {parameters: node}}": (
         "model.dit.compile compiles blocks with their weights. Set compile to false"
     ),
+    "model: {dit: {cuda_graphs: often}}": "model.dit.cuda_graphs is 'often'",
+    "model: {dit: {architecture: stdit3, cuda_graphs: on}}": "blocks of architecture stdit3 are not captured",
+    "model: {dit: {cuda_graphs: auto, compile: auto}}": "blocks run by graphs or compiled. Leave one of the two out",
+    "model: {dit: {cuda_graphs: on, gradient_checkpointing: true}}\ntrain: {memory: {parameters: node}}": (
+        "model.dit.cuda_graphs reads them where they lay. Set cuda_graphs to false"
+    ),
+    "model: {dit: {cuda_graphs: auto, gradient_checkpointing: true}}\ntrain: {memory: {attention: kept}}": (
+        "train.memory.attention kept and model.dit.cuda_graphs auto: graphs compute all of a block again"
+    ),
     "train: {memory: {parameters: one}}": "expected one of auto, replicated, node",
     "train: {memory: {gradients: all}}": "expected one of auto, own, node, host",
     "base: missing.yaml": "missing.yaml does not exist",

@@ -16,6 +16,8 @@ from ops.models.base.flops import ForwardFlops
 from ops.ranges import above, between, check_numbers
 from ops.spatial_temporal.slicing import Slicing
 
+CudaGraphsSetting = bool | Literal["auto"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiTConfig:
@@ -48,6 +50,9 @@ class DiTConfig:
     # over memory between fused ops, attention and matrix products. Results differ by rounding. auto: by the profile's
     # seconds of both ways (heddle profile), decided once for a run; its settings hold true or false
     compile: bool | Literal["auto"] = False
+    # CUDA graphs of the blocks, in passes that come again and are less work for a GPU than for its host, as those of a
+    # few pictures; auto: where the worker that runs them finds them faster. On the CPU blocks run as written
+    cuda_graphs: CudaGraphsSetting = False
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
@@ -96,6 +101,16 @@ class DiTConfig:
             raise ValueError(
                 f"model.dit.compile is true, and blocks of architecture {self.architecture} are not compiled: one code "
                 f"does not serve all their shapes. Set it to false."
+            )
+        if self.cuda_graphs is True and not self.compiles:
+            raise ValueError(
+                f"model.dit.cuda_graphs is true, and blocks of architecture {self.architecture} are not captured: what "
+                f"they are given is made anew for every pass. Set it to false."
+            )
+        if self.cuda_graphs and self.compile:
+            both = f"{self.cuda_graphs} and compile {self.compile}".lower()
+            raise ValueError(
+                f"model.dit.cuda_graphs {both}: blocks run by graphs or compiled. Leave one of the two out."
             )
         if self.freq_dim % 2:
             raise ValueError(

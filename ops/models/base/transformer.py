@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ops.comm import Group
 from ops.compiled_blocks import CompiledBlocks
 from ops.conditions import NOTHING, Conditions
+from ops.graphed_blocks import GraphedBlocks
 from ops.kept_attention import keeping_attention
 from ops.models.base.config import DiTConfig
 from ops.packing import Layout
@@ -67,6 +68,7 @@ class PackedTransformer(nn.Module):
         # what runs a block whose weights lie elsewhere (ops.node_parameters); None: they are on the device
         self.fetched: Callable[[nn.Module], Callable[..., Any]] | None = None
         self.compiled: CompiledBlocks | None = None  # blocks run as written where their weights are fetched
+        self.graphed: GraphedBlocks | None = None  # neither with compiled blocks nor with fetched weights
 
     def forward(
         self,
@@ -87,6 +89,8 @@ class PackedTransformer(nn.Module):
         self._check(tokens, timesteps, text, layout)
         if self.compiled is not None:
             self.compiled.prepare(layout)
+        if self.graphed is not None:
+            self.graphed.begin(layout)
         return self.velocity(ForwardInputs(tokens, timesteps, text, layout, group, conditions))
 
     def velocity(self, given: ForwardInputs) -> Tensor:
@@ -114,6 +118,10 @@ class PackedTransformer(nn.Module):
         elif self.compiled is not None:
             assert isinstance(block, nn.Module), "blocks of a kind share their code"
             call = self.compiled(block)
+        elif self.graphed is not None:
+            assert isinstance(block, nn.Module), "its weights are known by the module"
+            if (graphs := self.graphed(block)) is not None:
+                return cast(R, graphs(*inputs))
         if (self.config.gradient_checkpointing or self.fetched is not None) and torch.is_grad_enabled():
             # there is no dropout
             contexts = keeping_attention if self.keeps_attention else noop_context_fn

@@ -1,0 +1,107 @@
+"""Passes of a few pictures with blocks as written and by CUDA graphs: seconds, the host's part of them, and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from app.bench.gpu.cascades import PICTURE
+from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
+from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
+from ops.comm import Group
+from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Work
+from ops.models.base.transformer import PackedTransformer
+from ops.packing import Sequence
+from ops.train_pass import packed_loss
+
+SMALL_PICTURE = Sequence((1, 16, 26), 512)  # 256 x 416
+_NORM_ERROR = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PicturePass:
+    """Forward and backward of one cascade of pictures, both ways."""
+
+    name: str
+    pictures: tuple[Sequence, ...]
+    estimate_s: float = 12.0
+
+    def why_not(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+        config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
+        torch.manual_seed(0)
+        dit = build(config, place.device, torch.bfloat16).train()
+        pictures = place.pick(list(self.pictures), [SMALL_CLIP] * len(self.pictures))
+        call = PackedCall.of(config, pictures, place.device, torch.bfloat16)
+        once, repeats = _pass(dit, call), place.pick(10, 2)
+        written = place.seconds(once, repeats, warm_up=place.pick(3, 1)).seconds
+        host_written, norm = _host_seconds(once, place, repeats), _norm(dit)
+        reserved = _reserved_gib(place)
+        capture: Capture = _run_again if place.rehearse else CudaGraphs(place.device)
+        dit.graphed = GraphedBlocks(config, capture)
+        once()
+        capturing = place.seconds(once, 1, warm_up=0).seconds  # the second of its kind
+        graphs = place.seconds(once, repeats).seconds
+        host_graphs, norm_graphs = _host_seconds(once, place, repeats), _norm(dit)
+        figures: dict[str, Figure] = {
+            "right": dit.graphed(dit.all_blocks()[0]) is not None and abs(norm_graphs / norm - 1) < _NORM_ERROR,
+            "rows": call.layout.local_tokens,
+            "seconds as written": written,
+            "seconds by graphs": graphs,
+            "times faster": written / graphs,
+            "host seconds as written": host_written,
+            "host seconds by graphs": host_graphs,
+            "seconds of the pass that captures": capturing,
+            "GiB for graphs": None if reserved is None else (_reserved_gib(place) or 0.0) - reserved,
+        }
+        return figures
+
+
+def measurements() -> list[PicturePass]:
+    return [
+        PicturePass(name="graphs.wan-1.3b.one-480p", pictures=(PICTURE,)),
+        PicturePass(name="graphs.wan-1.3b.four-256p", pictures=(SMALL_PICTURE,) * 4),
+        PicturePass(name="graphs.wan-1.3b.one-256p", pictures=(SMALL_PICTURE,)),
+    ]
+
+
+def _pass(dit: PackedTransformer, call: PackedCall) -> Callable[[], None]:
+    """With gradients of this pass alone."""
+
+    def once() -> None:
+        dit.zero_grad()
+        out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+        packed_loss(out.float(), call.target, call.layout, call.weights).backward()
+
+    return once
+
+
+def _host_seconds(once: Callable[[], None], place: Place, repeats: int) -> float:
+    """Until a call has returned whose device was idle when it began: what a host needs to ask for it all."""
+    found = []
+    for _ in range(repeats):
+        place.synchronize()
+        began = time.perf_counter()
+        once()
+        found.append(time.perf_counter() - began)
+    place.synchronize()
+    return sorted(found)[len(found) // 2]
+
+
+def _norm(dit: PackedTransformer) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in dit.parameters() if p.grad is not None]))
+
+
+def _reserved_gib(place: Place) -> float | None:
+    return torch.cuda.memory_reserved(place.device) / 2**30 if place.device.type == "cuda" else None
+
+
+def _run_again(work: Work) -> Work:
+    """Stands for a graph in a rehearsal: the work is done anew."""
+    work()
+    return work
