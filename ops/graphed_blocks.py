@@ -1,6 +1,6 @@
 """CUDA graphs of transformer blocks in small passes: `model.dit.cuda_graphs`.
 
-    transformer.graphed = GraphedBlocks(config, CudaGraphs(device), compared=True)
+    transformer.graphed = GraphedBlocks(is_small, CudaGraphs(device), compared=True)
 
 A pass of a few pictures is less work for a GPU than for its host, which asks for some 250 operators a block. Of a pass
 that comes again, with the same grids and lengths of text, each block is captured twice: forward alone, and forward with
@@ -28,25 +28,22 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from ops.kernels.base.autograd import Context, InputGradients
-from ops.models.base.config import DiTConfig
 from ops.packing import Layout
 
 log = logging.getLogger(__name__)
 
 R = TypeVar("R")
-Work = Callable[[], None]
+Launches = Callable[[], None]
 
-# Forward, forward again and backward of one block take a host some 1.5 ms, and a large GPU for this many FLOPs longer.
-BLOCK_FLOPS = 1e12
 LEAST_GAIN = 0.03  # share of a pass's seconds: captured ones have memory of their own
 _WARM, _COMPARED = 1, 3  # passes as written before the capture: the first of a shape is no measure of the others
-_MOST_CAPTURED, _MOST_SEEN = 8, 256  # kinds of passes; a graph of a block has some 100 kB on the device
+_MOST_SEEN = 256  # kinds of passes
 
 
 class Capture(Protocol):
     """How work is captured."""
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Launches) -> Launches:
         """Runs `work` once, and returns what runs the same kernels on the same memory again."""
         ...
 
@@ -59,7 +56,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # nothing is captured on the default one
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Launches) -> Launches:
         """As `Capture`. Raises RuntimeError where something of `work` cannot be captured, or memory runs out."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
@@ -75,18 +72,24 @@ class CudaGraphs:
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
-        return cast(Work, graph.replay)
+        return cast(Launches, graph.replay)
 
 
 class GraphedBlocks:
     """Blocks of one transformer as graphs, in passes with a gradient on one GPU. Not thread-safe."""
 
-    def __init__(self, config: DiTConfig, capture: Capture, compared: bool = False) -> None:
-        """`compared`: kinds of passes that `took` finds no faster by graphs run as written again."""
-        self._flops, self._blocks = config.flops, sum(config.block_counts)
-        self._capture, self._compared = capture, compared
+    def __init__(
+        self,
+        is_small: Callable[[Layout], bool],
+        capture: Capture,
+        compared: bool = False,
+        kinds: int = 8,
+    ) -> None:
+        """`is_small` says which passes may run by graphs. With `compared` those that turn out no faster so run as
+        written again. Graphs are kept of as many `kinds` of passes; one of a block has some 100 kB."""
+        self._is_small, self._capture, self._compared, self._most = is_small, capture, compared, kinds
         self._kinds: OrderedDict[Hashable, _PassKind] = OrderedDict()  # seen last at the end
-        self._of_parameters = _Slots()
+        self._of_parameters: dict[Hashable, _FlatSlot] = {}  # by shapes and dtypes
         self._pass: _Pass | None = None
         self._off = False
 
@@ -119,14 +122,6 @@ class GraphedBlocks:
         one, compared = self._pass, self._compared
         return lambda seconds: None if one is None or not compared else one.took(seconds)
 
-    def _is_small(self, layout: Layout) -> bool:
-        forward = sum(
-            self._flops.linear(one.tokens, one.text_tokens)
-            + self._flops.attention(one.tokens, one.text_tokens, one.grid[0])
-            for one in layout.sequences
-        )
-        return 4 * forward <= BLOCK_FLOPS * self._blocks  # forward twice, and backward is two of it
-
     def _kind(self, layout: Layout) -> _PassKind:
         key = (layout.sequences, layout.text_recurs)
         kind = self._kinds.setdefault(key, _PassKind())
@@ -138,7 +133,7 @@ class GraphedBlocks:
     def _forget(self) -> None:
         """Graphs of the kinds that were not seen for the longest time."""
         captured = [kind for kind in self._kinds.values() if kind.captured is not None]
-        for kind in captured[:-_MOST_CAPTURED]:
+        for kind in captured[: -self._most]:
             kind.captured = None
 
     def _graphed(self, captured: _Captured, block: nn.Module, inputs: tuple[object, ...]) -> object:
@@ -216,6 +211,32 @@ class _Slots:
         return self._made[key]
 
 
+class _FlatSlot:
+    """Slots side by side, one after the other for each dtype, of which a copy is one copy for each dtype."""
+
+    def __init__(self, like: Sequence[Tensor]) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for place, one in enumerate(like):
+            by_dtype.setdefault(one.dtype, []).append(place)
+        self._shapes = [one.shape for one in like]
+        self._flat = [
+            (places, torch.zeros(sum(like[place].numel() for place in places), dtype=dtype, device=like[0].device))
+            for dtype, places in by_dtype.items()
+        ]
+        self.slots = self._cut([flat for _, flat in self._flat])
+
+    def copies(self) -> list[Tensor]:
+        """What is in the slots."""
+        return self._cut([flat.clone() for _, flat in self._flat])
+
+    def _cut(self, flats: Sequence[Tensor]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for (places, _), flat in zip(self._flat, flats, strict=True):
+            sizes = [math.prod(self._shapes[place]) for place in places]
+            found |= zip(places, flat.split(sizes), strict=True)
+        return [found[place].view(shape) for place, shape in enumerate(self._shapes)]
+
+
 @dataclass(slots=True)
 class _Captured:
     """The graphs of a kind of pass."""
@@ -228,14 +249,16 @@ class _Captured:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Graphs:
     """Both graphs of a block. After `forward` the results of `inputs` are in `outputs`, after `backward` what of their
-    gradient, `received`, belongs to inputs and parameters is in `gradients`, of those that have one."""
+    gradient, `received`, belongs to the inputs, of those that have one, is in `gradients`, and what belongs to the
+    parameters in `of_parameters`."""
 
-    forward: Work
-    backward: Work
+    forward: Launches
+    backward: Launches
     inputs: list[Tensor]
     outputs: list[Tensor]
     received: list[Tensor]
     gradients: list[Tensor | None]
+    of_parameters: _FlatSlot | None
     parameters: tuple[nn.Parameter, ...]  # that are trained
     spec: pytree.TreeSpec  # of the outputs
     signature: tuple[object, ...]
@@ -254,15 +277,15 @@ class _BlockCall:
         self._block, self._leaves, self._spec = block, leaves, spec
         self._layout = layout
         self._parameters = tuple(p for p in block.parameters() if p.requires_grad)
-        kind, device = torch.get_autocast_dtype, next(t for t in leaves if isinstance(t, Tensor)).device.type
-        self._autocast = (device, kind(device), torch.is_autocast_enabled(device))
+        device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
+        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
 
     def trained(self, tensors: Sequence[Tensor]) -> bool:
         """Whether anything of it has a gradient."""
         return bool(self._parameters) or any(one.requires_grad for one in tensors)
 
-    def capture(self, capture: Capture, slots: _Slots, of_parameters: _Slots) -> _Graphs:
-        """Slots for what it is given and gives, and both graphs."""
+    def capture(self, capture: Capture, slots: _Slots, of_blocks: dict[Hashable, _FlatSlot]) -> _Graphs:
+        """Slots for what it is given and gives, and both graphs. Blocks of a kind share those of parameters."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         needs = [one.requires_grad for one in tensors]
         inputs = slots.like("in", tensors)
@@ -271,9 +294,9 @@ class _BlockCall:
             example = self._run(inputs)
         flat, spec = pytree.tree_flatten(example)
         outputs, received = slots.like("out", flat), slots.like("received", flat)
-        wanted = slots.like("gradient", [one for one, need in zip(inputs, needs) if need])
-        wanted += of_parameters.like("gradient", self._parameters)
-        unused: set[int] = set()
+        gradients = slots.like("gradient", [one for one, need in zip(inputs, needs) if need])
+        of_parameters = self._of_parameters(of_blocks)
+        wanted = [*gradients, *(of_parameters.slots if of_parameters else [])]
 
         def forward() -> None:
             with torch.no_grad():
@@ -284,18 +307,17 @@ class _BlockCall:
             with torch.enable_grad():
                 found = pytree.tree_leaves(self._run(given))
             results = [(one, grad) for one, grad in zip(found, received) if one.requires_grad]
-            gradients = torch.autograd.grad(
+            made = torch.autograd.grad(
                 [one for one, _ in results],
                 [*(one for one in given if one.requires_grad), *self._parameters],
                 [grad for _, grad in results],
                 allow_unused=True,
+                materialize_grads=True,
             )
-            unused.update(place for place, one in enumerate(gradients) if one is None)
-            pairs = [(slot, one) for slot, one in zip(wanted, gradients, strict=True) if one is not None]
-            torch._foreach_copy_([slot for slot, _ in pairs], [one for _, one in pairs])
+            torch._foreach_copy_(wanted, list(made))
 
         graphs = capture(forward), capture(backward)
-        left = iter([None if place in unused else slot for place, slot in enumerate(wanted)])
+        left = iter(gradients)
         weights = (*self._block.parameters(), *self._block.buffers())
         return _Graphs(
             forward=graphs[0],
@@ -303,13 +325,22 @@ class _BlockCall:
             inputs=inputs,
             outputs=outputs,
             received=received,
-            gradients=[next(left) if need else None for need in needs] + list(left),
+            gradients=[next(left) if need else None for need in needs],
+            of_parameters=of_parameters,
             parameters=self._parameters,
             spec=spec,
             signature=_signature(self._leaves),
             weights=weights,
             addresses=_addresses(weights),
         )
+
+    def _of_parameters(self, known: dict[Hashable, _FlatSlot]) -> _FlatSlot | None:
+        if not self._parameters:
+            return None
+        key = tuple((one.shape, one.dtype) for one in self._parameters)
+        if key not in known:
+            known[key] = _FlatSlot(self._parameters)
+        return known[key]
 
     def _run(self, tensors: Sequence[Tensor]) -> object:
         """The block's call with these tensors for its own. Casts of weights are made anew, not taken from a cache of
@@ -349,8 +380,9 @@ class _Replayed(Function):
         graphs = ctx.graphs
         torch._foreach_copy_([*graphs.inputs, *graphs.received], [*ctx.saved_tensors, *received])
         graphs.backward()
-        # each of them is a copy: the next block writes its own there, before these have been added up
-        return None, *(None if one is None else one.clone() for one in graphs.gradients)
+        # all are copies: the next block writes its own there, before these have been added up
+        of_inputs = [None if one is None else one.clone() for one in graphs.gradients]
+        return None, *of_inputs, *(graphs.of_parameters.copies() if graphs.of_parameters else ())
 
 
 def _signature(leaves: Sequence[object]) -> tuple[object, ...]:

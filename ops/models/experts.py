@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
 from ops.compiled_blocks import CompiledBlocks
 from ops.graphed_blocks import CudaGraphs, GraphedBlocks
-from ops.models.base.config import CudaGraphsSetting
+from ops.models.base.config import CudaGraphsSetting, DiTConfig
 from ops.models.base.transformer import PackedTransformer
+from ops.packing import Layout
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
+_BLOCK_FLOPS = 1e12  # which take a GPU some 2.5 ms; a host asks for the 250 operators of a block in 1.5 ms
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
@@ -65,9 +68,20 @@ def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.de
     for one in transformers(module):
         assert isinstance(one, PackedTransformer)
         if device.type == "cuda" and one.config.compiles:
-            one.graphed = GraphedBlocks(one.config, CudaGraphs(device), compared=setting == "auto")
+            is_small = partial(is_small_pass, one.config)
+            one.graphed = GraphedBlocks(is_small, CudaGraphs(device), compared=setting == "auto")
         else:
             log.info("model.dit.cuda_graphs: blocks of %s on %s run as written", one.config.architecture, device.type)
+
+
+def is_small_pass(config: DiTConfig, layout: Layout) -> bool:
+    """Whether forward, forward again and backward of a block are less work for a large GPU than for its host."""
+    forward = sum(
+        config.flops.linear(one.tokens, one.text_tokens)
+        + config.flops.attention(one.tokens, one.text_tokens, one.grid[0])
+        for one in layout.sequences
+    )
+    return 4 * forward <= _BLOCK_FLOPS * sum(config.block_counts)  # backward is two of it
 
 
 def pass_timing(transformer: nn.Module) -> Callable[[float], None]:

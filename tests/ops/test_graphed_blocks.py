@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from app.bench.gpu.models import WAN_1_3B, WAN_14B
 from app.export.parity import parity_sample
-from ops import graphed_blocks
 from ops.comm import Group
 from ops.graphed_blocks import Capture, GraphedBlocks
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
+from ops.models.experts import is_small_pass
 from ops.models.load import build_dit
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
@@ -29,10 +32,10 @@ GRAPHED = [name for name in ONE_EACH if VARIANTS[name].compiles]
 Result = tuple[Tensor, list[Tensor]]
 
 
-def graphed(config: DiTConfig, capture: Capture, compared: bool = False) -> PackedTransformer:
+def graphed(config: DiTConfig, capture: Capture, **settings: Any) -> PackedTransformer:
     module = build_dit(config, 0)
     assert isinstance(module, PackedTransformer)
-    module.graphed = GraphedBlocks(module.config, capture, compared)
+    module.graphed = GraphedBlocks(**{"is_small": partial(is_small_pass, config), "capture": capture, **settings})
     return module
 
 
@@ -161,7 +164,7 @@ def test_weights_that_have_moved_are_captured_again() -> None:
     assert capture.captured == before + 2
 
 
-def test_large_passes_bags_and_passes_without_a_gradient_run_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_passes_bags_and_passes_without_a_gradient_run_as_written() -> None:
     config, capture = checkpointed("wan"), TapeCapture()
     ours = graphed(config, capture)
     with torch.no_grad():
@@ -175,16 +178,15 @@ def test_large_passes_bags_and_passes_without_a_gradient_run_as_written(monkeypa
     for _ in range(3):
         ours.graphed.begin(Layout([PackedSequence((1, 2, 2), 3)], degree=2))
         assert ours.graphed(ours.all_blocks()[0]) is None
-    monkeypatch.setattr(graphed_blocks, "BLOCK_FLOPS", 0.0)
+    large = graphed(config, capture, is_small=lambda layout: False)
     for number in range(3):
-        run(ours, config, number)
+        run(large, config, number)
     assert capture.captured == 0
 
 
-def test_graphs_of_kinds_that_were_not_seen_for_long_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphed_blocks, "_MOST_CAPTURED", 1)
+def test_graphs_of_kinds_that_were_not_seen_for_long_go() -> None:
     config, capture = checkpointed("wan"), TapeCapture()
-    ours, theirs = graphed(config, capture), build_dit(config, 0)
+    ours, theirs = graphed(config, capture, kinds=1), build_dit(config, 0)
     counts = []
     for number, copies in enumerate(([True], [True], [False], [False], [True], [True])):
         assert_same(ours, run(ours, config, number, copies), run(theirs, config, number, copies))
@@ -220,3 +222,17 @@ def test_what_cannot_be_captured_runs_as_written(caplog: pytest.LogCaptureFixtur
         for number in range(4):
             assert_same(ours, run(ours, config, number), run(theirs, config, number))
     assert len(asked) == 1 and "run as written from now on: operation not permitted" in caplog.text
+
+
+def test_what_is_small_depends_on_weights_and_rows() -> None:
+    """Of Wan2.1."""
+    picture, fewer = PackedSequence((1, 30, 52), 512), PackedSequence((1, 16, 26), 512)
+    for config, pack, small in (
+        (WAN_1_3B, [picture], True),
+        (WAN_1_3B, [picture] * 2, False),
+        (WAN_1_3B, [fewer] * 4, True),
+        (WAN_14B, [picture], False),
+        (WAN_14B, [fewer], False),
+        (WAN_14B, [PackedSequence((1, 8, 13), 64)], True),
+    ):
+        assert is_small_pass(config, Layout(pack)) == small

@@ -33,12 +33,16 @@ from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
+from ops.graphed_blocks import GraphedBlocks, Launches
 from ops.models.base.config import DiTConfig
+from ops.models.base.transformer import PackedTransformer
+from ops.models.experts import transformers
 from ops.noise import NoiseKey
 from ops.packing import Sequence as PackedSequence
 
 STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
+SMALL_PICTURE = PackedSequence((1, 16, 26), 512)  # 256 x 416
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
 _PINNED = WeakIdKeyDictionary()
@@ -63,6 +67,7 @@ class DispatchCount:
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         first, second = counted_step(self.config, blocks=False), counted_step(self.config)
         come = counted_step(self.config, blocks=False, published=True)
+        picture, graphs = counted_picture(self.config)
         per_layer = (second.cascade.kernels - first.cascade.kernels) / sum(self.config.block_counts)
         figures: dict[str, float] = {}
         for prefix, counter in (
@@ -70,6 +75,8 @@ class DispatchCount:
             ("", second.cascade),
             ("without blocks, results of others: ", come.cascade),
             ("end of step: ", second.finish),
+            ("small picture: ", picture),
+            ("small picture by graphs: ", graphs),
         ):
             figures |= {f"{prefix}{name}": value for name, value in counter.figures().items()}
         return figures | {"kernels per block": round(per_layer, 1)}
@@ -126,6 +133,15 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         if there and not func.is_view and not name.startswith(FREE):
             self.kernels += 1
         return out
+
+    def launch_of(self, work: Launches) -> Launches:
+        """Stands for the graph of this work, which is done once."""
+        work()
+        return self._launch
+
+    def _launch(self) -> None:
+        self.dispatched += 1
+        self.kernels += 1
 
     def uploaded(self, source: Tensor, blocking: bool) -> None:
         """A copy to the device has begun; with `blocking` the host waits until all queued before it has ended."""
@@ -206,10 +222,35 @@ def counted_step(config: DiTConfig, blocks: bool = True, published: bool = False
     return counts
 
 
-def _run(worker: Executor, step: int, cascade: DispatchCounter, finish: DispatchCounter, published: bool) -> None:
+def counted_picture(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter]:
+    """A cascade of one small picture with blocks as written, and the third of its kind by CUDA graphs, of which each is
+    one launch, whatever is in it."""
+    found = DispatchCounter(), DispatchCounter()
+    with as_on_a_gpu():
+        for graphs, counter in zip((False, True), found, strict=True):
+            worker = _worker(config, blocks=True)
+            if graphs:
+                (dit,) = transformers(worker.modules.dit)
+                assert isinstance(dit, PackedTransformer)
+                dit.graphed = GraphedBlocks(lambda layout: True, counter.launch_of)
+            for step in range(2):
+                _run(worker, step, DispatchCounter(), DispatchCounter(), pack=[SMALL_PICTURE])
+            _run(worker, 2, counter, DispatchCounter(), pack=[SMALL_PICTURE])
+            worker.leave()
+    return found
+
+
+def _run(
+    worker: Executor,
+    step: int,
+    cascade: DispatchCounter,
+    finish: DispatchCounter,
+    published: bool = False,
+    pack: Sequence[PackedSequence] = PACK,
+) -> None:
     """Encode results are in place, as after encodes on the same worker, or `published` by others."""
-    images = worker.modules.config.dit.images_only
-    pack = [replace(one, grid=(1, *one.grid[1:])) for one in PACK] if images else PACK
+    if worker.modules.config.dit.images_only:
+        pack = [replace(one, grid=(1, *one.grid[1:])) for one in pack]
     task = encoded_cascade(worker, step, "d", pack, torch.empty)
     fetched = {}
     if published:
@@ -291,5 +332,6 @@ def as_on_a_gpu() -> Iterator[None]:
         patch.object(uploads, "staging", pinned),
         patch.object(torch, "autocast", quiet),
         patch.object(torch, "is_autocast_enabled", lambda device_type=None: False),
+        patch.object(torch, "get_autocast_dtype", lambda device_type: torch.bfloat16),
     ):
         yield

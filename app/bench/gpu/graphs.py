@@ -5,19 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from app.bench.gpu.cascades import PICTURE
+from app.bench.gpu.counting import SMALL_PICTURE
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
 from ops.comm import Group
-from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Work
+from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
 from ops.models.base.transformer import PackedTransformer
+from ops.models.experts import is_small_pass
 from ops.packing import Sequence
 from ops.train_pass import packed_loss
 
-SMALL_PICTURE = Sequence((1, 16, 26), 512)  # 256 x 416
 _NORM_ERROR = 1e-3
 
 
@@ -43,7 +45,7 @@ class PicturePass:
         host_written, norm = _host_seconds(once, place, repeats), _norm(dit)
         reserved = _reserved_gib(place)
         capture: Capture = _run_again if place.rehearse else CudaGraphs(place.device)
-        dit.graphed = GraphedBlocks(config, capture)
+        dit.graphed = GraphedBlocks(partial(is_small_pass, config), capture)
         once()
         capturing = place.seconds(once, 1, warm_up=0).seconds  # the second of its kind
         graphs = place.seconds(once, repeats).seconds
@@ -101,7 +103,7 @@ def _reserved_gib(place: Place) -> float | None:
     return torch.cuda.memory_reserved(place.device) / 2**30 if place.device.type == "cuda" else None
 
 
-def _run_again(work: Work) -> Work:
+def _run_again(work: Launches) -> Launches:
     """Stands for a graph in a rehearsal: the work is done anew."""
     work()
     return work
