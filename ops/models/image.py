@@ -14,6 +14,7 @@ from ops.models.files import check_files, variant_of
 from ops.models.folders import component
 from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
+from ops.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -52,7 +53,8 @@ class CLIPImages:
     @torch.no_grad()
     def encode(self, pictures: Tensor) -> Tensor:
         inputs = self.processor(images=list(pictures.cpu().numpy()), return_tensors="pt")["pixel_values"]
-        return vision_rows(self.encoder, inputs.to(self.device, self.encoder.dtype))
+        (there,) = upload([inputs], self.device)
+        return vision_rows(self.encoder, there.to(self.encoder.dtype))
 
 
 def vision_rows(encoder: CLIPVisionModel, pixels: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from ops.models.config import TextConfig
 from ops.models.image import Preprocessor
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, length_groups
+from ops.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlavaConfig, PreTrainedTokenizerBase
@@ -107,9 +108,10 @@ class LlavaText:
                 ids[row, :at] = torch.tensor(tokens[i][:at])
                 ids[row, at + 1 + more : len(tokens[i]) + more] = torch.tensor(tokens[i][at + 1 :])
             seen = self.eyes.processor(images=[pictures[i] for i in group], return_tensors="pt")["pixel_values"]
-            states = self._states(ids.to(self.device), seen)
-            for row, i in enumerate(group):
-                own = torch.tensor(self._rows_of(tokens[i]), device=states.device) + more
+            rows = [torch.tensor(self._rows_of(tokens[i])) + more for i in group]
+            ids, seen, *rows = upload([ids, seen, *rows], self.device)
+            states = self._states(ids, seen)
+            for row, (i, own) in enumerate(zip(group, rows, strict=True)):
                 kept = states[row, at : at + self.picture_tokens : self.every]
                 result[i] = torch.cat([kept, states[row].index_select(0, own)])
         return [rows for rows in result if rows is not None]
@@ -118,8 +120,7 @@ class LlavaText:
         """[B, L, E] of tokens [B, L] and prepared pictures [B, 3, size, size]."""
         model, config = self.encoder, self.encoder.config
         embeds = model.language_model.get_input_embeddings()(ids)
-        pixels = seen.to(self.device, embeds.dtype)
-        tower = model.vision_tower(pixel_values=pixels, output_hidden_states=True)
+        tower = model.vision_tower(pixel_values=seen.to(embeds.dtype), output_hidden_states=True)
         patches = tower.hidden_states[config.vision_feature_layer][:, 1:]  # without CLIP's class token
         rows = model.multi_modal_projector(patches)
         embeds = torch.cat([embeds[:, : self._at], rows, embeds[:, self._at + self.picture_tokens :]], dim=1)
