@@ -225,7 +225,7 @@ def test_what_cannot_be_captured_runs_as_written(caplog: pytest.LogCaptureFixtur
 
 
 def test_what_is_small_depends_on_weights_and_rows() -> None:
-    """Of Wan2.1."""
+    """Blocks of Wan2.1, of two sizes."""
     picture, fewer = PackedSequence((1, 30, 52), 512), PackedSequence((1, 16, 26), 512)
     for config, pack, small in (
         (WAN_1_3B, [picture], True),
