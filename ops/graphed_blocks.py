@@ -21,6 +21,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,14 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # nothing is captured on the default one
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # with the last of which the pool goes
 
     def __call__(self, work: Launches) -> Launches:
         """As `Capture`. Raises RuntimeError where something of `work` cannot be captured, or memory runs out."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        if not self._graphs:
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             work()  # makes what is made at a first call: index tensors, workspaces, kernels
@@ -69,6 +74,8 @@ class CudaGraphs:
             except BaseException:
                 with suppress(RuntimeError):
                     graph.capture_end()
+                with suppress(RuntimeError):  # which a capture that has failed leaves out: memory would never come back
+                    torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
                 raise
             graph.capture_end()
         current.wait_stream(self._stream)
