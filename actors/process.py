@@ -35,7 +35,8 @@ def kill(pid: int, born: str) -> bool:
 
 def _fields(pid: int) -> list[str]:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the name before it may contain spaces and brackets
+    # The name before it may contain spaces and brackets, and the kernel cuts it at 15 bytes, also within a letter.
+    return stat.rpartition(b")")[2].decode("ascii").split()

@@ -73,7 +73,7 @@ def _look(run: LabRun, step: int) -> MemoryUse:
 
 
 def _resident_mib(pid: int, kind: str) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) / 2**10
 
 

@@ -32,6 +32,15 @@ def test_another_process_under_the_same_number_is_left_alone(sleeper: subprocess
     assert sleeper.poll() is None
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/comm"), reason="the system names no processes")
+def test_a_name_that_the_kernel_has_cut_within_a_letter_is_no_obstacle() -> None:
+    naming = "open('/proc/self/comm', 'wb').write('14 characters 日'.encode()); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", naming], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert birth(process.pid).isdecimal()
+        process.kill()
+
+
 def test_a_process_that_has_ended_is_nobody(sleeper: subprocess.Popen) -> None:
     born = birth(sleeper.pid)
     sleeper.kill()
