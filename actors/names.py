@@ -16,8 +16,13 @@ def run_id(run_dir: Path) -> str:
     """Read, or on the first call make, the id of the run in this folder."""
     path = run_dir / "run_id"
     if not path.exists():
-        path.write_text(f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n")
-    return path.read_text().strip()
+        path.write_text(f"{run_dir.name}-{uuid.uuid4().hex[:8]}\n", encoding="utf-8")
+    return path.read_text(encoding="utf-8").strip()
+
+
+def label_of(name: str) -> str:
+    """A run's name as Ray takes it in labels of metrics, which are ASCII: other characters as '_'."""
+    return "".join(letter if letter.isascii() and letter.isprintable() else "_" for letter in name)
 
 
 def monitor_name(run: str) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from actors.names import label_of
+
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
     from ray.util.metrics import Gauge
@@ -191,7 +193,7 @@ class RayTracker:
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
-        self._run = folder.name
+        self._run = label_of(folder.name)
         self._gauges: dict[str, Gauge] = {}
         self._labels: dict[str, set[str]] = {}  # of the step before, by gauge
 
@@ -217,7 +219,7 @@ class RayTracker:
 
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, description="Heddle: see README.md, Metrics", tag_keys=("run", "of"))
-        self._gauges[name].set(value, tags={"run": self._run, "of": label})
+        self._gauges[name].set(value, tags={"run": self._run, "of": label_of(label)})
 
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -11,6 +12,8 @@ from ops.ranges import SEED, above, between, check_numbers
 
 LongPrompts = Literal["cut", "refuse"]
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "ray"]
+
+_LONGEST_NAME = 230  # bytes: a file name has at most 255, and locks are named after their run (`app/run/lock.py`)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +26,11 @@ class RunSection:
     def __post_init__(self) -> None:
         if not self.name or self.name in (".", "..") or set("/\\") & set(self.name):
             raise ValueError(f"run.name {self.name!r} must be one plain folder name.")
+        if (length := len(os.fsencode(self.name))) > _LONGEST_NAME:
+            raise ValueError(
+                f"run.name {self.name[:20]!r}... is {length} bytes long; files are named after it, so it takes at most "
+                f"{_LONGEST_NAME}."
+            )
         if "://" in self.dir:
             raise ValueError(f"run.dir {self.dir!r} is a URI; a run folder is a local or shared one. Give its path.")
 

@@ -13,6 +13,7 @@ import pytest
 from app.inputs.synthetic import make_missing
 from app.plan.dry_run import dry_run
 from app.run.launch import train
+from app.run.lock import FolderLock, lock_path
 from app.settings.config import RunConfig, from_here, names
 from app.settings.elsewhere import ELSEWHERE
 from app.settings.notes import notes
@@ -206,6 +207,15 @@ def test_the_config_of_a_run_says_which_numbers_its_folders_decide(tmp_path: Pat
     assert RunConfig.load(made / "config.yaml") == config, "a resumed run is compared by what was set"
     (folder / "config.json").unlink()
     assert prepare_run_dir(config, overwrite=True) and "#" not in (made / "config.yaml").read_text()
+
+
+def test_a_name_is_as_long_as_the_files_named_after_it_may_be(tmp_path: Path) -> None:
+    longest = "ü" * 115
+    config = load(tmp_path, "", f"run.name={longest}", f"run.dir={tmp_path}")
+    with FolderLock(lock_path(run_dir(config), "controller")) as lock:
+        lock.take(wait_s=0.0, tell=print)
+    with pytest.raises(ConfigError, match="is 231 bytes long; files are named after it, so it takes at most 230"):
+        load(tmp_path, "", f"run.name={longest}n")
 
 
 def test_a_run_is_not_written_to_a_uri(tmp_path: Path) -> None:

@@ -193,6 +193,8 @@ def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatc
     assert told["heddle_workers_tflops", "demo", "w0"] == 1.25
     assert told["heddle_workers_tflops", "demo", "w1"] == 0.0, "it has left"
     assert told["heddle_step", "demo", ""] == 1.0
+    TRACKERS["ray"](Path("runs/Übung 日"), {}).log(0, 0.0, scalars(line(0, loss=0.5)))
+    assert told["heddle_train_loss", "_bung _", ""] == 0.5, "Ray's labels are ASCII"
 
 
 def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
