@@ -235,8 +235,8 @@ class Relay:
             log.debug("%s is gone: %s", worker, error)
             answer.dead.append(worker)
         except ray.exceptions.RayError as error:
-            why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else last_line(str(error))
-            answer.failed[worker] = f"could not form the generation: {why}"
+            why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            answer.failed[worker] = f"could not form the generation: {last_line(str(why))}"
 
     def _result(self, cascade: str) -> asyncio.Future[Ref[list[PublishedResult]]]:
         return self._made.setdefault(cascade, asyncio.get_running_loop().create_future())

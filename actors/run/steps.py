@@ -436,7 +436,7 @@ class StepRunner:
         if refused := refusal_of(failed):
             raise refused
         if failed:
-            whys = {name: f"could not form the generation: {error}" for name, error in failed.items()}
+            whys = {name: f"could not form the generation: {last_line(str(error))}" for name, error in failed.items()}
             raise GenerationLost([], whys)
         if not waiting:
             self.forming = []

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from actors.memory_kills import in_short
+from actors.names import label_of
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
@@ -229,13 +230,19 @@ def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Chan
 def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
     """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
     from actors.run.rescue import rescue
+    from actors.state.checkpoint_files import latest
 
     reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
     try:
         left = rescue(runtime_config(config, folder))
     except Exception as second:  # the state is where it was; the message has both errors
         left = f"its last steps could not be saved from the keepers ({one_line(second)})"
-    left = left or "Its last committed step is on disk; go on with --resume"
+    saved = latest(folder / "checkpoints") is not None
+    left = left or (
+        "Its last committed step is on disk; go on with --resume"
+        if saved
+        else "No step of it is on disk; start it again"
+    )
     return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
 
 
@@ -267,7 +274,9 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
         run_config=TrainRun(
-            name=folder.name, storage_path=str(own / token[:12]), failure_config=FailureConfig(max_failures=10)
+            name=label_of(folder.name),
+            storage_path=str(own / token[:12]),
+            failure_config=FailureConfig(max_failures=10),
         ),
     )
     # In a thread Ray Train leaves Ctrl-C alone, so that `stops_on_signal` can let the controller write a checkpoint.
