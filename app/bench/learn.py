@@ -37,6 +37,7 @@ from ops.typed import ConfigError
 if TYPE_CHECKING:
     from app.sampling.model import SavedModel
 
+_SHEET = ".png"
 _LEAST_SHARE = 0.01  # of the pixels; a clip with less of every shape colour names none
 
 
@@ -72,6 +73,8 @@ def run(
     from app.sampling.model import saved_model
 
     check_writable([out])
+    if out is not None and out.suffix == _SHEET:
+        raise ConfigError(f"--out {out} is the name of the contact sheet beside the JSON; give one such as learn.json.")
     if checkpoint is None:
         checkpoint = _train(config)
     saved = saved_model(checkpoint)
@@ -80,7 +83,7 @@ def run(
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(asdict(proof), indent=1) + "\n", encoding="utf-8")
     titles = [f"{prompt} -> {answer or 'none'}" for prompt, (_, answer) in zip(prompts, proof.answers, strict=True)]
-    contact_sheet(target.with_suffix(".png"), videos, titles, columns=4)
+    contact_sheet(target.with_suffix(_SHEET), videos, titles, columns=4)
     if saved.config.model.dit.starts_from_image:
         print(
             f"{proof.kept} of {proof.samples} last frames keep colour and shape of the first: "
@@ -90,7 +93,7 @@ def run(
         f"{proof.named} of {proof.samples} samples name the prompted colour: {proof.rate:.0%} (chance "
         f"{proof.chance:.1%}, same answers to shuffled prompts {proof.independent:.1%})"
     )
-    print(f"answers   {target}\npictures  {target.with_suffix('.png')}")
+    print(f"answers   {target}\npictures  {target.with_suffix(_SHEET)}")
     if proof.rate < at_least:
         print(f"below the {at_least:.0%} that was asked for")
         raise typer.Exit(1)

@@ -38,14 +38,14 @@ def compare(
     With --config and --strategy the runs are made first, one after the other, on the same data.
     """
     from app.report.compare import write_comparison
-    from app.settings.out_files import check_writable
+    from app.settings.out_files import check_page
 
     folders = list(runs or [])
     words = ["heddle", "compare", *map(str, folders)]
     if config is not None:
         if folders:
             raise ConfigError(f"give either run directories, such as {folders[0]}, or --config with --strategy.")
-        check_writable([out])
+        check_page(out)
         folders = _trained(config, strategies or [], steps, overrides or [], resume, overwrite)
         words += _training_words(config, strategies or [], steps, overrides or [])
     elif strategies or steps is not None or overrides or resume or overwrite:

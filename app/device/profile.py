@@ -46,6 +46,7 @@ from app.inputs.batches import with_limits
 from app.inputs.compiling import as_written_because, compiling, other_torch, with_compile
 from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
+from app.settings.out_files import check_writable
 from data.buckets import BucketTable, planned_batch
 from data.types import Bucket
 from ops.counted import counted
@@ -89,8 +90,7 @@ def run_profile(
 
     from ops.models.folders import resolve
 
-    if out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"--out {out} cannot be written; give a file in a folder that exists.")
+    check_writable([out])
     began, config = time.monotonic(), from_here(RunConfig.load(path, overrides))
     target = pick_device(device)
     torch.set_num_threads(config.workers.torch_threads)

@@ -39,6 +39,7 @@ from app.inputs.profiles import load_profile, profile_of
 from app.inputs.workload import read_workload
 from app.plan.memory import cascade_gib, need_lines, state_lines, with_room
 from app.settings.config import RunConfig, from_here
+from app.settings.out_files import check_page, check_writable
 from data.dataset.coverage import account
 from ops.counted import counted
 from ops.degrees import exchanged
@@ -101,9 +102,9 @@ def run_plan(
         raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
     if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
         raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
-    for name, path in (("--json", out), ("--gantt", gantt), ("--html", page)):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{name} {path} cannot be written; give a file in a folder that exists.")
+    for name, path in (("--json", out), ("--gantt", gantt)):
+        check_writable([path], name)
+    check_page(page, "--html")
     problem = _from_workload(request) if request.workload else _from_config(request)
     strategies = request.strategies or (problem.options.strategy,)
     plans = [planned(problem, strategy) for strategy in strategies]

@@ -22,7 +22,7 @@ from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
 from app.settings.config import RunConfig
-from app.settings.out_files import check_writable
+from app.settings.out_files import check_page
 from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -78,7 +78,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
         run.name: loss_difference(opened[0], folder, runs[0].name, run.name)
         for run, folder in zip(runs[1:], opened[1:], strict=True)
     }
-    check_writable([out])
+    check_page(out)
     out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
     return [line_of(run, differences.get(run.name)) for run in runs]
 

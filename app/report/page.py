@@ -17,11 +17,14 @@ from app.report.media import samples_html
 from app.report.tables import buckets_html, data_html, deviations_html, elastic_html, slow_html
 from app.report.totals import SpanTotals, StepTotals
 from app.report.words import percent, short
-from ops.counted import counted
+from app.settings.out_files import check_page
+from ops.counted import counted, noun_of
 
 
 def write_report(run: RunDir, out: Path | None = None) -> Path:
-    """Write the page and return its path. Raises ConfigError for a run without a single finished step."""
+    """Write the page and return its path. Raises ConfigError for a run without a single finished step, and for an
+    `out` that cannot be written."""
+    check_page(out)
     facts = read_facts(run)
     path = out or run.path / "report.html"
     path.write_text(page(run, facts), encoding="utf-8")
@@ -72,6 +75,8 @@ def _when(steps: StepTotals) -> str:
 def _totals(steps: StepTotals, spans: SpanTotals) -> str:
     medians = {name: values.median for name, values in steps.values.items()}
     workers = sorted(steps.workers)
+    least, most = (workers[0], workers[-1]) if workers else (0, 0)
+    generations = steps.generations.count
     rows = [
         (short(steps.last_losses.median), "loss, last tenth"),
         (f"{short(medians['step_s'])} s", "per step, median"),
@@ -81,9 +86,9 @@ def _totals(steps: StepTotals, spans: SpanTotals) -> str:
         (short(medians["wir"]), "WIR, median"),
         (percent(spans.plan_error), "plan error per cascade"),
         (percent(steps.data_wait_s / steps.seconds if steps.seconds else math.nan), "waiting for data"),
-        (f"{workers[0]}-{workers[-1]}" if len(workers) > 1 else str(workers[0] if workers else "-"), "workers"),
-        (str(steps.generations.count), "generations"),
-        (str(steps.recomputed), "steps recomputed"),
+        (f"{least}-{most}" if least < most else str(most or "-"), noun_of(most, "worker")),
+        (str(generations), noun_of(generations, "generation")),
+        (str(steps.recomputed), f"{noun_of(steps.recomputed, 'step')} recomputed"),
     ]
     cards = [f"<div class='figure'><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in rows]
     return f"<div class='figures'>{''.join(cards)}</div>"

@@ -1,4 +1,4 @@
-"""Whether the files that a command is to write, by --out, can be written."""
+"""Whether the files that a command is to write, by --out and the like, can be written."""
 
 from __future__ import annotations
 
@@ -8,8 +8,18 @@ from pathlib import Path
 
 from ops.typed import ConfigError
 
+PAGES = (".html", ".htm")
 
-def check_writable(files: Iterable[Path | None]) -> None:
+
+def check_page(path: Path | None, option: str = "--out") -> None:
+    """As `check_writable`, for an HTML page. Raises ConfigError also where the page would replace a file that is none,
+    such as a run's records."""
+    if path is not None and path.is_file() and path.suffix.lower() not in PAGES:
+        raise ConfigError(f"{option} {path} is there and no page; give a file that ends in {PAGES[0]}.")
+    check_writable([path], option)
+
+
+def check_writable(files: Iterable[Path | None], option: str = "--out") -> None:
     """Before a command begins, for what it writes at its end: a mistyped --out costs no run. Makes missing folders.
     None stands for an option that was not given.
 
@@ -28,5 +38,5 @@ def check_writable(files: Iterable[Path | None]) -> None:
                 raise PermissionError(None, "Permission denied")
         except OSError as error:
             raise ConfigError(
-                f"--out {path} cannot be written ({error.strerror}); give a file in a folder that you may write."
+                f"{option} {path} cannot be written ({error.strerror}); give a file in a folder that you may write."
             ) from None

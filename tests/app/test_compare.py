@@ -105,6 +105,14 @@ def test_one_run_is_refused_and_a_folder_that_is_none(run_folder: Path, tmp_path
         write_comparison([run_folder, bare], tmp_path / "page.html")
 
 
+def test_a_page_never_replaces_a_file_that_is_none(run_folder: Path, tmp_path: Path) -> None:
+    records = run_folder / "metrics.jsonl"
+    before = records.read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl is there and no page; give a file that ends in \.html"):
+        write_comparison([run_folder, copy_of(run_folder, "other", lambda line: line)], records)
+    assert records.read_bytes() == before
+
+
 def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
     other = copy_of(run_folder, "b<b>", lambda line: {**line, "step_s": 2 * line["step_s"]})
     runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]

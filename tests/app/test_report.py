@@ -215,6 +215,15 @@ def test_a_run_without_steps_says_so(run_folder: Path) -> None:
         write_report(RunDir.open(run_folder))
 
 
+def test_the_page_makes_its_folder_and_replaces_no_records(run_folder: Path) -> None:
+    run = RunDir.open(run_folder)
+    assert write_report(run, run_folder / "new" / "page.html").is_file()
+    before = (run_folder / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match=r"config.yaml is there and no page; give a file that ends in .html"):
+        write_report(run, run_folder / "config.yaml")
+    assert (run_folder / "config.yaml").read_bytes() == before
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a run directory"):
         RunDir.open(tmp_path)
