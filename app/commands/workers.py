@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+import yaml
 
 from app.run.cluster import ClusterAddress, must_answer
 from app.run.lock import holder, lock_path
@@ -33,13 +34,15 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now, and where its GPU sits."""
     report = answer(run, monitor(run).report.remote())
-    print(f"generation {report.generation}")
+    print(f"generation {report.generation}" if report.generation >= 0 else "no generation yet")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
         leaving = "  leaving" if progress.leaving or name in report.wishes.drain else ""
-        doing = f"{progress.activity} ({progress.phase}) for {max(report.now - seen.since, 0):.1f} s"
+        phase = f" ({progress.phase})" if progress.phase not in ("", progress.activity) else ""
+        doing = f"{progress.activity}{phase} for {max(report.now - seen.since, 0):.1f} s"
+        step = str(progress.step) if progress.step >= 0 else "-"
         place = f"  [{progress.place}]" if progress.place.known else ""
-        print(f"{name:8} step {progress.step:<6} heard {age:4.1f} s ago  {doing}{place}{leaving}")
+        print(f"{name:8} step {step:<6} heard {age:4.1f} s ago  {doing}{place}{leaving}")
 
 
 @app.command()
@@ -68,9 +71,20 @@ def drain(
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
     answer(run, monitor(run).scale.remote(count))
-    print(
-        f"the run keeps {counted(count, 'worker')} from the next step boundary on, within workers.min and workers.max"
-    )
+    print(f"the run keeps {_within_limits(run, count)} from the next step boundary on")
+
+
+def _within_limits(run: Path, count: int) -> str:
+    """'3 workers'; or what the limits in the run's config make of the count, and why."""
+    try:
+        limits = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["workers"]
+        least, most = int(limits["min"]), int(limits["max"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return f"{counted(count, 'worker')}, within workers.min and workers.max,"
+    if least <= count <= most:
+        return counted(count, "worker")
+    name, limit = ("min", least) if count < least else ("max", most)
+    return f"{counted(limit, 'worker')} (workers.{name}, not {count})"
 
 
 @app.command()

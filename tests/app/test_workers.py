@@ -77,6 +77,33 @@ def test_drain_and_scale_reach_the_run(live_run: tuple[Path, Any], capsys: pytes
     assert capsys.readouterr().out.splitlines()[-1].endswith("leaving")
 
 
+@pytest.mark.parametrize(
+    ("count", "kept"),
+    [(2, "2 workers from"), (9, "3 workers (workers.max, not 9)"), (1, "2 workers (workers.min, not 1)")],
+)
+def test_scale_says_what_the_limits_make_of_a_count(
+    live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str], count: int, kept: str
+) -> None:
+    folder = live_run[0]
+    (folder / "config.yaml").write_text("workers: {min: 2, max: 3}")
+    scale(folder, count)
+    assert f"the run keeps {kept}" in capsys.readouterr().out
+    (folder / "config.yaml").unlink()
+
+
+@pytest.mark.usefixtures("live_run")
+def test_a_run_that_loads_has_neither_generation_nor_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from actors.pool.workers import start_monitor
+
+    monitor = start_monitor(run_id(tmp_path))
+    ray.get(monitor.beat.remote(Progress.of_start("w0")))
+    list_workers(tmp_path)
+    ray.kill(monitor)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "no generation yet"
+    assert "step -  " in second and "loading for " in second
+
+
 @pytest.mark.parametrize("outcome", ["", "finished after 9 steps"])
 def test_a_monitor_that_ends_before_it_answers_is_one_sentence(
     live_run: tuple[Path, Any], tmp_path: Path, outcome: str
