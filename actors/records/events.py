@@ -426,13 +426,19 @@ class FeederLost(RunEvent, event="feeder_lost", disturbs=True):
 
 
 class SnapshotsForecast(RunEvent, event="snapshots"):
-    """What snapshots take of the memory of each node with a keeper."""
+    """What keepers take of the memory of their nodes."""
 
     keepers: int
     mib_per_keeper: float
+    enabled: bool = (
+        True  # snapshot.enabled; where it is false, keepers hold the state that a checkpoint is written from
+    )
 
     def describe(self) -> str:
-        return f"snapshots take {self.mib_per_keeper:.1f} MiB of host memory on each of {counted(self.keepers, 'node')}"
+        return (
+            f"{_what_keepers_hold(self.enabled)} {self.mib_per_keeper:.1f} MiB of host memory on each of "
+            f"{counted(self.keepers, 'node')}"
+        )
 
 
 class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
@@ -446,14 +452,22 @@ class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
 
 
 class MemoryShort(RunEvent, event="memory_short"):
-    """A node cannot spare what snapshots will take of it."""
+    """A node cannot spare what its keeper will take of it."""
 
     host: str
     mib_needed: int
     mib_room: int
+    enabled: bool = True  # snapshot.enabled
 
     def describe(self) -> str:
-        return f"warning: snapshots take {self.mib_needed:,} MiB on {self.host}, which can spare {self.mib_room:,} MiB"
+        return (
+            f"warning: {_what_keepers_hold(self.enabled)} {self.mib_needed:,} MiB on {self.host}, which can spare "
+            f"{self.mib_room:,} MiB"
+        )
+
+
+def _what_keepers_hold(enabled: bool) -> str:
+    return "snapshots take" if enabled else "snapshots are off; what checkpoints are written from takes"
 
 
 class KeeperLost(RunEvent, event="keeper_lost", disturbs=True):

@@ -422,18 +422,18 @@ class RunState:
         if self._forecast_told or not keepers:
             return
         self._forecast_told = True
-        held = self._bytes_kept(keepers)
-        self._tell(SnapshotsForecast(keepers=keepers, mib_per_keeper=round(held / 2**20, 1)))
+        held, enabled = self._bytes_kept(keepers), self._config.snapshot.enabled
+        self._tell(SnapshotsForecast(keepers=keepers, mib_per_keeper=round(held / 2**20, 1), enabled=enabled))
         for host, room in self.keepers.rooms(_ROOM_S):
             if room < held:
                 log.warning(
-                    "snapshots take %.1f GiB on %s, which can spare %.1f GiB: add nodes or memory, lower "
-                    "snapshot.copies, or set snapshot.enabled: false",
+                    "keepers take %.1f GiB on %s, which can spare %.1f GiB: add nodes or memory%s",
                     held / 2**30,
                     host,
                     room / 2**30,
+                    ", lower snapshot.copies, or set snapshot.enabled: false" if enabled else "",
                 )
-                self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20))
+                self._tell(MemoryShort(host=host, mib_needed=held >> 20, mib_room=room >> 20, enabled=enabled))
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:
