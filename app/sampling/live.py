@@ -130,7 +130,9 @@ class LiveSamples:
         from app.sampling.live_clip import LiveClip
 
         if self._round is not None or (self._running is not None and not self._collect(self._running, 0.0)):
-            log.warning("samples after %d steps are left out: the earlier ones are still being made", step + 1)
+            log.warning(
+                "samples after %s are left out: the earlier ones are still being made", counted(step + 1, "step")
+            )
             return
         if self._config.model.dit.lacks_expert:
             self._start_task()
@@ -158,7 +160,9 @@ class LiveSamples:
         if self._round is not None:
             left = len(self._round.clips) - len(self._round.shown)
             log.warning(
-                "%d samples after %d steps are not made; make them with `heddle sample`", left, self._round.step + 1
+                "not made: %s after %s; make them with `heddle sample`",
+                counted(left, "sample"),
+                counted(self._round.step + 1, "step"),
             )
             self._end_round()
         if self._running is not None and not self._collect(self._running, FINISH_S):
