@@ -371,6 +371,8 @@ class SpeedsLearned(RunEvent, event="speeds"):
     speed: Mapping[str, float]
 
     def describe(self) -> str:
+        if not self.speed:
+            return "plans now count on workers of equal speed"
         return "plans now count on speeds " + ", ".join(f"{w} {s:.2f}" for w, s in self.speed.items())
 
 

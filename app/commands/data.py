@@ -172,7 +172,9 @@ def convert(
     workers: Workers = 1,
     shard_mb: Annotated[int, typer.Option(help="Largest shard in MB.", min=1)] = 500,
     shard_samples: Annotated[int, typer.Option(help="Most samples of a shard.", min=1)] = 10_000,
-    crf: Annotated[int, typer.Option(help="H.264 quality of clips cut out of longer videos.")] = 18,
+    crf: Annotated[
+        int, typer.Option(help="H.264 quality of clips cut out of longer videos, 0 is the best.", min=0, max=51)
+    ] = 18,
 ) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
     from app.data_tools.printing import print_ledger

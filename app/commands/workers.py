@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 import yaml
 
-from app.run.cluster import ClusterAddress, must_answer
+from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.lock import holder, lock_path
 from app.run.operator import OperatorHandle, monitor_of
 from app.run.outcomes import read_outcome
@@ -55,7 +55,8 @@ def drain(
     actor = monitor(run)
     known = answer(run, actor.report.remote()).seen
     if missing := [name for name in names if name not in known]:
-        raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {', '.join(sorted(known))}.")
+        there = ", ".join(sorted(known)) or "none yet"
+        raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {there}.")
     answer(run, actor.drain.remote(tuple(names)))
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -154,10 +155,7 @@ def monitor(run: Path) -> OperatorHandle:
         if not ray.is_initialized():
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError:
-        raise ConfigError(
-            f"no Ray cluster answers at {address}, or it wants a token. Set RAY_ADDRESS to the run's cluster, and "
-            f"RAY_AUTH_MODE=token where it was started so; a local run's cluster always is."
-        ) from None
+        raise not_let_in(address, "set RAY_ADDRESS to the run's cluster") from None
     try:
         return monitor_of(run)
     except LookupError as error:

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import ROOT, must_answer, shut_down_ray, start_ray_here
+from app.run.cluster import ROOT, must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal
-from ops.typed import ConfigError
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
         try:
             start(address=address)
         except ConnectionError:
-            raise ConfigError(f"no Ray cluster answers at {address}. Start it, or leave --cluster out.") from None
+            raise not_let_in(address, "leave --cluster and RAY_ADDRESS out") from None
     else:
         start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
     try:

@@ -53,6 +53,16 @@ def must_answer(address: str) -> None:
         ) from None
 
 
+def not_let_in(address: str, otherwise: str) -> ConfigError:
+    """Where Ray does not connect to what `must_answer` let pass. `otherwise`: what to do without that cluster."""
+    if not address.removeprefix("ray://").rpartition(":")[2].isdigit():  # "auto": nobody has looked whether it is there
+        return ConfigError(f"no Ray cluster answers at {address}. Start it, or {otherwise}.")
+    return ConfigError(
+        f"something answers at {address}, and Ray does not get in. If it is a cluster that asks for a token, set "
+        f"RAY_AUTH_MODE=token and give this machine the cluster's token (RAY_AUTH_TOKEN_PATH); else {otherwise}."
+    )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterAddress:
     """Where the cluster of a run answers, and whether it asks for a token."""
@@ -101,10 +111,8 @@ def connect(config: RunConfig) -> None:
         try:
             start(address="auto")
         except ConnectionError:
-            raise ConfigError(
-                f"no Ray cluster answers at RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}. Start it, or unset "
-                f"RAY_ADDRESS to train on this machine."
-            ) from None
+            address = f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}"
+            raise not_let_in(address, "unset RAY_ADDRESS to train on this machine") from None
         return
     workers = config.workers
     spare = 2.0  # the controller, decoding, and Ray's own tasks

@@ -105,6 +105,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         if decided:
             _note(decided)
         make_missing(config.data.sources)
+        print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:
             connect(config)
             check_device(config)

@@ -24,6 +24,7 @@ from data.errors import DataError, DataIOError
 from data.ledger import Ledger, Reason
 from data.readers.part import VERSION, IndexPart, PartMeta, PartWriter, read_meta
 from data.readers.registry import reader_of
+from ops.counted import counted
 
 log = logging.getLogger(__name__)
 
@@ -156,6 +157,7 @@ def _why_empty(index: Index) -> str:
         )
     why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4)) or "no sample is listed"
     return (
-        f"source {index.name}: none of its {total} samples in {index.num_shards} shards can be used ({why}). "
+        f"source {index.name}: none of its {counted(total, 'sample')} in {counted(index.num_shards, 'shard')} can be "
+        f"used ({why}). "
         f"Check data.sources path, media and caption; `heddle data lint` lists every case."
     )

@@ -94,7 +94,8 @@ class StoredWeights:
 def read_file(file: Path) -> dict[str, Tensor]:
     """All weights of one file, in their stored dtypes. Raises FileNotFoundError, and ValueError for a broken file."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist. Give a .safetensors file.")
+        fault = "is not a file" if file.exists() else "does not exist"
+        raise FileNotFoundError(f"{file} {fault}. Give a .safetensors file.")
     with _opened(file) as opened:
         return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
 

@@ -17,7 +17,7 @@ from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop
-from app.run.cluster import ClusterAddress, must_answer
+from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.outcomes import ended_run, write_outcome
@@ -179,6 +179,18 @@ def test_an_address_where_nobody_listens_is_refused_at_once() -> None:
         with pytest.raises(ConfigError, match=f"no Ray cluster answers at RAY_ADDRESS=127.0.0.1:{port}"):
             must_answer(f"127.0.0.1:{port}")
     must_answer("auto")
+
+
+@pytest.mark.parametrize(
+    ("address", "sentence"),
+    [
+        ("RAY_ADDRESS=auto", "no Ray cluster answers at RAY_ADDRESS=auto. Start it, or unset it."),
+        ("RAY_ADDRESS=10.0.0.1:6379", "something answers at RAY_ADDRESS=10.0.0.1:6379, and Ray does not get in. If it"),
+        ("ray://head:10001", "set RAY_AUTH_MODE=token and give this machine the cluster's token"),
+    ],
+)
+def test_a_cluster_that_answers_is_not_said_to_be_missing(address: str, sentence: str) -> None:
+    assert sentence in str(not_let_in(address, "unset it"))
 
 
 def test_a_run_is_found_where_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,11 @@ from actors.records.events import (
     GenerationEnded,
     GenerationFormed,
     KeeperLost,
+    MemoryShort,
     RunEvent,
     SettingsChanged,
+    SnapshotsForecast,
+    SpeedsLearned,
     StackDumped,
     StepSkipped,
     StepsLost,
@@ -166,6 +169,14 @@ def test_a_value_of_another_type_is_refused_by_its_key() -> None:
         event_of({"time": 1.0, "event": "checkpoint", "step": "four"})
     with pytest.raises(RecordError, match="workers is 'w0'; expected a list"):
         event_of({"time": 1.0, "event": "generation", "workers": "w0"})
+
+
+def test_equal_speeds_and_snapshots_that_are_off_are_told_in_words() -> None:
+    assert SpeedsLearned(speed={}).describe() == "plans now count on workers of equal speed"
+    assert SpeedsLearned(speed={"w1": 0.7}).describe() == "plans now count on speeds w1 0.70"
+    kept = SnapshotsForecast(keepers=1, mib_per_keeper=2.0, enabled=False).describe()
+    assert kept == "snapshots are off; what checkpoints are written from takes 2.0 MiB of host memory on each of 1 node"
+    assert MemoryShort(host="a", mib_needed=9, mib_room=1).describe().startswith("warning: snapshots take 9 MiB on a")
 
 
 def test_a_fallback_names_the_steps_that_run_again() -> None:
