@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -20,10 +21,12 @@ from ops.counted import counted
 from ops.typed import ConfigError
 
 if TYPE_CHECKING:
+    from actors.pool.monitor import MonitorReport
     from actors.refs import Ref
 
 T = TypeVar("T")
 ANSWER_S = 30.0
+QUIET_S = 10.0  # workers that live are heard every second or two
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -34,6 +37,7 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now, and where its GPU sits."""
     report = answer(run, monitor(run).report.remote())
+    _warn_if_quiet(run, report)
     print(f"generation {report.generation}" if report.generation >= 0 else "no generation yet")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
@@ -53,7 +57,9 @@ def drain(
 ) -> None:
     """Let these workers finish their work, hand over their state and leave at a step boundary."""
     actor = monitor(run)
-    known = answer(run, actor.report.remote()).seen
+    report = answer(run, actor.report.remote())
+    known = report.seen
+    _warn_if_quiet(run, report)
     if missing := [name for name in names if name not in known]:
         there = ", ".join(sorted(known)) or "none yet"
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {there}.")
@@ -71,7 +77,9 @@ def drain(
 @app.command()
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
-    answer(run, monitor(run).scale.remote(count))
+    actor = monitor(run)
+    _warn_if_quiet(run, answer(run, actor.report.remote()))
+    answer(run, actor.scale.remote(count))
     print(f"the run keeps {_within_limits(run, count)} from the next step boundary on")
 
 
@@ -98,6 +106,7 @@ def stop(
 
     from actors.ray_calls import get
 
+    _warn_if_quiet(run, answer(run, actor.report.remote()))
     answer(run, actor.stop.remote("stopped by `heddle workers stop`"))
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -108,6 +117,17 @@ def stop(
             return
         time.sleep(0.5)
     print("the run will end after its running steps")
+
+
+def _warn_if_quiet(run: Path, report: MonitorReport) -> None:
+    """The monitor outlives a run that was killed on a standing cluster, and takes wishes that nobody will meet."""
+    quiet_s = min((report.now - seen.at for seen in report.seen.values()), default=0.0)
+    if quiet_s > QUIET_S:
+        print(
+            f"warning: no worker of {run} has been heard for {quiet_s:.0f} s; if the run was killed, nobody acts on "
+            f"this. `heddle train --resume` continues it.",
+            file=sys.stderr,
+        )
 
 
 def answer(run: Path, reference: Ref[T]) -> T:

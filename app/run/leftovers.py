@@ -19,8 +19,9 @@ _ALIVE_S = 15.0
 
 def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE_S) -> None:
     """Called before a run starts in an existing folder. Raises ConfigError if the run there is alive. With `overwrite`,
-    ends the actors of an earlier run, which still hold memory in this cluster. A run whose workers were heard in the
-    last `alive_s` has a controller."""
+    ends the actors of an earlier run, which still hold memory in this cluster; else they are found again, and a request
+    to stop that the earlier run was killed before it met is dropped. A run whose workers were heard in the last
+    `alive_s` has a controller."""
     import ray
 
     from actors.names import NAMESPACE, run_id
@@ -30,12 +31,15 @@ def end_leftovers(config: RunConfig, *, overwrite: bool, alive_s: float = _ALIVE
     if not (folder / "run_id").is_file():
         return
     try:
-        report = get(monitor_of(folder).report.remote(), timeout=30)
+        monitor = monitor_of(folder)
+        report = get(monitor.report.remote(), timeout=30)
     except (LookupError, ray.exceptions.RayError):
         report = None  # its cluster is gone, or it has ended
     if report is not None and any(report.now - seen.at < alive_s for seen in report.seen.values()):
         raise ConfigError(f"run {folder} is alive on this cluster; end it with `heddle workers stop {folder}` first.")
     if not overwrite:
+        if report is not None and report.wishes.stop:
+            get(monitor.stopped.remote(), timeout=30)
         return
 
     def left() -> list[str]:

@@ -91,6 +91,17 @@ def test_scale_says_what_the_limits_make_of_a_count(
     (folder / "config.yaml").unlink()
 
 
+def test_a_run_whose_workers_are_silent_may_be_dead(
+    live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.commands.workers.QUIET_S", 3600.0)
+    scale(live_run[0], 3)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("app.commands.workers.QUIET_S", 0.0)
+    scale(live_run[0], 3)
+    assert "has been heard for" in capsys.readouterr().err
+
+
 @pytest.mark.usefixtures("live_run")
 def test_a_run_that_loads_has_neither_generation_nor_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from actors.pool.workers import start_monitor
@@ -136,6 +147,19 @@ def test_overwriting_a_dead_run_frees_its_actors(tmp_path: Path, live_run: tuple
         for _ in range(600):  # its process may answer for a moment longer
             ray.get(monitor.ping.remote(), timeout=30)
             time.sleep(0.05)
+
+
+def test_a_request_that_a_killed_run_has_not_met_does_not_stop_the_next_start(
+    tmp_path: Path, live_run: tuple[Path, Any]
+) -> None:
+    from actors.pool.workers import start_monitor
+
+    monitor = start_monitor(run_id(tmp_path))
+    ray.get([monitor.stop.remote("stopped by `heddle workers stop`"), monitor.scale.remote(2)])
+    end_leftovers(RunConfig.load(DEMO, [f"run.dir={tmp_path.parent}", f"run.name={tmp_path.name}"]), overwrite=False)
+    wishes = ray.get(monitor.report.remote()).wishes
+    ray.kill(monitor)
+    assert (wishes.stop, wishes.target) == ("", 2)
 
 
 def test_stop_reaches_the_run(live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,7 @@ WORDS = {  # a value for every field that an event has
     "code": 75,
     "mib_per_keeper": 1.5,
     "keepers": 2,
+    "enabled": False,
     "keeper": "run/keeper/a",
     "silent": ("run/keeper/a",),
     "repairs": 3,
