@@ -123,13 +123,19 @@ def connect(config: RunConfig) -> None:
 
 
 def start_ray_here(start: Callable[..., object]) -> None:
-    """A Ray of this machine, for this process; `start` is `ray.init` with all but its address."""
+    """A Ray of this machine, for this process; `start` is `ray.init` with all but its address. Raises ConfigError where
+    the path of its temporary folder is too long for its sockets."""
     import ray
 
     logging.getLogger(_TOKEN_LOGGER).addFilter(is_news_of_tokens)
     try:
         start(address="local")
-    except Exception as error:  # Ray raises many kinds: on a busy machine one of its processes may come up too late
+    except Exception as error:  # Ray raises many kinds
+        if "AF_UNIX path length" in str(error):
+            raise ConfigError(
+                f"Ray did not start: {error}. Set RAY_TMPDIR to a shorter folder, such as /tmp."
+            ) from None
+        # On a busy machine one of its processes may come up too late.
         log.warning("Ray did not start (%s: %s); trying once more", type(error).__name__, error)
         ray.shutdown()
         start(address="local")

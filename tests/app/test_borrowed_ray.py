@@ -9,7 +9,9 @@ import sys
 
 import pytest
 
+from app.run.cluster import start_ray_here
 from app.run.signals import unwinds_on_signal
+from ops.typed import ConfigError
 
 RAY = """
 import os, signal, time
@@ -47,3 +49,13 @@ def test_a_command_with_a_ray_of_its_own_ends_by_sigterm_without_ray_aborting_it
     assert ended.returncode == 128 + signal.SIGTERM
     assert ended.stdout == "unwound\n"
     assert "SIGTERM received" not in ended.stderr
+
+
+def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:
+    path = "/tmp/" + "d" * 120
+
+    def start(address: str) -> None:
+        raise OSError(f"validate_socket_filename failed: AF_UNIX path length cannot exceed 107 bytes: {path}")
+
+    with pytest.raises(ConfigError, match=f"{path}. Set RAY_TMPDIR to a shorter folder"):
+        start_ray_here(start)
