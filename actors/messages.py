@@ -19,6 +19,7 @@ from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
 from ops.models.config import ModelConfig
+from ops.reach import DoorAddress
 from ops.sending import sent_often
 from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
@@ -216,6 +217,7 @@ class WorkerInfo:
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
     nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
+    door: DoorAddress | None = None  # where others find out whether they reach its node
 
 
 @sent_often
@@ -420,6 +422,40 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeDoor:
+    """Where the workers of other nodes find out whether they reach this one."""
+
+    node: str
+    host: str  # its name
+    address: DoorAddress | None  # None: nobody knows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodesApart:
+    """A node that does not reach others, although all of them answer the controller."""
+
+    node: str
+    host: str
+    others: tuple[NodeDoor, ...]
+
+    def describe(self) -> str:
+        """The words for a person, as a sentence without its full stop."""
+        names = ", ".join(f"{door.host} ({door.address[0]})" if door.address else door.host for door in self.others)
+        return f"{self.host} does not reach {names} over the network, although both answer this run"
+
+
+class OutOfReach(RuntimeError):
+    """A worker could not form its generation: its node does not reach that of another."""
+
+    def __init__(self, found: NodesApart) -> None:
+        super().__init__(found)  # its only argument, so that it is pickled
+        self.found = found
+
+    def __str__(self) -> str:
+        return self.found.describe()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class FormTask:
     """Enter a generation as `rank` of `world` workers. Without `origin` training starts from the model's weights."""
 
@@ -430,6 +466,7 @@ class FormTask:
     origin: Origin | None
     home: NodeKeeper  # of the worker's node, in whose memory its state is handed out
     nodes: tuple[int, ...] = ()  # number of each rank's node; workers of one node share memory
+    doors: tuple[NodeDoor, ...] = ()  # one of each node, by its number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from actors.letters import NodeAnswer
-from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
+from actors.messages import MemoryExceeded, NodesApart, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
+from ops.reach import DoorAddress
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 
@@ -124,7 +125,7 @@ class GenerationLost(RuntimeError):
     """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
 
     `pixels_lost`: batches are gone with the process or node that held them and must be decoded again. `exceeded`:
-    cascades that ran out of memory, each once.
+    cascades that ran out of memory, each once. `apart`: nodes that do not reach each other.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class GenerationLost(RuntimeError):
         failed: dict[str, str],
         pixels_lost: bool = False,
         exceeded: Sequence[MemoryExceeded] = (),
+        apart: Sequence[NodesApart] = (),
     ) -> None:
-        self.dead, self.failed, self.pixels_lost = tuple(dead), failed, pixels_lost
+        self.dead, self.failed, self.pixels_lost, self.apart = tuple(dead), failed, pixels_lost, tuple(apart)
         self.exceeded = tuple(dict.fromkeys(exceeded))
         super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
 
@@ -150,6 +152,7 @@ class Seat:
     room_gib: float | None = None  # memory that a cascade may take there when the state is in place; None: no limit
     host: str = ""  # name of the node
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    door: DoorAddress | None = None  # where others find out whether they reach its node
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.messages import WorkerInfo
+from actors.messages import NodesApart, WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
@@ -92,6 +92,8 @@ class Membership:
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
+        self._waited_since: float | None = None  # the same before the running generation was formed
+        self._apart: dict[frozenset[str], tuple[float, NodesApart]] = {}  # two nodes, when that was seen, and by whom
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
         self._others = False  # the workers are others than when some were left out
@@ -188,7 +190,11 @@ class Membership:
     def _broken(self, event: Break, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
             return  # a late report of what was already answered
-        self._breaks += not event.learned
+        self._breaks += not event.learned and not event.apart
+        if event.apart:  # no worker of the generation has begun: the wait for one that can goes on
+            self._waiting_since = self._waited_since
+        for found in event.apart:
+            self._apart.update({frozenset((found.node, other.node)): (now, found) for other in found.others})
         if self._breaks > self._limits.max_breaks:
             self._fail(
                 Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"
@@ -256,6 +262,7 @@ class Membership:
         self._replace_silent(now)
         if self._has_failed():
             return
+        self._try_apart(now)
         self._look_again()
         self._shrink()
         if boundary and self._state == "running":
@@ -312,11 +319,13 @@ class Membership:
         staying = [m for m in self._with("active", "ready") if not m.leaving]
         if {m.worker for m in staying} == set(self._workers):
             return
-        staying, why = self._fitting(staying)
+        reaching, apart = self._reaching(staying)
+        staying, why = self._fitting(reaching)
+        why = why or apart
         if {m.worker for m in staying} == set(self._workers):
             self._leave_out(why)
             return
-        reason = self._describe_change(staying) + (f" (for want of memory: {why})" if why else "")
+        reason = self._describe_change(staying) + (f" ({why})" if why else "")
         if len(staying) < self._limits.min:
             self._out.append(End(generation=self._generation, reason=reason, clean=True))
             self._stop("waiting", "ready", reason, now)
@@ -327,6 +336,30 @@ class Membership:
         for worker in leavers:
             self._update(worker, phase="ready", since=now)  # no longer in a generation: drained next, or left out
         self._leave_out(why)
+
+    def _reaching(self, members: list[Member]) -> tuple[list[Member], str]:
+        """The members whose nodes reach each other, and what keeps the others out: a node goes first that does not
+        reach most of them, of several the one with the fewest members, the newest."""
+        chosen, first = list(members), ""
+        while pairs := self._pairs_of(chosen):
+            first = first or self._apart[pairs[0]][1].describe()
+            counts, sizes = Counter(node for pair in pairs for node in pair), Counter(m.node for m in chosen)
+            newest = {member.node: member.worker for member in sorted(chosen, key=lambda member: member.worker)}
+            out = max(counts, key=lambda node: (counts[node], -sizes[node], newest[node]))
+            chosen = [member for member in chosen if member.node != out]
+        return chosen, first
+
+    def _pairs_of(self, members: list[Member]) -> list[frozenset[str]]:
+        nodes = {member.node for member in members}
+        return [pair for pair in self._apart if pair <= nodes]
+
+    def _try_apart(self, now: float) -> None:
+        """Networks are mended: after a while nodes that did not reach each other are tried together again."""
+        limit_s = self._limits.apart_waiting_s if self._state == "waiting" else self._limits.apart_s
+        old = [pair for pair, (at, _) in self._apart.items() if now - at >= limit_s]
+        for pair in old:
+            del self._apart[pair]
+            self._others = True
 
     def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
         """The members that have the memory to train together, as many as may be, and what they would lack with the
@@ -369,7 +402,9 @@ class Membership:
         if self._with("recovering"):
             return
         ready = self._with("ready")
-        chosen, why = self._fitting(ready)
+        reaching, apart = self._reaching(ready)
+        chosen, why = self._fitting(reaching)
+        why = why or apart
         if len(chosen) < self._limits.min:
             self._enough_since = None
             self._wait(len(ready), now, why)
@@ -392,7 +427,8 @@ class Membership:
         for worker in self._workers:
             self._update(worker, phase="active", since=now)
         self._formed, self._clean, self._proven = True, True, False
-        self._waiting_since = self._announced = self._enough_since = None
+        self._waited_since, self._waiting_since = self._waiting_since, None
+        self._announced = self._enough_since = None
         infos = _infos_of(members)
         self._out.append(
             Form(generation=self._generation, workers=self._workers, infos=infos, reason=reason, clean=clean)
@@ -406,7 +442,7 @@ class Membership:
         until = self._waiting_since + self._limits.wait_s
         if now >= until:
             lack = f"{have} of at least {self._limits.min} workers"
-            lack = f"{counted(have, 'worker')} with too little memory to train together ({why})" if why else lack
+            lack = f"{counted(have, 'worker')} that cannot train together ({why})" if why else lack
             self._fail(
                 Exit.RESUMABLE,
                 f"{lack} for more than {self._limits.wait_s:g} s (workers.wait_s); resume when there is capacity, or "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from actors.config import WorkersConfig
-from actors.messages import WorkerInfo
+from actors.messages import NodesApart, WorkerInfo
 
 MemberPhase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
@@ -30,6 +30,9 @@ class Limits:
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
     start_s: float = 600.0
     request_s: float = 60.0  # a request that brought no worker is made again after this
+    # Nodes that do not reach each other are not tried together for so long: each try takes the run workers.suspect_s.
+    apart_s: float = 300.0
+    apart_waiting_s: float = 30.0  # the same while the run waits for workers anyway
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
 
@@ -140,12 +143,14 @@ class Boundary:
 class Break:
     """A collective or a formation of this generation failed, with or without a known death.
 
-    `learned`: the next plan avoids what broke it, so it does not count among the breaks that end a run.
+    `learned`: the next plan avoids what broke it, so it does not count among the breaks that end a run; nor does one
+    by nodes that are `apart`, as the next generation has not all of them.
     """
 
     generation: int
     reason: str
     learned: bool = False
+    apart: tuple[NodesApart, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,8 +259,8 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wait:
-    """Too few workers to go on. Said once per change; `until` is when patience ends. `why` says that enough are ready,
-    but cannot train together."""
+    """Too few workers to go on. Said once per change; `until` is when patience ends. `why` says of those that are ready
+    what keeps them from training together: memory, or the network."""
 
     have: int
     need: int
@@ -264,13 +269,13 @@ class Wait:
 
     def __str__(self) -> str:
         told = f"waiting for workers: {self.have} of at least {self.need} are ready"
-        return f"{told}, which have too little memory: {self.why}" if self.why else told
+        return f"{told}, which cannot train together: {self.why}" if self.why else told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exclusion:
-    """These workers are ready and wait beside the generation: with them it would have too little memory. Others that
-    come may change that."""
+    """These workers are ready and wait beside the generation: with them it would have too little memory, or nodes that
+    do not reach each other. Others that come, or time, may change that."""
 
     workers: tuple[int, ...]
     why: str

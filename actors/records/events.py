@@ -294,7 +294,7 @@ class WorkersAwaited(RunEvent, event="wait", disturbs=True):
 
 
 class WorkersLeftOut(RunEvent, event="left_out"):
-    """These workers are ready, and with them the generation would have too little memory."""
+    """These workers are ready, and with them the generation would have too little memory, or nodes out of reach."""
 
     workers: tuple[str, ...]
     why: str

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
-from actors.messages import FormTask, NodeKeeper, Origin, WorkerHandle, WorkerInfo
+from actors.messages import FormTask, NodeDoor, NodeKeeper, Origin, WorkerHandle, WorkerInfo
 from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient
@@ -143,6 +143,7 @@ def seats_of(
             publishes_later=info.publishes_later,
             host=info.host,
             place=info.place,
+            door=info.door,
             room_gib=left,
         )
         for info, left in zip(infos, rooms, strict=True)
@@ -178,6 +179,8 @@ def form_tasks(
     node."""
     number = {home: n for n, home in enumerate(dict.fromkeys(seat.node for seat in world))}
     nodes = tuple(number[seat.node] for seat in world)
+    firsts = {seat.node: seat for seat in reversed(world)}
+    doors = tuple(NodeDoor(node=home, host=firsts[home].host or home[:8], address=firsts[home].door) for home in number)
     return [
         FormTask(
             generation=generation,
@@ -187,6 +190,7 @@ def form_tasks(
             origin=origin,
             home=home_of(rank),
             nodes=nodes,
+            doors=doors,
         )
         for rank in range(len(world))
     ]

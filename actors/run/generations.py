@@ -128,7 +128,7 @@ class GenerationManager:
         if lost.failed:
             learned = [self._avoid(found) for found in lost.exceeded]
             reason = f"{lost}{self.lookout.late()}"
-            self.observe(Break(generation=generation, reason=reason, learned=any(learned)))
+            self.observe(Break(generation=generation, reason=reason, learned=any(learned), apart=lost.apart))
 
     def _avoid(self, found: MemoryExceeded) -> bool:
         """The next plans do without what ran out of memory. Whether that is news to the planner."""

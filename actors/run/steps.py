@@ -18,7 +18,16 @@ import ray
 
 from actors.feed.step_source import StepSource
 from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat
-from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnTask
+from actors.messages import (
+    IO,
+    CascadeTask,
+    MemoryExceeded,
+    OutOfReach,
+    PublishedResult,
+    Snapshot,
+    StepReport,
+    TurnTask,
+)
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
@@ -437,7 +446,8 @@ class StepRunner:
             raise refused
         if failed:
             whys = {name: f"could not form the generation: {last_line(str(error))}" for name, error in failed.items()}
-            raise GenerationLost([], whys)
+            apart = [error.found for error in failed.values() if isinstance(error, OutOfReach)]
+            raise GenerationLost([], whys, apart=apart)
         if not waiting:
             self.forming = []
 

@@ -18,6 +18,7 @@ from actors.messages import Orders, Progress
 from actors.plan.types import GpuPlace
 from actors.ray_calls import get
 from actors.refs import Method
+from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
 from ops.groups import Groups
 from ops.waiting import CancelToken, Patience
@@ -51,6 +52,7 @@ class Heartbeat:
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation
         self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
+        self.surroundings = Surroundings(config.suspect_s)  # nodes that silence would not blame
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
@@ -143,6 +145,8 @@ class Heartbeat:
             cancel.set(f"{failure}, seen by a heartbeat of {self._worker}")
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
+        elif groups is not None and progress.activity != "idle":
+            self.surroundings.look(time.monotonic() - self._since, cancel.set)
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
 

@@ -26,6 +26,7 @@ from actors.messages import (
     FinishTask,
     FormTask,
     Handover,
+    OutOfReach,
     PublishedResult,
     Snapshot,
     StaleGeneration,
@@ -59,6 +60,7 @@ from ops.heap import give_back
 from ops.models.weights import checksums
 from ops.node_room import node_room, shared_room
 from ops.precision import allow_tf32
+from ops.reach import Door
 from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
 from ops.sync import trainable
@@ -89,6 +91,7 @@ class Worker:
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
         self.heartbeat.start()
+        self._door = Door(node_address())
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)
         self.executor = self._load()
@@ -131,6 +134,7 @@ class Worker:
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
             place=self._place,
+            door=self._door.address,
             nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )
 
@@ -153,6 +157,8 @@ class Worker:
         store = torch.distributed.TCPStore(*task.store, is_master=False, timeout=timedelta(seconds=timeout))
         self._store = store
         self._compare_late()
+        if (apart := self.heartbeat.surroundings.enter(task)) is not None:  # before anything waits for a node beyond
+            raise OutOfReach(apart)
         world = tuple(range(task.world))
         groups = Groups(
             store,

@@ -89,9 +89,9 @@ class Host:
         inside = os.readlink(f"/proc/{self._init}/ns/pid")
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if os.readlink(f"/proc/{process.pid}/ns/pid") == inside and process.pid != self._init:
-                    if process.status() != psutil.STATUS_ZOMBIE:
-                        found[process.pid] = " ".join(process.cmdline())
+                here = os.readlink(f"/proc/{process.pid}/ns/pid") == inside
+                if here and process.pid != self._init and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = " ".join(process.cmdline())
         return found
 
     def shared_memory(self) -> list[str]:
@@ -150,7 +150,18 @@ class Network:
         """What a host receives and sends passes at `rate`, such as 10mbit."""
         shape = ("root", "tbf", "rate", rate, "burst", "32kbit", "latency", "400ms")
         subprocess.run(
-            ["nsenter", "--target", str(self._switch_init), "--net", "tc", "qdisc", "replace", "dev", self._port(host), *shape],
+            [
+                "nsenter",
+                "--target",
+                str(self._switch_init),
+                "--net",
+                "tc",
+                "qdisc",
+                "replace",
+                "dev",
+                self._port(host),
+                *shape,
+            ],
             check=True,
         )
         host._set_up("tc", "qdisc", "replace", "dev", "eth0", *shape)
@@ -174,7 +185,9 @@ class Network:
 
 def _hold() -> tuple[subprocess.Popen[bytes], int]:
     """A process that holds new namespaces, and the id of their first process: all of them end with it."""
-    holder = subprocess.Popen(["unshare", *_NAMESPACES, "sleep", "infinity"], start_new_session=True, stderr=subprocess.DEVNULL)
+    holder = subprocess.Popen(
+        ["unshare", *_NAMESPACES, "sleep", "infinity"], start_new_session=True, stderr=subprocess.DEVNULL
+    )
     found: list[psutil.Process] = []
 
     def held() -> bool:

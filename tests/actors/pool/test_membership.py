@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
-from actors.messages import WorkerInfo
+from actors.messages import NodeDoor, NodesApart, WorkerInfo
 from actors.pool.membership import Membership, ShortageOf
 from actors.pool.membership_types import (
     Arrival,
@@ -484,11 +484,75 @@ def test_a_run_that_shrinks_below_its_memory_waits_and_says_why() -> None:
     found = pool.see(Death(worker=1), Death(worker=2), RecoveredWorker(worker=0), RecoveredWorker(worker=3))
     (wait,) = of(Wait, found)
     assert (wait.have, wait.need) == (2, 2)
-    assert str(wait) == ("waiting for workers: 2 of at least 2 are ready, which have too little memory: 0 is alone")
+    assert str(wait) == ("waiting for workers: 2 of at least 2 are ready, which cannot train together: 0 is alone")
     assert of(Failure, pool.see(Loading(count=1), Tick(), after=200)) == [], "one is loading that may change it"
     pool.see(Loading(count=0))
     (fail,) = of(Failure, pool.see(Tick(), after=101))
-    assert fail.code == 75 and "2 workers with too little memory to train together (0 is alone)" in fail.reason
+    assert fail.code == 75 and "2 workers that cannot train together (0 is alone)" in fail.reason
+
+
+def apart(generation: int, node: str, *others: str) -> Break:
+    found = NodesApart(node=node, host=node, others=tuple(NodeDoor(node=o, host=o, address=None) for o in others))
+    return Break(generation=generation, reason=found.describe(), apart=(found,))
+
+
+def recovered(*workers: int) -> list[Event]:
+    return [RecoveredWorker(worker=worker) for worker in workers]
+
+
+def test_nodes_that_do_not_reach_each_other_are_not_formed_together_until_a_while_has_passed() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(FirstStep())
+    pool.see(apart(1, "n0", "n1"))
+    found = pool.see(*recovered(0, 1, 2))
+    assert [form.workers for form in of(Form, found)] == [(0, 1)], "the smaller node stays out"
+    (left_out,) = of(Exclusion, found)
+    assert left_out.workers == (2,) and "n0 does not reach n1" in left_out.why
+    pool.see(FirstStep())
+    assert pool.see(Boundary(step=5), Tick(), after=LIMITS.apart_s / 2) == [], "steps go on"
+    pool.see(Tick(), after=LIMITS.apart_s)
+    assert pool.view.change_pending, "the network may be mended"
+    (form,) = of(Form, pool.see(Boundary(step=9)))
+    assert form.workers == (0, 1, 2)
+
+
+def test_nodes_apart_end_no_run_however_often_they_are_tried() -> None:
+    """Each try is one generation without a finished step, and its workers were not at fault."""
+    pool = Pool().run(0, 1, 2)
+    for _ in range(2 * LIMITS.max_breaks):
+        pool.see(apart(pool.view.generation, "n1", "n0"), *recovered(*pool.view.workers))
+        pool.see(*recovered(0, 1, 2))
+        assert pool.view.workers == (0, 1)
+        pool.see(Tick(), after=LIMITS.apart_s)
+        pool.see(Boundary(step=3))
+        assert pool.view.workers == (0, 1, 2)
+
+
+def test_of_three_nodes_the_one_that_neither_of_the_others_reaches_stays_out() -> None:
+    pool = Pool().run(0, 2, 4)
+    pool.see(apart(1, "n0", "n1"), *recovered(0, 2, 4))
+    assert pool.view.workers == (0, 4), "of the first two nobody knows which is at fault: the newer one stays out"
+    other = Pool().run(0, 2, 4)
+    other.see_at_once(apart(1, "n0", "n1", "n2"))
+    other.see(*recovered(0, 2, 4))
+    assert other.view.workers == (2, 4), "two others do not reach n0"
+
+
+def test_nodes_apart_count_against_the_wait_for_enough_workers() -> None:
+    pool = Pool().run(0, 2)
+    found = [*pool.see(apart(1, "n0", "n1")), *pool.see(*recovered(0, 2))]
+    (wait,) = of(Wait, found)
+    assert "n0 does not reach n1" in str(wait)
+    tries = 0
+    while not (failures := of(Failure, found)) and tries < 20:
+        found = pool.see(Tick(), after=LIMITS.apart_waiting_s)
+        if of(Form, found):  # tried again, in vain
+            pool.see(apart(pool.view.generation, "n0", "n1"))
+            found = pool.see(*recovered(0, 2))
+            tries += 1
+    (fail,) = failures
+    assert fail.code == 75 and "n0 does not reach n1" in fail.reason
+    assert pool.now <= LIMITS.wait_s + 2 * LIMITS.apart_waiting_s
 
 
 def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:

@@ -1,0 +1,60 @@
+"""Whether a worker reaches the other nodes of its generation: asked before it begins, and of one that is busy for long.
+
+Ray sees every node from its head, and says nothing of two that do not reach each other. Their collectives would wait
+for as long as a step may take.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from actors.messages import FormTask, NodeDoor, NodesApart
+from ops.reach import DoorAddress, out_of_reach
+
+Ask = Callable[[Mapping[str, DoorAddress], float], list[str]]
+
+
+class Surroundings:
+    """The other nodes of a generation. `look` is for the heartbeat's thread, the rest for that of the worker."""
+
+    def __init__(self, within_s: float, ask: Ask = out_of_reach) -> None:
+        """A node is out of reach that does not answer for `within_s`."""
+        self._within_s, self._ask = within_s, ask
+        self._own: NodeDoor | None = None
+        self._others: dict[str, NodeDoor] = {}
+        self._asked_at = 0.0  # monotonic seconds
+        self._asking: threading.Thread | None = None
+
+    def enter(self, task: FormTask) -> NodesApart | None:
+        """Know the nodes of this generation from now on. What the worker does not reach of them; one worker of each
+        node asks."""
+        if not task.doors:
+            self._own, self._others = None, {}
+            return None
+        mine = task.nodes[task.rank]
+        self._own = task.doors[mine]
+        self._others = {door.node: door for door in task.doors if door is not self._own and door.address}
+        return self._apart() if task.nodes.index(mine) == task.rank else None
+
+    def look(self, busy_s: float, tell: Callable[[str], None]) -> None:
+        """Of a worker that has done one thing for `busy_s`: ask now and then, in a thread, and `tell` what is wrong."""
+        now = time.monotonic()
+        asking = self._asking is not None and self._asking.is_alive()
+        if not self._others or busy_s < self._within_s or now - self._asked_at < self._within_s or asking:
+            return
+        self._asked_at = now
+        self._asking = threading.Thread(target=self._ask_and_tell, args=(tell,), name="surroundings", daemon=True)
+        self._asking.start()
+
+    def _ask_and_tell(self, tell: Callable[[str], None]) -> None:
+        if (found := self._apart()) is not None:
+            tell(found.describe())
+
+    def _apart(self) -> NodesApart | None:
+        own, others = self._own, self._others
+        silent = self._ask({name: one.address for name, one in others.items() if one.address}, self._within_s)
+        if own is None or not silent:
+            return None
+        return NodesApart(node=own.node, host=own.host, others=tuple(others[name] for name in silent))
