@@ -16,12 +16,14 @@ from pathlib import Path
 import numpy as np
 
 from actors.messages import FormTask, JoinAnswer, Origin
+from actors.ray_calls import GONE
 from actors.state.checkpoint_files import load
 from actors.state.pulling import PIECE, Counts, pull, value
 from ops.lending import Lender, borrow, new_number
 from ops.own_state import ShardBanks
 from ops.shards import ShardState, cut, missing
 from ops.state_memory import StateMemory
+from ops.waiting import first_line
 
 _AT_ONCE = 1 << 26  # elements that are read from a checkpoint, or drawn, at a time
 _PAUSE_S = 0.02  # before a keeper is asked again whether the generation has begun on its node
@@ -129,21 +131,25 @@ class HomeMemory:
 def pulled(
     origin: Origin, lo: int, hi: int, into: Mapping[str, np.ndarray], go_on: Callable[[], None], piece: int
 ) -> Counts:
-    """[lo, hi) of the origin's version from the keepers that hold it, `piece` elements at a time. Raises RuntimeError
-    where they do not."""
+    """[lo, hi) of the origin's version from the keepers that hold it, `piece` elements at a time. One that has died, or
+    lies beyond a network that fails, is passed over: another may hold the same. Raises RuntimeError where none does."""
     version = (origin.step, origin.generation)
     counts: Counts | None = None
     here: list[tuple[int, int]] = []
+    gone = ""
     for keeper in origin.keepers:
-        for held in value(keeper.held.remote(*version), go_on):
-            for c, d in missing(here, max(held.lo, lo), min(held.hi, hi)):
-                part = {name: array[c - lo : d - lo] for name, array in into.items()}
-                if (found := pull(keeper, version, c, d, part, go_on, piece_elements=piece)) is not None:
-                    counts = found
-                    here.append((c, d))
+        try:
+            for held in value(keeper.held.remote(*version), go_on):
+                for c, d in missing(here, max(held.lo, lo), min(held.hi, hi)):
+                    part = {name: array[c - lo : d - lo] for name, array in into.items()}
+                    if (found := pull(keeper, version, c, d, part, go_on, piece_elements=piece)) is not None:
+                        counts = found
+                        here.append((c, d))
+        except GONE as error:
+            gone = f" ({first_line(error)})"
     if counts is None or missing(here, lo, hi):
         raise RuntimeError(
-            f"{missing(here, lo, hi)} of the state after step {origin.step} is held by nobody any more: the generation "
-            f"begins again from what is."
+            f"{missing(here, lo, hi)} of the state after step {origin.step} is held by nobody any more{gone}: the "
+            f"generation begins again from what is."
         )
     return counts

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 
 from actors import process
 from actors.messages import FormTask, Origin, Snapshot
@@ -157,6 +158,27 @@ def test_a_part_that_nobody_holds_is_named(make: Make) -> None:
     keeper.begin(2, 5, 1, TOTAL, (HERE,))
     with pytest.raises(RuntimeError, match=r"\[\(0, 300\)\] of the state after step 5 is held by nobody"):
         enters(home_memory(), handle, Origin(step=5, generation=1, keepers=(handle,)), generation=2)
+
+
+def test_a_keeper_beyond_a_network_that_fails_is_passed_over(make: Make) -> None:
+    """It lives and has the state; another one has the same, and is within reach."""
+    keeper, handle = make()
+    keeper.begin(1, -1, 1, TOTAL, (HERE,))
+    there = home_memory()
+    enters(there, handle, None, 0, TOTAL)
+    assert keeper.put([holds(keeper, there, 0, TOTAL, 0)])
+    near, near_handle = make()
+    near.begin(2, 0, 1, TOTAL, (HERE,))
+
+    def beyond(*_: object) -> None:
+        raise ray.exceptions.ActorUnavailableError("failed to connect to 10.77.0.2", None)
+
+    beyond_held, beyond_read = Handle(held=beyond), Handle(held=keeper.held, read=beyond)  # cut before, and meanwhile
+    origin = Origin(step=0, generation=1, keepers=(beyond_held, beyond_read, handle))
+    assert_is(enters(home_memory(), near_handle, origin, 0, TOTAL, generation=2).shard, 0, TOTAL, 1)
+    alone = Origin(step=0, generation=1, keepers=(beyond_held,))
+    with pytest.raises(RuntimeError, match=r"held by nobody any more \(.*failed to connect to 10.77.0.2"):
+        enters(home_memory(), near_handle, alone, 0, TOTAL, generation=2)
 
 
 def test_the_keeper_is_waited_for_and_the_wait_can_end(make: Make) -> None:
