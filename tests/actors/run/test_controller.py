@@ -11,7 +11,18 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
-from actors.messages import FinishTask, FormTask, Handover, Origin, Snapshot, StepReport, WorkerInfo
+from actors.messages import (
+    FinishTask,
+    FormTask,
+    Handover,
+    NodeDoor,
+    NodesApart,
+    Origin,
+    OutOfReach,
+    Snapshot,
+    StepReport,
+    WorkerInfo,
+)
 from actors.outcome import Events
 from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
@@ -27,6 +38,7 @@ from actors.records.events import (
     StepsRecovered,
     WorkerDied,
     WorkerDrained,
+    WorkersLeftOut,
 )
 from actors.run.asides import AsideTurns
 from actors.run.controller import Controller, LookPace
@@ -216,7 +228,7 @@ class Run:
     ) -> None:
         self.listener, self.source, self.state, self.planner = Listening(), Source(), Held(), Planning()
         coming: dict[int, list[Event]] = later or {}
-        up: list[Event] = [Arrival(worker=n, node="n") for n in (0, 1)]
+        up: list[Event] = [Arrival(worker=n, node=workers.info(f"w{n}").node) for n in (0, 1)]
         up += [LoadedWorker(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
 
         def look() -> list[Event]:
@@ -395,6 +407,32 @@ def test_what_a_worker_lacks_that_could_not_form_may_be_there_the_next_time() ->
     run = Run(workers)
     assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
     assert "could not form the generation: a peer has gone" in run.told(GenerationEnded)[0].why
+
+
+class Apart(Workers):
+    """Each on a node of its own, and the two nodes do not reach each other."""
+
+    def __init__(self) -> None:
+        other = NodeDoor(node="node of w1", host="host1", address=("10.0.0.2", 4000))
+        found = OutOfReach(NodesApart(node="node of w0", host="host0", others=(other,)))
+        failed = ray.exceptions.RayTaskError("form", "", found)
+        super().__init__(forms=lambda task: failed if task.world == 2 and task.rank == 0 else None)
+
+    def info(self, name: str) -> WorkerInfo:
+        door = (f"10.0.0.{name[1:]}", 4000)
+        return replace(super().info(name), node=f"node of {name}", host=f"host{name[1:]}", door=door)
+
+
+def test_a_run_goes_on_with_the_nodes_that_reach_each_other() -> None:
+    workers = Apart()
+    run = Run(workers)
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS))
+    assert [event.workers for event in run.told(GenerationFormed)] == [("w0", "w1"), ("w0",)]
+    assert "host0 does not reach host1 (10.0.0.2)" in run.told(GenerationEnded)[0].why
+    (left_out,) = run.told(WorkersLeftOut)
+    assert left_out.workers == ("w1",) and workers.names == ["w0", "w1"], "it waits, and may be tried again"
+    doors = [[(door.host, door.address) for door in task.doors] for task in workers.formed]
+    assert doors[0] == doors[1] == [("host0", ("10.0.0.0", 4000)), ("host1", ("10.0.0.1", 4000))]
 
 
 def test_looks_that_take_long_are_further_apart_but_never_more_than_two_seconds() -> None:
