@@ -1,0 +1,81 @@
+"""A cluster of hosts whose network fails: the run goes on with those that reach each other, and is the same run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from tests.blackbox.compare import Truth, config_of, deviations
+from tests.blackbox.episode import reference
+from tests.blackbox.hosted import SETTINGS, HostedPlace, wait_for_generation
+from tests.blackbox.network import why_not
+from tests.blackbox.place import Place
+from tests.blackbox.run import START_S, Run
+
+pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(2400)]
+STEPS = 150
+_GOES_ON_S = 400.0  # of which Ray takes some 40 s to give up a host, and a lost decoding task as long
+_END_S = 900.0
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Truth]:
+    with closing(Place(tmp_path_factory.mktemp("calm"), STEPS)) as place:
+        yield reference(place)
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[HostedPlace]:
+    if why := why_not():
+        pytest.skip(why)
+    with closing(HostedPlace(tmp_path, STEPS, hosts=4)) as found:
+        yield found
+
+
+@pytest.fixture
+def run(place: HostedPlace) -> Iterator[Run]:
+    """A run on three hosts that has begun to train."""
+    with closing(Run(place, "hosted", SETTINGS)) as found:
+        found.start()
+        assert found.wait_for_step(5, START_S), found.said()[-2000:]
+        yield found
+
+
+def assert_ends_as(truth: Truth, run: Run) -> None:
+    code = run.code(_END_S)
+    assert code == 0, f"{code}: {run.said()[-3000:]}"
+    folders = {"run.dir": run.place.runs, "data.sources": config_of(run.folder)["data"]["sources"]}
+    assert deviations(run, truth, {**SETTINGS, **folders}) == [], run.said()[-3000:]
+
+
+def test_two_hosts_that_do_not_reach_each_other_are_not_trained_on_together(
+    place: HostedPlace, run: Run, truth: Truth
+) -> None:
+    """Both reach the head, so Ray knows of nothing."""
+    main = place.controller_of(run)
+    one, other = [host for host in place.workers_of(run).values() if host is not main][:2]
+    since = time.time()
+    one.deafen([other])
+    other.deafen([one])
+    assert wait_for_generation(run, 2, since, _GOES_ON_S), run.said()[-3000:]
+    (left_out, *_) = run.events("left_out")
+    assert one.name in left_out["why"] and other.name in left_out["why"] and "does not reach" in left_out["why"]
+    assert run.alive
+    assert_ends_as(truth, run)
+    for host in place.network.hosts:
+        assert not any("Worker" in line or "Keeper" in line for line in host.processes().values()), host.processes()
+        assert host.shared_memory() == []
+
+
+def test_a_host_that_is_cut_off_without_a_word_is_gone_on_without(place: HostedPlace, run: Run, truth: Truth) -> None:
+    main = place.controller_of(run)
+    cut = next(host for host in place.workers_of(run).values() if host is not main)
+    since = time.time()
+    place.network.cut(cut)
+    assert wait_for_generation(run, 2, since, _GOES_ON_S), run.said()[-3000:]
+    assert cut not in place.workers_of(run).values()
+    assert_ends_as(truth, run)
