@@ -93,7 +93,7 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._waited_since: float | None = None  # the same before the running generation was formed
-        self._apart: dict[frozenset[str], tuple[float, NodesApart]] = {}  # two nodes, when that was seen, and by whom
+        self._apart: dict[frozenset[str], tuple[float, NodesApart]] = {}  # two nodes: when that was seen, and what
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
         self._others = False  # the workers are others than when some were left out

@@ -39,7 +39,7 @@ class Surroundings:
         return self._apart() if task.nodes.index(mine) == task.rank else None
 
     def look(self, busy_s: float, tell: Callable[[str], None]) -> None:
-        """Of a worker that has done one thing for `busy_s`: ask now and then, in a thread, and `tell` what is wrong."""
+        """Ask now and then, in a thread, for a worker that has done one thing for `busy_s`; `tell` what is wrong."""
         now = time.monotonic()
         asking = self._asking is not None and self._asking.is_alive()
         if not self._others or busy_s < self._within_s or now - self._asked_at < self._within_s or asking:

@@ -75,7 +75,7 @@ class Host:
         self._set_up("iptables", *words)
 
     def deafen(self, others: Sequence[Host], *more: str) -> None:
-        """Packets of these hosts are dropped here, with `more` to say which. Nobody is told."""
+        """Packets of these hosts are dropped here, with `more` to say which. No sender learns of it."""
         for other in others:
             self.rule("-I", "INPUT", "-s", other.address, *more, "-j", "DROP")
 
@@ -140,7 +140,7 @@ class Network:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def cut(self, host: Host) -> None:
-        """Packets from and to a host vanish; its interface stays up, and nobody is told."""
+        """Packets from and to a host vanish; its interface stays up, and no sender learns of it."""
         self._of_switch("link", "set", self._port(host), "nomaster")
 
     def mend(self, host: Host) -> None:
