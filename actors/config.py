@@ -54,7 +54,9 @@ class WorkersConfig:
     # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, the time in which it reads the
     # weights at 25 MB/s, and that in which all workers read them from a storage of 1 GB/s together.
     start_s: float = 0.0
-    suspect_s: float = 20.0  # silent for this long: suspected, then replaced
+    # Silent for this long: suspected, then replaced. Nodes that do not answer each other for this long, though they all
+    # answer the run, are not trained on together.
+    suspect_s: float = 20.0
     # A worker that waits for another one for longer gives the generation up, as one of them hangs; a death is noticed
     # at once. The limit of a step is `patience_factor` times the seconds that its plan and its end should take, but no
     # less than `collective_timeout_s`, and `first_step_s` more where a worker runs a shape for the first time: it may

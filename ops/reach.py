@@ -44,6 +44,15 @@ class Door:
                 return
 
 
+def door_at(host: str) -> Door | None:
+    """A door at this address; None where it is none of this machine's own, as beyond address translation: then nobody
+    can say whether it is reached."""
+    try:
+        return Door(host)
+    except OSError:
+        return None
+
+
 def out_of_reach(doors: Mapping[Name, DoorAddress], within_s: float = WITHIN_S) -> list[Name]:
     """Names of the doors whose host does not answer within this time, in their order. A process that has ended is
     within reach: its host says that nobody listens."""

@@ -31,7 +31,7 @@ class Limits:
     start_s: float = 600.0
     request_s: float = 60.0  # a request that brought no worker is made again after this
     # Nodes that do not reach each other are not tried together for so long: each try takes the run workers.suspect_s.
-    apart_s: float = 300.0
+    apart_s: float = 600.0
     apart_waiting_s: float = 30.0  # the same while the run waits for workers anyway
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker

@@ -145,7 +145,7 @@ class Heartbeat:
             cancel.set(f"{failure}, seen by a heartbeat of {self._worker}")
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
-        elif groups is not None and progress.activity != "idle":
+        elif progress.activity != "idle":  # also while it fetches the state of a generation that has no groups yet
             self.surroundings.look(time.monotonic() - self._since, cancel.set)
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())

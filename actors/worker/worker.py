@@ -60,7 +60,7 @@ from ops.heap import give_back
 from ops.models.weights import checksums
 from ops.node_room import node_room, shared_room
 from ops.precision import allow_tf32
-from ops.reach import Door
+from ops.reach import door_at
 from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
 from ops.sync import trainable
@@ -91,7 +91,7 @@ class Worker:
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
         self.heartbeat.start()
-        self._door = Door(node_address())
+        self._door = door_at(node_address())
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)
         self.executor = self._load()
@@ -134,7 +134,7 @@ class Worker:
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
             place=self._place,
-            door=self._door.address,
+            door=None if self._door is None else self._door.address,
             nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )
 

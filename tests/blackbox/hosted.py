@@ -86,7 +86,7 @@ SETTINGS: dict[str, object] = {
 
 
 def wait_for_generation(run: Run, workers: int, since: float, timeout_s: float) -> bool:
-    """Whether a generation of this number of workers was formed after `since` (unix seconds) and has finished a step."""
+    """Whether a generation of this size was formed after `since` (unix seconds) and has finished a step."""
 
     def formed() -> bool:
         newest = _newest(run)

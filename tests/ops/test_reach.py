@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
-from ops.reach import Door, DoorAddress, out_of_reach
+from ops.reach import Door, DoorAddress, door_at, out_of_reach
 
 HERE = "127.0.0.1"
 
@@ -48,6 +48,10 @@ def test_a_host_whose_process_has_ended_is_within_reach() -> None:
     door = Door(HERE)
     door.close()
     assert out_of_reach({"gone": door.address}, 5.0) == []
+
+
+def test_an_address_of_another_machine_has_no_door_here() -> None:
+    assert door_at("192.0.2.1") is None  # for documentation (RFC 5737)
 
 
 def test_nobody_to_ask() -> None:
