@@ -13,7 +13,7 @@ from tests.blackbox.processes import wait_for
 from tests.blackbox.run import Run
 
 _PORT = 6379
-_HEAD_CPUS, _CPUS, _WORKER_CPUS = 2, 4, 3  # one worker on each host but the head
+_HEAD_CPUS, _CPUS, _WORKER_CPUS = 2, 4, 3.0  # one worker on each host but the head
 _STORE = 200_000_000
 
 
@@ -81,7 +81,7 @@ SETTINGS: dict[str, object] = {
     "workers.min": 2,
     "workers.max": 3,
     "workers.cpus_per_worker": _WORKER_CPUS,
-    "workers.suspect_s": 15,
+    "workers.suspect_s": 15.0,
 }
 
 
