@@ -67,7 +67,8 @@ def test_two_hosts_that_do_not_reach_each_other_are_not_trained_on_together(
     assert run.alive
     assert_ends_as(truth, run)
     for host in place.network.hosts:
-        assert not any("Worker" in line or "Keeper" in line for line in host.processes().values()), host.processes()
+        left = [line for line in host.processes().values() if line.startswith(("ray::Worker", "ray::Keeper"))]
+        assert left == [], host.name
         assert host.shared_memory() == []
 
 
