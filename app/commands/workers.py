@@ -37,7 +37,7 @@ Run = Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")]
 def list_workers(run: Run) -> None:
     """Every worker with what it does right now, and where its GPU sits."""
     report = answer(run, monitor(run).report.remote())
-    _warn_if_quiet(run, report)
+    warn_if_quiet(run, report)
     print(f"generation {report.generation}" if report.generation >= 0 else "no generation yet")
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
@@ -59,7 +59,7 @@ def drain(
     actor = monitor(run)
     report = answer(run, actor.report.remote())
     known = report.seen
-    _warn_if_quiet(run, report)
+    warn_if_quiet(run, report)
     if missing := [name for name in names if name not in known]:
         there = ", ".join(sorted(known)) or "none yet"
         raise ConfigError(f"worker {', '.join(missing)} is not in the run; it has {there}.")
@@ -78,7 +78,7 @@ def drain(
 def scale(run: Run, count: Annotated[int, typer.Argument(help="Workers to keep from now on.", min=1)]) -> None:
     """Grow or shrink the pool, within workers.min and workers.max of the config."""
     actor = monitor(run)
-    _warn_if_quiet(run, answer(run, actor.report.remote()))
+    warn_if_quiet(run, answer(run, actor.report.remote()))
     answer(run, actor.scale.remote(count))
     print(f"the run keeps {_within_limits(run, count)} from the next step boundary on")
 
@@ -106,7 +106,7 @@ def stop(
 
     from actors.ray_calls import get
 
-    _warn_if_quiet(run, answer(run, actor.report.remote()))
+    warn_if_quiet(run, answer(run, actor.report.remote()))
     answer(run, actor.stop.remote("stopped by `heddle workers stop`"))
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
@@ -119,7 +119,7 @@ def stop(
     print("the run will end after its running steps")
 
 
-def _warn_if_quiet(run: Path, report: MonitorReport) -> None:
+def warn_if_quiet(run: Path, report: MonitorReport) -> None:
     """The monitor outlives a run that was killed on a standing cluster, and takes wishes that nobody will meet."""
     quiet_s = min((report.now - seen.at for seen in report.seen.values()), default=0.0)
     if quiet_s > QUIET_S:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
-from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop
+from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop, warn_if_quiet
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
@@ -92,14 +93,15 @@ def test_scale_says_what_the_limits_make_of_a_count(
 
 
 def test_a_run_whose_workers_are_silent_may_be_dead(
-    live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    live_run: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("app.commands.workers.QUIET_S", 3600.0)
-    scale(live_run[0], 3)
+    folder, monitor = live_run
+    report = ray.get(monitor.report.remote())
+    heard = max(seen.at for seen in report.seen.values())
+    warn_if_quiet(folder, replace(report, now=heard + 5))
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("app.commands.workers.QUIET_S", 0.0)
-    scale(live_run[0], 3)
-    assert "has been heard for" in capsys.readouterr().err
+    warn_if_quiet(folder, replace(report, now=heard + 60))
+    assert "no worker" in (said := capsys.readouterr().err) and "has been heard for 60 s" in said
 
 
 @pytest.mark.usefixtures("live_run")
