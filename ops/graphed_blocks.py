@@ -5,7 +5,8 @@
 A pass of a few pictures is less work for a GPU than for its host, which asks for some 250 operators a block. Of a pass
 that comes again, with the same grids and lengths of text, each block is captured twice: forward alone, and forward with
 backward, as gradient checkpointing computes them. Replayed, a block costs the host two launches and the copies of what
-it is given and gives. The kernels are those of blocks as written, in their order.
+it is given and gives. The kernels are those of blocks as written, in their order. Gradients of what all blocks share
+are added up block by block: in front of the blocks, these may differ by rounding.
 
 A graph reads and writes where it did when it was captured. So its inputs are copied into `_Slots`, its results out of
 them, weights must lie where they lay, and a pass is given the layout of the one that was captured, which is equal. All
