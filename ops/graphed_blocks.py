@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +37,15 @@ R = TypeVar("R")
 Launches = Callable[[], None]
 
 LEAST_GAIN = 0.03  # share of a pass's seconds: captured ones have memory of their own
-_WARM, _COMPARED = 1, 3  # passes as written before the capture: the first of a shape is no measure of the others
 _MOST_SEEN = 256  # kinds of passes
 
 
 class Capture(Protocol):
     """How work is captured."""
+
+    def prepare(self) -> None:
+        """Several pieces of work follow, which take memory."""
+        ...
 
     def __call__(self, work: Launches) -> Launches:
         """Runs `work` once, and returns what runs the same kernels on the same memory again."""
@@ -51,40 +53,54 @@ class Capture(Protocol):
 
 
 class CudaGraphs:
-    """`Capture` for a GPU. Graphs share a pool of memory, and may run one after the other alone."""
+    """`Capture` for a GPU: graphs that share a pool of memory, and may run one after the other alone.
+
+    None is ever destroyed, nor one that failed: with it would go workspaces of cuBLAS that all those use which were
+    captured in the same stream (from PyTorch 2.12 on; pytorch/pytorch#193402).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # nothing is captured on the default one
         self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # with the last of which the pool goes
+        self._graphs: list[torch.cuda.CUDAGraph] = []
+
+    def prepare(self) -> None:
+        """As `Capture.prepare`: during a capture the allocator cannot use what it keeps for other streams."""
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
     def __call__(self, work: Launches) -> Launches:
         """As `Capture`. Raises RuntimeError where something of `work` cannot be captured, or memory runs out."""
         current, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
-        if not self._graphs:
-            self._pool = torch.cuda.graph_pool_handle()
-        self._graphs.add(graph)
+        self._graphs.append(graph)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            work()  # makes what is made at a first call: index tensors, workspaces, kernels
-            # Other threads of a worker allocate, copy and wait meanwhile.
-            graph.capture_begin(self._pool, capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):
-                    graph.capture_end()
-                with suppress(RuntimeError):  # which a capture that has failed leaves out: memory would never come back
-                    torch._C._cuda_endAllocateToPool(current.device_index, self._pool)
-                raise
-            graph.capture_end()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                work()  # makes what is made at a first call: workspaces, kernels
+                self._captured(work, graph)
+        finally:
+            current.wait_stream(self._stream)
         return cast(Launches, graph.replay)
+
+    def _captured(self, work: Launches, graph: torch.cuda.CUDAGraph) -> None:
+        # Other threads of a worker allocate, copy and wait meanwhile.
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            work()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            with suppress(
+                RuntimeError
+            ):  # which a failed capture leaves out in some versions: memory would not come back
+                torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
+            raise
+        graph.capture_end()
 
 
 class GraphedBlocks:
-    """Blocks of one transformer as graphs, in passes with a gradient on one GPU. Not thread-safe."""
+    """Blocks of one transformer as graphs, in passes with a gradient on one GPU. One pass begins after the other."""
 
     def __init__(
         self,
@@ -92,36 +108,42 @@ class GraphedBlocks:
         capture: Capture,
         compared: bool = False,
         kinds: int = 8,
+        warm_up: int = 9,
     ) -> None:
-        """`is_small` says which passes may run by graphs. With `compared` those that turn out no faster so run as
-        written again. Graphs are kept of as many `kinds` of passes; one of a block has some 100 kB."""
-        self._is_small, self._capture, self._compared, self._most = is_small, capture, compared, kinds
-        self._kinds: OrderedDict[Hashable, _PassKind] = OrderedDict()  # seen last at the end
+        """`is_small` says which passes may run by graphs. Each of the first `kinds` of passes that came more than
+        `warm_up` times gets graphs, for good. With `compared` those that turn out no faster so run as written again."""
+        self._is_small, self._capture, self._compared = is_small, capture, compared
+        self._most, self._warm_up = kinds, warm_up
+        self._seen: OrderedDict[Hashable, _PassKind] = OrderedDict()  # without graphs; seen last at the end
+        self._graphed: dict[Hashable, _PassKind] = {}
         self._of_parameters: dict[Hashable, _FlatSlot] = {}  # by shapes and dtypes
         self._pass: _Pass | None = None
         self._off = False
+        self.captures = 0  # blocks that were captured by now
 
     def begin(self, layout: Layout) -> None:
-        """A forward pass begins."""
+        """A forward pass begins; its blocks and `timing` are asked for before the next one does."""
         self._pass = None
         if self._off or layout.degree > 1 or not torch.is_grad_enabled() or not self._is_small(layout):
             return
         kind = self._kind(layout)
         kind.passes += 1
-        graphed = kind.passes > (_COMPARED if self._compared else _WARM) and not kind.is_slower
-        if graphed and kind.captured is None:
-            kind.captured = _Captured(layout)
-            self._forget()
-        self._pass = _Pass(kind=kind, number=kind.passes, captured=kind.captured if graphed else None)
+        self._pass = _Pass(kind=kind, number=kind.passes, warm_up=self._warm_up)
+
+    @property
+    def by_graphs(self) -> bool:
+        """Whether the pass that was begun last runs by graphs."""
+        return not self._off and self._pass is not None and self._pass.by_graphs
 
     def __call__(self, block: nn.Module) -> Callable[..., object] | None:
         """The block as its graphs; None where this pass runs it as written."""
-        captured = self._pass.captured if self._pass is not None else None
-        if captured is None or self._off:
+        if not self.by_graphs:
             return None
+        assert self._pass is not None and self._pass.kind.captured is not None
+        captured = self._pass.kind.captured
 
         def call(*inputs: object) -> object:
-            return self._graphed(captured, block, inputs)
+            return self._run(captured, block, inputs)
 
         return call
 
@@ -132,36 +154,51 @@ class GraphedBlocks:
 
     def _kind(self, layout: Layout) -> _PassKind:
         key = (layout.sequences, layout.text_recurs)
-        kind = self._kinds.setdefault(key, _PassKind())
-        self._kinds.move_to_end(key)
-        if len(self._kinds) > _MOST_SEEN:
-            self._kinds.popitem(last=False)
+        if (known := self._graphed.get(key)) is not None:
+            return known
+        kind = self._seen.setdefault(key, _PassKind())
+        self._seen.move_to_end(key)
+        if kind.passes >= self._warm_up and len(self._graphed) < self._most:
+            self._capture.prepare()
+            kind.captured = _Captured(layout)
+            self._graphed[key] = self._seen.pop(key)
+        if len(self._seen) > _MOST_SEEN:
+            self._seen.popitem(last=False)
         return kind
 
-    def _forget(self) -> None:
-        """Graphs of the kinds that were not seen for the longest time."""
-        captured = [kind for kind in self._kinds.values() if kind.captured is not None]
-        for kind in captured[: -self._most]:
-            kind.captured = None
-
-    def _graphed(self, captured: _Captured, block: nn.Module, inputs: tuple[object, ...]) -> object:
+    def _run(self, captured: _Captured, block: nn.Module, inputs: tuple[object, ...]) -> object:
         leaves, spec = pytree.tree_flatten(inputs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        found = captured.blocks.get(block)
+        if not any(p.requires_grad for p in block.parameters()) and not any(one.requires_grad for one in tensors):
+            return block(*inputs)
+        found = captured.blocks.get(block) or self._captured(captured, block, leaves, spec)
         if found is None or not found.serves(leaves):
-            given = _BlockCall(block, leaves, spec, captured.layout)
-            if not given.trained(tensors):
-                return block(*inputs)
-            try:
-                found = given.capture(self._capture, captured.slots, self._of_parameters)
-            except RuntimeError as error:
-                log.warning("model.dit.cuda_graphs: blocks run as written from now on: %s", error)
-                self._off = True
-                self._kinds.clear()
-                return block(*inputs)
-            captured.blocks[block] = found
+            if found is not None and found.has_moved:
+                self._give_up("weights have moved")
+            return block(*inputs)
         outputs: tuple[Tensor, ...] = _Replayed.apply(found, *tensors, *found.parameters)  # type: ignore[no-untyped-call]
         return pytree.tree_unflatten(list(outputs), found.spec)
+
+    def _captured(
+        self, captured: _Captured, block: nn.Module, leaves: Sequence[object], spec: pytree.TreeSpec
+    ) -> _BlockGraphs | None:
+        """None where that is not possible, and then it is tried no more. Nothing of it stays in memory."""
+        self.captures += 1
+        try:
+            call = _BlockCall(block, leaves, spec, captured.layout)
+            captured.blocks[block] = call.capture(self._capture, captured.slots, self._of_parameters)
+        except RuntimeError as error:
+            why = str(error)
+        else:
+            return captured.blocks[block]
+        self._give_up(why)
+        return None
+
+    def _give_up(self, why: str) -> None:
+        """Graphs stay: backward passes may be under way that run by them."""
+        if not self._off:
+            log.warning("model.dit.cuda_graphs: blocks run as written from now on: %s", why)
+        self._off = True
 
 
 @dataclass(slots=True)
@@ -179,23 +216,22 @@ class _PassKind:
         return self.compared > 1 and self.graphed_s > (1 - LEAST_GAIN) * self.as_written_s
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
     """One pass of its kind."""
 
-    kind: _PassKind
-    number: int
-    captured: _Captured | None
+    def __init__(self, kind: _PassKind, number: int, warm_up: int) -> None:
+        self.kind, self._number, self._warm_up = kind, number, warm_up
+        self.by_graphs = kind.captured is not None and not kind.is_slower
 
     def took(self, seconds: float) -> None:
+        """The first pass of a kind is no measure of the others, nor is the one that captures."""
         kind = self.kind
-        if self.captured is None:
-            if _WARM < self.number <= _COMPARED:
+        if not self.by_graphs:
+            if 1 < self._number <= self._warm_up:
                 kind.as_written_s = min(kind.as_written_s, seconds)
-        elif self.number > _COMPARED + 1:  # not in the one that captured
+        elif self._number > self._warm_up + 1 and not kind.is_slower:
             kind.graphed_s, kind.compared = min(kind.graphed_s, seconds), kind.compared + 1
-            if kind.is_slower and kind.captured is not None:
-                kind.captured = None
+            if kind.is_slower:
                 log.info(
                     "model.dit.cuda_graphs: a pass takes %.4g s by graphs, %.4g s as written: its kind runs as written",
                     kind.graphed_s,
@@ -251,11 +287,11 @@ class _Captured:
 
     layout: Layout
     slots: _Slots = field(default_factory=_Slots)
-    blocks: dict[nn.Module, _Graphs] = field(default_factory=dict)
+    blocks: dict[nn.Module, _BlockGraphs] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Graphs:
+class _BlockGraphs:
     """Both graphs of a block. After `forward` the results of `inputs` are in `outputs`, after `backward` what of their
     gradient, `received`, belongs to the inputs, of those that have one, is in `gradients`, and what belongs to the
     parameters in `of_parameters`."""
@@ -267,6 +303,7 @@ class _Graphs:
     received: list[Tensor]
     gradients: list[Tensor | None]
     of_parameters: _FlatSlot | None
+    unused: frozenset[int]  # places of parameters that have no part in the results
     parameters: tuple[nn.Parameter, ...]  # that are trained
     spec: pytree.TreeSpec  # of the outputs
     signature: tuple[object, ...]
@@ -275,7 +312,11 @@ class _Graphs:
 
     def serves(self, leaves: Sequence[object]) -> bool:
         """Whether the inputs are of the captured kind, and the weights where they were."""
-        return self.signature == _signature(leaves) and self.addresses == _addresses(self.weights)
+        return self.signature == _signature(leaves) and not self.has_moved
+
+    @property
+    def has_moved(self) -> bool:
+        return self.addresses != _addresses(self.weights)
 
 
 class _BlockCall:
@@ -285,14 +326,9 @@ class _BlockCall:
         self._block, self._leaves, self._spec = block, leaves, spec
         self._layout = layout
         self._parameters = tuple(p for p in block.parameters() if p.requires_grad)
-        device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
-        self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._autocast = _autocast(leaves)
 
-    def trained(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether anything of it has a gradient."""
-        return bool(self._parameters) or any(one.requires_grad for one in tensors)
-
-    def capture(self, capture: Capture, slots: _Slots, of_blocks: dict[Hashable, _FlatSlot]) -> _Graphs:
+    def capture(self, capture: Capture, slots: _Slots, of_blocks: dict[Hashable, _FlatSlot]) -> _BlockGraphs:
         """Slots for what it is given and gives, and both graphs. Blocks of a kind share those of parameters."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         needs = [one.requires_grad for one in tensors]
@@ -305,29 +341,33 @@ class _BlockCall:
         gradients = slots.like("gradient", [one for one, need in zip(inputs, needs) if need])
         of_parameters = self._of_parameters(of_blocks)
         wanted = [*gradients, *(of_parameters.slots if of_parameters else [])]
+        unused: set[int] = set()
 
-        def forward() -> None:
-            with torch.no_grad():
-                torch._foreach_copy_(outputs, pytree.tree_leaves(self._run(inputs)))
-
-        def backward() -> None:
+        def results() -> tuple[list[Tensor], list[Tensor]]:
             given = [one.detach().requires_grad_(need) for one, need in zip(inputs, needs)]
             with torch.enable_grad():
-                found = pytree.tree_leaves(self._run(given))
-            results = [(one, grad) for one, grad in zip(found, received) if one.requires_grad]
-            made = torch.autograd.grad(
-                [one for one, _ in results],
-                [*(one for one in given if one.requires_grad), *self._parameters],
-                [grad for _, grad in results],
-                allow_unused=True,
-                materialize_grads=True,
-            )
-            torch._foreach_copy_(wanted, list(made))
+                return given, pytree.tree_leaves(self._run(given))
+
+        def forward() -> None:  # with a gradient, by which attention takes its kernel
+            torch._foreach_copy_(outputs, [one.detach() for one in results()[1]])
+
+        def backward() -> None:
+            given, found = results()
+            pairs = [(one, grad) for one, grad in zip(found, received) if one.requires_grad]
+            with torch.autocast(self._autocast[0], enabled=False):  # as a backward pass has none
+                made = torch.autograd.grad(
+                    [one for one, _ in pairs],
+                    [*(one for one in given if one.requires_grad), *self._parameters],
+                    [grad for _, grad in pairs],
+                    allow_unused=True,
+                )
+            unused.update(place for place, one in enumerate(made) if one is None)
+            torch._foreach_copy_(wanted, [slot if one is None else one for slot, one in zip(wanted, made, strict=True)])
 
         graphs = capture(forward), capture(backward)
-        left = iter(gradients)
+        left = iter([None if place in unused else slot for place, slot in enumerate(gradients)])
         weights = (*self._block.parameters(), *self._block.buffers())
-        return _Graphs(
+        return _BlockGraphs(
             forward=graphs[0],
             backward=graphs[1],
             inputs=inputs,
@@ -335,6 +375,7 @@ class _BlockCall:
             received=received,
             gradients=[next(left) if need else None for need in needs],
             of_parameters=of_parameters,
+            unused=frozenset(place - len(gradients) for place in unused),
             parameters=self._parameters,
             spec=spec,
             signature=_signature(self._leaves),
@@ -366,16 +407,16 @@ class _BlockCall:
 
 
 class _OfGraphs(Context, Protocol):
-    """Whose inputs are saved."""
+    """What stays of a forward pass for its backward pass, beside the inputs."""
 
-    graphs: _Graphs
+    graphs: _BlockGraphs
 
 
 class _Replayed(Function):
     """A block by its graphs; its inputs are kept, as gradient checkpointing keeps them."""
 
     @staticmethod
-    def forward(ctx: _OfGraphs, graphs: _Graphs, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _OfGraphs, graphs: _BlockGraphs, *tensors: Tensor) -> tuple[Tensor, ...]:
         inputs = tensors[: len(graphs.inputs)]
         ctx.graphs = graphs
         ctx.save_for_backward(*inputs)
@@ -390,12 +431,13 @@ class _Replayed(Function):
         graphs.backward()
         # all are copies: the next block writes its own there, before these have been added up
         of_inputs = [None if one is None else one.clone() for one in graphs.gradients]
-        return None, *of_inputs, *(graphs.of_parameters.copies() if graphs.of_parameters else ())
+        copies = graphs.of_parameters.copies() if graphs.of_parameters else []
+        return None, *of_inputs, *(None if n in graphs.unused else one for n, one in enumerate(copies))
 
 
 def _signature(leaves: Sequence[object]) -> tuple[object, ...]:
     """What graphs depend on of the inputs beside the numbers in them."""
-    return tuple(
+    return _autocast(leaves), *(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, Tensor)
         else leaf
@@ -407,3 +449,9 @@ def _signature(leaves: Sequence[object]) -> tuple[object, ...]:
 
 def _addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(one.data_ptr() for one in tensors)
+
+
+def _autocast(leaves: Sequence[object]) -> tuple[str, torch.dtype, bool]:
+    """Autocast of the device of the tensors among them: its type, the dtype, and whether it is on."""
+    device = next(leaf for leaf in leaves if isinstance(leaf, Tensor)).device.type
+    return device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

@@ -45,10 +45,9 @@ from actors.worker.outlasting import OutlastingEncode
 from actors.worker.stopwatch import Stopwatch, stopwatch_of
 from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
 from ops.comm import Group
-from ops.compiled_blocks import codes_made
 from ops.conditions import NOTHING, Conditions
 from ops.groups import Groups
-from ops.models.experts import keep_attention, pass_timing, slice_by, transformers
+from ops.models.experts import by_graphs, code_made, keep_attention, pass_timing, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
 from ops.objective import is_first_frame_given, objective_of
@@ -332,6 +331,7 @@ class Executor:
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
             measure.tell_seconds(pass_timing(transformer))
+            measure.counts_memory = not by_graphs(transformer)  # whose own lies in a pool that is not counted
             self._asked = layout.asked
             losses = sequence_losses(done.predicted, done.target, layout, done.weights)
             self.work.add_losses(task, inputs.ok, done.loss, losses, counts=group.rank == 0)
@@ -474,6 +474,7 @@ class CascadeMeasure:
         self._shapes = shapes_of(task.module, task.pieces, len(task.bag))
         self._outlasting = executor.own_outlasting()
         self._tell: Callable[[float], None] = _untold
+        self.counts_memory = True
         self._held_s = 0.0  # at the gate of an encode that outlasts its step
 
     def __enter__(self) -> CascadeMeasure:
@@ -482,7 +483,7 @@ class CascadeMeasure:
             self._executor._wait_as(self._task)
         if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
             self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
-        self._codes = codes_made()
+        self._codes = code_made(self._executor.modules.dit)
         self._since = time.time()
         watch = self._executor._watch
         self._phases = _PhaseMarks(watch, self._executor.on_phase if self._outlasting is None else _unseen)
@@ -551,7 +552,8 @@ class CascadeMeasure:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         task, executor = self._task, self._executor
-        need_gib = executor.meter.stop()
+        taken_gib = executor.meter.stop()
+        need_gib = taken_gib if self.counts_memory else None
         kept = task.module == "dit" and executor.attention.keeps
         if error is not None:
             executor.broken = f"{task.name}: {error!r}{self._others(error)}"
@@ -571,7 +573,7 @@ class CascadeMeasure:
             executor.sync.start_sum()
         ended = self._phases("idle")  # not the copies of published results
         waited = executor.groups.clock.take() if executor.groups is not None else Waited()
-        first_here = not self._shapes <= executor._seen or codes_made() != self._codes
+        first_here = not self._shapes <= executor._seen or code_made(executor.modules.dit) != self._codes
         executor._seen |= self._shapes
         span = Span(
             name=task.name,

@@ -55,8 +55,9 @@ def _text_on_host(setup: TrainedSetup) -> TrainedSetup | None:
 
 
 def _halved(setup: TrainedSetup) -> TrainedSetup | None:
-    changed = replace(setup.train, parameter_dtype="bfloat16", autocast="bfloat16")
-    return replace(setup, train=changed) if setup.train.parameter_dtype == "float32" and setup.flat else None
+    if setup.train.parameter_dtype != "float32" or not setup.flat:
+        return None
+    return replace(setup, train=replace(setup.train, parameter_dtype="bfloat16", autocast="bfloat16"))
 
 
 def _without_average(setup: TrainedSetup) -> TrainedSetup | None:

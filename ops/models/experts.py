@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ops.compiled_blocks import CompiledBlocks
+from ops.compiled_blocks import CompiledBlocks, codes_made
 from ops.graphed_blocks import CudaGraphs, GraphedBlocks
 from ops.models.base.config import CudaGraphsSetting, DiTConfig
 from ops.models.base.transformer import PackedTransformer
@@ -22,6 +22,7 @@ from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
+_BLOCK_WEIGHTS = 2**26  # that a row of video meets
 _BLOCK_FLOPS = 1e12  # which take a GPU some 2.5 ms; a host asks for the 250 operators of a block in 1.5 ms
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
@@ -75,13 +76,28 @@ def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.de
 
 
 def is_small_pass(config: DiTConfig, layout: Layout) -> bool:
-    """Whether forward, forward again and backward of a block are less work for a large GPU than for its host."""
+    """Whether forward, forward again and backward of a block are less work for a large GPU than for its host, of blocks
+    whose gradients are no weight in its memory: they are there three times."""
     forward = sum(
         config.flops.linear(one.tokens, one.text_tokens)
         + config.flops.attention(one.tokens, one.text_tokens, one.grid[0])
         for one in layout.sequences
     )
-    return 4 * forward <= _BLOCK_FLOPS * sum(config.block_counts)  # backward is two of it
+    blocks = sum(config.block_counts)
+    return config.flops.video <= 2 * _BLOCK_WEIGHTS * blocks and 4 * forward <= _BLOCK_FLOPS * blocks
+
+
+def by_graphs(transformer: nn.Module) -> bool:
+    """Whether its last pass ran by CUDA graphs."""
+    return (
+        isinstance(transformer, PackedTransformer) and transformer.graphed is not None and transformer.graphed.by_graphs
+    )
+
+
+def code_made(module: nn.Module) -> int:
+    """Pieces of code that this process has compiled, and blocks of the transformers that were captured, by now."""
+    graphed = [one.graphed for one in transformers(module) if isinstance(one, PackedTransformer)]
+    return codes_made() + sum(one.captures for one in graphed if one is not None)
 
 
 def pass_timing(transformer: nn.Module) -> Callable[[float], None]:

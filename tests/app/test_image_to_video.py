@@ -176,7 +176,7 @@ def test_a_broken_picture_is_one_sentence(tmp_path: Path, content: bytes | None,
 def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="2 pictures for 3 prompts"):
         read_pictures(["a", "b"], 3, 8, 8, "--image")
-    with pytest.raises(ValueError, match=r"sample\.images names 2 pictures for 1 prompts"):
+    with pytest.raises(ValueError, match=r"sample\.images names 2 pictures for 1 prompt;"):
         replace(SHOWN, images=("a", "b"))
     text = haar_run().to_yaml()
     assert RunConfig.from_yaml(text) == haar_run()
