@@ -91,16 +91,16 @@ class CudaGraphs:
         except BaseException:
             with suppress(RuntimeError):
                 graph.capture_end()
-            with suppress(
-                RuntimeError
-            ):  # which a failed capture leaves out in some versions: memory would not come back
+            # which a failed capture leaves out in some versions of PyTorch: memory would not come back
+            with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._stream.device_index, self._pool)
             raise
         graph.capture_end()
 
 
 class GraphedBlocks:
-    """Blocks of one transformer as graphs, in passes with a gradient on one GPU. One pass begins after the other."""
+    """Blocks of one transformer as graphs, in passes with a gradient on one GPU. Of these one begins after the other;
+    passes without a gradient, also in another thread, run as written."""
 
     def __init__(
         self,
@@ -123,8 +123,10 @@ class GraphedBlocks:
 
     def begin(self, layout: Layout) -> None:
         """A forward pass begins; its blocks and `timing` are asked for before the next one does."""
+        if not torch.is_grad_enabled():
+            return
         self._pass = None
-        if self._off or layout.degree > 1 or not torch.is_grad_enabled() or not self._is_small(layout):
+        if self._off or layout.degree > 1 or not self._is_small(layout):
             return
         kind = self._kind(layout)
         kind.passes += 1
@@ -135,17 +137,21 @@ class GraphedBlocks:
         """Whether the pass that was begun last runs by graphs."""
         return not self._off and self._pass is not None and self._pass.by_graphs
 
-    def __call__(self, block: nn.Module) -> Callable[..., object] | None:
-        """The block as its graphs; None where this pass runs it as written."""
-        if not self.by_graphs:
+    def __call__(self, block: nn.Module, inputs: tuple[object, ...]) -> Callable[..., object] | None:
+        """The block as its graphs, which are captured where it has none; None where it runs as written."""
+        if not torch.is_grad_enabled() or not self.by_graphs:
             return None
         assert self._pass is not None and self._pass.kind.captured is not None
+        leaves, spec = pytree.tree_flatten(inputs)
+        weights = any(parameter.requires_grad for parameter in block.parameters())
+        if not weights and not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves):
+            return None
         captured = self._pass.kind.captured
-
-        def call(*inputs: object) -> object:
-            return self._run(captured, block, inputs)
-
-        return call
+        found = captured.blocks.get(block) or self._captured(captured, block, leaves, spec)
+        if found is not None and found.has_moved:
+            self._give_up("weights have moved")
+            return None
+        return found if found is not None and found.serves(leaves) else None
 
     def timing(self) -> Callable[[float], None]:
         """To be called with the seconds that the device took for the pass that was begun last, when they are known."""
@@ -165,19 +171,6 @@ class GraphedBlocks:
         if len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
         return kind
-
-    def _run(self, captured: _Captured, block: nn.Module, inputs: tuple[object, ...]) -> object:
-        leaves, spec = pytree.tree_flatten(inputs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if not any(p.requires_grad for p in block.parameters()) and not any(one.requires_grad for one in tensors):
-            return block(*inputs)
-        found = captured.blocks.get(block) or self._captured(captured, block, leaves, spec)
-        if found is None or not found.serves(leaves):
-            if found is not None and found.has_moved:
-                self._give_up("weights have moved")
-            return block(*inputs)
-        outputs: tuple[Tensor, ...] = _Replayed.apply(found, *tensors, *found.parameters)  # type: ignore[no-untyped-call]
-        return pytree.tree_unflatten(list(outputs), found.spec)
 
     def _captured(
         self, captured: _Captured, block: nn.Module, leaves: Sequence[object], spec: pytree.TreeSpec
@@ -310,12 +303,18 @@ class _BlockGraphs:
     weights: tuple[Tensor, ...]
     addresses: tuple[int, ...]
 
+    def __call__(self, *inputs: object) -> object:
+        tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        outputs: tuple[Tensor, ...] = _Replayed.apply(self, *tensors, *self.parameters)  # type: ignore[no-untyped-call]
+        return pytree.tree_unflatten(list(outputs), self.spec)
+
     def serves(self, leaves: Sequence[object]) -> bool:
-        """Whether the inputs are of the captured kind, and the weights where they were."""
-        return self.signature == _signature(leaves) and not self.has_moved
+        """Whether the inputs are of the captured kind."""
+        return self.signature == _signature(leaves)
 
     @property
     def has_moved(self) -> bool:
+        """Whether weights are elsewhere than when they were captured."""
         return self.addresses != _addresses(self.weights)
 
 

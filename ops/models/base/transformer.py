@@ -120,7 +120,7 @@ class PackedTransformer(nn.Module):
             call = self.compiled(block)
         elif self.graphed is not None:
             assert isinstance(block, nn.Module), "its weights are known by the module"
-            if (graphs := self.graphed(block)) is not None:
+            if (graphs := self.graphed(block, inputs)) is not None:
                 return cast(R, graphs(*inputs))
         if (self.config.gradient_checkpointing or self.fetched is not None) and torch.is_grad_enabled():
             # there is no dropout
