@@ -432,9 +432,7 @@ class SnapshotsForecast(RunEvent, event="snapshots"):
 
     keepers: int
     mib_per_keeper: float
-    enabled: bool = (
-        True  # snapshot.enabled; where it is false, keepers hold the state that a checkpoint is written from
-    )
+    enabled: bool = True  # snapshot.enabled; without it keepers hold the state that a checkpoint is written from
 
     def describe(self) -> str:
         return (
@@ -450,7 +448,8 @@ class SnapshotsSpaced(RunEvent, event="snapshots_spaced"):
     why: str
 
     def describe(self) -> str:
-        return f"a snapshot every {counted(self.every, 'step')} from now on: {self.why}"
+        steps = "step" if self.every == 1 else f"{self.every:,} steps"
+        return f"a snapshot every {steps} from now on: {self.why}"
 
 
 class MemoryShort(RunEvent, event="memory_short"):

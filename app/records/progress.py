@@ -99,7 +99,7 @@ def figures(line: StepMetrics) -> str:
     if math.isfinite(line.idle_ratio):
         parts.append(f"idle {100 * line.idle_ratio:.0f}%")
     if line.workers:
-        parts.append(f"{counted(line.workers, 'worker')}")
+        parts.append(counted(line.workers, "worker"))
     if line.recomputed:
         parts.append("recomputed")
     return "  ".join(parts)

@@ -73,7 +73,7 @@ def fig10(quick: bool) -> Reproduction:
     counts, left = [point.slices for point in points], [point.exposed_s / whole for point in points]
     return Reproduction(
         way="simulation",
-        ours={f"{counted(count, 'slice')}": value for count, value in zip(counts, left, strict=True)},
+        ours={counted(count, "slice"): value for count, value in zip(counts, left, strict=True)},
         series={
             "not hidden, share of DSP's": (tuple(map(float, counts)), tuple(left)),
             "total, share of DSP's": (
