@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ray
@@ -16,7 +17,7 @@ from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorR
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.work_done import Launched
 from ops.waiting import Cancelled, Patience
-from tests.actors.fakes import Handle
+from tests.actors.fakes import Handle, Remote
 
 CONFIG = WorkersConfig(suspect_s=20, stall_factor=10)
 
@@ -155,6 +156,22 @@ def test_an_answer_to_a_heartbeat_never_cancels_the_generation_that_has_begun_me
     assert old.is_set() and not new[0].is_set()
     sent.beat()
     assert not any(token.is_set() for token in new)
+
+
+def test_a_heartbeat_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor's other calls are: at the end of a run Ray would tell the user of each beat that it repeats."""
+    asked: list[dict[str, Any]] = []
+
+    class Noted(Remote):
+        def options(self, **options: Any) -> Remote:
+            asked.append(options)
+            return self
+
+    sent = Heartbeat("w0", WorkersConfig(), SimpleNamespace(beat=Noted()), waits_on_device=False)  # type: ignore[arg-type]
+    sent.begin(1)
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    sent.beat()
+    assert asked == [{"max_task_retries": 0}]
 
 
 def launched(name: str, since: float, predicted_s: float) -> Launched:
