@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from data.config import OPEN_SORA_RATIOS, BatchConfig, BucketsConfig
@@ -101,6 +101,11 @@ class BucketTable:
         for bucket in table.buckets:
             geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         return table
+
+    @classmethod
+    def buckets_of(cls, tables: Iterable[BucketsConfig], geometry: Geometry) -> tuple[Bucket, ...]:
+        """The buckets of several tables, each once."""
+        return tuple(dict.fromkeys(bucket for table in tables for bucket in cls.build(table, geometry).buckets))
 
     def choices(self, shape: ClipShape, fps: float) -> tuple[Choice, ...] | Refusal:
         """Buckets the clip may join, in order of preference; a sure choice ends the list."""

@@ -303,6 +303,21 @@ class DataConfig:
             check_weights(weights, "data.sources")
         self._check_segments()
 
+    @property
+    def stages(self) -> tuple[SegmentConfig, ...]:
+        """The segments; of a run without any, one that takes all from the run."""
+        return self.segments or (SegmentConfig(until_step=0),)
+
+    @property
+    def tables(self) -> tuple[BucketsConfig, ...]:
+        """What the steps of the run are drawn from. `buckets` are not among it where every segment has its own."""
+        return tuple(segment.buckets or self.buckets for segment in self.stages)
+
+    @property
+    def tables_of_batch(self) -> tuple[BucketsConfig, ...]:
+        """The tables of the segments that have the limits of the run; () where each has its own."""
+        return tuple(segment.buckets or self.buckets for segment in self.stages if segment.batch is None)
+
     def _check_segments(self) -> None:
         ends = [segment.until_step for segment in self.segments]
         if ends and (ends[-1] != 0 or any(end <= 0 for end in ends[:-1]) or ends[:-1] != sorted(set(ends[:-1]))):

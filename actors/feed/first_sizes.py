@@ -48,8 +48,8 @@ def first_sizes(run_dir: Path, config: DataConfig, geometry: Geometry, timed: Ba
 
 def segments_of(config: DataConfig, geometry: Geometry) -> Iterator[tuple[SegmentConfig, BucketTable, BatchConfig]]:
     """The segments of the data with their own buckets and limits, or else those of the run."""
-    for segment in config.segments or (SegmentConfig(until_step=0),):
-        yield segment, BucketTable.build(segment.buckets or config.buckets, geometry), segment.batch or config.batch
+    for segment, table in zip(config.stages, config.tables, strict=True):
+        yield segment, BucketTable.build(table, geometry), segment.batch or config.batch
 
 
 def _read(path: Path) -> dict[str, int]:

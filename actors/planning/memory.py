@@ -235,9 +235,7 @@ class Demand:
 
 def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:
     """The shapes of all buckets, of every segment of the run."""
-    tables = [data.buckets, *(s.buckets for s in data.segments if s.buckets is not None)]
-    found = [bucket for table in tables for bucket in BucketTable.build(table, geometry).buckets]
-    return list(dict.fromkeys((bucket.frames, bucket.height, bucket.width) for bucket in found))
+    return [(one.frames, one.height, one.width) for one in BucketTable.buckets_of(data.tables, geometry)]
 
 
 def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForecast:

@@ -20,7 +20,7 @@ from actors.outcome import Events
 from actors.planning.batching import moved
 from actors.planning.client import PlannerClient, SizesAnswer
 from actors.records.events import BatchesResized
-from data.buckets import BatchSize, planned_batch
+from data.buckets import BatchSize, BucketTable, planned_batch
 from data.config import BatchConfig, DataConfig
 from data.dataset.order import BatchSizes, SizesRecord
 from data.types import Bucket
@@ -31,19 +31,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageSizes:
-    """The buckets of a segment of the data, their limits, and the sizes that it begins with."""
+    """The buckets of a segment of the data, their limits, and the sizes that it begins with.
+
+    `limited` are the buckets of all segments that have these limits, to which those of `auto` are fitted.
+    """
 
     until_step: int
     limits: BatchConfig
     sizes: dict[Bucket, int]
+    limited: tuple[Bucket, ...]
 
 
 def stages_of(config: DataConfig, geometry: Geometry, timed: BatchSize) -> list[StageSizes]:
     """As the data set sizes them."""
-    found = []
+    found, shared = [], BucketTable.buckets_of(config.tables_of_batch, geometry)
     for segment, table, limits in segments_of(config, geometry):
         sizes = {bucket: planned_batch(table, bucket, limits, geometry, timed)[0] for bucket in table.buckets}
-        found.append(StageSizes(segment.until_step, limits, sizes))
+        found.append(StageSizes(segment.until_step, limits, sizes, tuple(sizes) if segment.batch else shared))
     return found
 
 
@@ -87,7 +91,7 @@ class Recalibration:
             return
         stage = self._stage(step)
         if stage.limits.recalibrate != "off" and (step + 1) % stage.limits.recalibrate_steps == 0:
-            self._asked = stage, self.planner.ask_sizes(tuple(stage.sizes), stage.limits, room_gib)
+            self._asked = stage, self.planner.ask_sizes(stage.limited, stage.limits, room_gib)
 
     def _decide(self, stage: StageSizes, best: dict[Bucket, int]) -> None:
         limits, from_step = stage.limits, self.source.next_unasked

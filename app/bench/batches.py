@@ -102,7 +102,7 @@ def simulate(mode: str, workers: int, steps: int, every: int, seed: int, strateg
     with tempfile.TemporaryDirectory() as folder:
         loop = Recalibration.of(
             Path(folder),
-            [StageSizes(0, limits, sizes)],
+            [StageSizes(0, limits, sizes, tuple(sizes))],
             cast(Any, LocalPlanner(planner)),  # what the loop asks of its client, without an actor between
             cast(Any, data),  # likewise, of its source
             Events(heard),

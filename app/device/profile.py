@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.feed.first_sizes import segments_of
 from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.fit import POOR_RESIDUAL, RESIDUAL_POINTS, fit_form, knapformer_constants
@@ -47,7 +48,7 @@ from app.inputs.compiling import as_written_because, compiling, other_torch, wit
 from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig, from_here
 from app.settings.out_files import check_writable
-from data.buckets import BucketTable, planned_batch
+from data.buckets import planned_batch
 from data.types import Bucket
 from ops.counted import counted
 from ops.degrees import MOST_DEGREE, SequenceSetting
@@ -381,11 +382,8 @@ def shapes_of(config: RunConfig, geometry: Geometry, profile: Profile) -> Iterat
     """Every bucket of every segment at batch 1 and at its planned batch size, by this profile where it is timed; of
     long samples at the powers of two between them, too (AdaptiveLoad's throughput sweep, sec. 3.2)."""
     timed = TargetBatch(profile=profile, geometry=geometry)
-    stages = [(config.data.buckets, config.data.batch)]
-    stages += [(s.buckets or config.data.buckets, s.batch or config.data.batch) for s in config.data.segments]
     seen = set()
-    for buckets, limits in stages:
-        table = BucketTable.build(buckets, geometry)
+    for _, table, limits in segments_of(config.data, geometry):
         for bucket in table.buckets:
             size, _ = planned_batch(table, bucket, limits, geometry, timed)
             tokens = limits.text_tokens + geometry.tokens(bucket.frames, bucket.height, bucket.width)
@@ -403,7 +401,13 @@ def _limits(
     """Show M_mem, M_comp and p of these measurements (AdaptiveLoad sec. 3.2), and put them into the config. Raises
     ConfigError where they are to be put there and the measurements give none."""
     wanted = replace(config.data.batch, auto=True, compute=0.0, from_table=False)
-    open_config = replace(config, data=replace(config.data, batch=wanted, segments=()))
+    open_config = replace(config, data=replace(config.data, batch=wanted))
+    if not config.data.tables_of_batch:
+        told = "every segment of data.segments has a batch of its own: data.batch limits nothing"
+        if write:
+            raise ConfigError(f"{told}, and --write has no place for the limits. Leave it out.")
+        print(f"batches   {told}")
+        return
     try:
         found, fit = with_limits(open_config, model, geometry, profile)
     except ConfigError as error:

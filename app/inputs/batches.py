@@ -18,7 +18,7 @@ from actors.planning.batching import fitted_limits
 from actors.planning.memory import Demand, MemoryForecast, communicators_gib, forecast
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
-from data.config import BatchConfig, BucketsConfig
+from data.config import BatchConfig, BucketsConfig, SegmentConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import ConfigError
@@ -93,25 +93,28 @@ def with_limits(
         return config, None
     room = batch_room_gib(config, model, geometry, profile, cluster)
 
-    def found(buckets: BucketsConfig, limits: BatchConfig) -> tuple[BatchConfig, Fit | None]:
-        if not is_open(limits):
+    def found(tables: Sequence[BucketsConfig], limits: BatchConfig) -> tuple[BatchConfig, Fit | None]:
+        if not (is_open(limits) and tables):
             return limits, None
         try:
-            return fitted_limits(profile, BucketTable.build(buckets, geometry).buckets, limits, room)
+            return fitted_limits(profile, BucketTable.buckets_of(tables, geometry), limits, room)
         except ValueError as error:
             raise ConfigError(str(error)) from None
 
-    batch, fit = found(data.buckets, data.batch)
+    batch, fit = found(data.tables_of_batch, data.batch)
     segments = tuple(
-        s if s.batch is None else replace(s, batch=found(s.buckets or data.buckets, s.batch)[0]) for s in data.segments
+        s if s.batch is None else replace(s, batch=found([s.buckets or data.buckets], s.batch)[0])
+        for s in data.segments
     )
     return replace(config, data=replace(data, batch=batch, segments=segments)), fit
 
 
 def batch_limits(config: RunConfig) -> dict[str, BatchConfig]:
-    """The limits of the run and of its segments that have their own, by the name of the setting."""
+    """The limits of the segments that have their own, and those of the run unless each has, by the name of the
+    setting."""
     named = {f"data.segments[{number}].batch": one.batch for number, one in enumerate(config.data.segments)}
-    return {"data.batch": config.data.batch, **{name: one for name, one in named.items() if one is not None}}
+    run = {"data.batch": config.data.batch} if config.data.tables_of_batch else {}
+    return {**run, **{name: one for name, one in named.items() if one is not None}}
 
 
 def is_open(limits: BatchConfig) -> bool:
@@ -126,12 +129,19 @@ def with_limits_of(config: RunConfig, folder: Path) -> RunConfig:
         return config
     before = RunConfig.load(kept).data
     batch = _taken_up(config.data.batch, before.batch)
-    old: Sequence[BatchConfig | None] = [segment.batch for segment in before.segments]
     segments = tuple(
-        replace(s, batch=_taken_up(s.batch, old[number])) if s.batch is not None and number < len(old) else s
-        for number, s in enumerate(config.data.segments)
+        s if s.batch is None else replace(s, batch=_taken_up(s.batch, _same_limits(s, before.segments)))
+        for s in config.data.segments
     )
     return replace(config, data=replace(config.data, batch=batch, segments=segments))
+
+
+def _same_limits(segment: SegmentConfig, before: Sequence[SegmentConfig]) -> BatchConfig | None:
+    """The limits that a segment had before: a resume may add segments and move their ends, so of one that has the same
+    buckets and seconds, of the same end if there is one."""
+    near = sorted(before, key=lambda one: one.until_step != segment.until_step)
+    same = [one.batch for one in near if one.batch is not None and one.buckets == segment.buckets]
+    return next((one for one in same if segment.batch is None or one.target_s == segment.batch.target_s), None)
 
 
 def _taken_up(limits: BatchConfig, before: BatchConfig | None) -> BatchConfig:

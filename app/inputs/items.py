@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from actors.feed.first_sizes import segments_of
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Item
 from actors.planning.batching import TargetBatch
 from app.inputs.profiles import gpu_of
 from app.settings.config import RunConfig
-from data.buckets import BucketTable, planned_batch
+from data.buckets import planned_batch
 from data.types import Bucket, DataItem
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -48,9 +49,13 @@ def items_from_data(dataset: Dataset, steps: int, config: RunConfig, model: Mode
 
 
 def batches_of(config: RunConfig, geometry: Geometry, profile: Profile) -> dict[Bucket, tuple[int, str]]:
-    """Batch size of every bucket of the config and what sets it, without looking at data."""
-    table, timed = BucketTable.build(config.data.buckets, geometry), TargetBatch(profile=profile, geometry=geometry)
-    return {bucket: planned_batch(table, bucket, config.data.batch, geometry, timed) for bucket in table.buckets}
+    """Batch size of every bucket of the config and what sets it, without looking at data; that of the first of its
+    segments that have the bucket."""
+    timed = TargetBatch(profile=profile, geometry=geometry)
+    found: dict[Bucket, tuple[int, str]] = {}
+    for _, table, limits in segments_of(config.data, geometry):
+        found = {b: planned_batch(table, b, limits, geometry, timed) for b in table.buckets} | found
+    return found
 
 
 def items_from_buckets(

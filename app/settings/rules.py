@@ -90,8 +90,7 @@ def check_buckets(data: DataConfig, model: ModelConfig, read: Geometry | None = 
     """The model can take every bucket."""
     if (strides := _geometry(model, read)) is None:
         return
-    tables = [data.buckets, *(segment.buckets for segment in data.segments if segment.buckets)]
-    for shape in (shape for buckets in tables for shape in buckets.table):
+    for shape in (shape for buckets in data.tables for shape in buckets.table):
         frames, height, width = map(int, shape.split("x"))
         try:
             strides.token_grid(frames, height, width)
@@ -103,7 +102,7 @@ def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> 
     """A transformer of pictures is given pictures, and makes them."""
     if not model.dit.images_only:
         return
-    tables = [data.buckets, *(segment.buckets for segment in data.segments if segment.buckets)]
+    tables = data.tables
     frames = {int(shape.split("x")[0]) for buckets in tables for shape in buckets.table}
     frames |= {count for buckets in tables for count in buckets.frames}
     frames |= {int(count) for buckets in tables for counts in buckets.open_sora.values() for count in counts}

@@ -44,8 +44,8 @@ class Curriculum:
         self._config, self._indexes, self._geometry, self._ledger = config, indexes, geometry, ledger
         self._timed = timed
         self._shapes, codes = _shapes(indexes)
-        segments = config.segments or (SegmentConfig(until_step=0),)
-        self.tables = [BucketTable.build(segment.buckets or config.buckets, geometry) for segment in segments]
+        segments = config.stages
+        self.tables = [BucketTable.build(table, geometry) for table in config.tables]
         self._options = [_choices(table, self._shapes, config.fps) for table in self.tables]
         self.codes = self._admit(codes)
         self.batches = [self._planned_batches(table, segment) for table, segment in zip(self.tables, segments)]

@@ -9,12 +9,12 @@ import pytest
 
 from actors.plan.costs.needs import SOLO, Footprint, NeedLine, Needs
 from actors.plan.types import Cluster
-from actors.planning.memory import MemoryForecast
+from actors.planning.memory import MemoryForecast, clips_of
 from actors.planning.options import flop_profile
 from actors.pool.device import WorkersDevice
 from app.device.write_limits import edited, flow, write_limits
 from app.inputs.account import print_buckets
-from app.inputs.batches import is_open, with_limits, with_limits_of
+from app.inputs.batches import batch_limits, is_open, with_limits, with_limits_of
 from app.run import launch
 from app.settings.config import RunConfig
 from data.config import BatchConfig
@@ -70,6 +70,39 @@ def test_a_segment_may_say_auto_alone_and_a_resume_takes_its_numbers(tmp_path: P
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(found.to_yaml())
     assert with_limits_of(config, tmp_path / "run") == found, "whatever machine resumes it"
+
+
+PARTS = "data: {{segments: [{}, {{until_step: 0, buckets: {{table: [33x64x96]}}, batch: auto}}]}}\n"
+PICTURES = "{until_step: 5, buckets: {table: [1x64x96]}, batch: auto}"
+NEW = "{until_step: 3, buckets: {table: [17x64x96]}, batch: auto}"
+
+
+def test_a_resume_with_one_more_segment_takes_the_numbers_of_each_by_its_buckets(tmp_path: Path) -> None:
+    config = load(tmp_path, PARTS.format(PICTURES))
+    model, geometry = resolve(config.model)
+    profile = flop_profile(model, geometry)
+    first, last = with_limits(config, model, geometry, profile)[0].data.segments
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(with_limits(config, model, geometry, profile)[0].to_yaml())
+    later = with_limits_of(load(tmp_path, PARTS.format(f"{NEW}, {PICTURES}")), tmp_path / "run")
+    new, *known = later.data.segments
+    assert [one.batch for one in known] == [first.batch, last.batch]
+    assert new.batch is not None and is_open(new.batch), "nothing was found for its buckets"
+
+
+def test_limits_of_the_run_are_for_the_buckets_of_the_segments_that_have_them(tmp_path: Path) -> None:
+    """Also where every segment has buckets of its own, and `data.buckets` nothing."""
+    segments = "[{until_step: 5, buckets: {table: [1x64x96]}}, {until_step: 0, buckets: {table: [33x64x96]}}]"
+    empty = load(tmp_path, f"data: {{batch: auto, buckets: {{table: []}}, segments: {segments}}}\n")
+    plain = load(tmp_path, "data: {batch: auto}\n")
+    model, geometry = resolve(plain.model)
+    profile = flop_profile(model, geometry)
+    found, expected = (with_limits(one, model, geometry, profile)[0].data.batch for one in (empty, plain))
+    assert found.exponent == pytest.approx(expected.exponent, rel=0.1) and found.compute > 0
+    assert clips_of(empty.data, geometry) == [(1, 64, 96), (33, 64, 96)]
+    own = load(tmp_path, PARTS.format(PICTURES), "data.batch.auto=true", "data.buckets.table=[]")
+    assert list(batch_limits(own)) == ["data.segments[0].batch", "data.segments[1].batch"]
+    assert not any(is_open(one) for one in batch_limits(with_limits(own, model, geometry, profile)[0]).values())
 
 
 @pytest.mark.parametrize(("text", "notes"), [(SEGMENTS, ["data.segments[1].batch"]), ("", []),

@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 
 from actors.outcome import Events
+from actors.plan.costs.profile import Profile
+from actors.planning.batching import best_sizes
 from actors.records.events import BatchesResized
 from actors.run.recalibrate import Recalibration, StageSizes, stages_of
+from app.inputs.batches import with_limits
+from app.settings.config import RunConfig
+from app.settings.sections import RunSection
 from data.config import BatchConfig, BucketsConfig, DataConfig, SegmentConfig
 from data.errors import DataError
 from data.types import Bucket
 from ops.geometry import Geometry
+from ops.models.folders import resolve
 
 IMAGE, CLIP = Bucket(1, 64, 96), Bucket(17, 64, 96)
 
@@ -56,9 +62,9 @@ class Asked:
 
 def loop(asked: Any, folder: Path, mode: str = "on", until_step: int = 0) -> Recalibration:
     limits = BatchConfig(target_s=1.0, recalibrate=mode, recalibrate_steps=10)  # type: ignore[arg-type]
-    stages = [StageSizes(until_step, limits, {IMAGE: 20, CLIP: 4})]
+    stages = [StageSizes(until_step, limits, {IMAGE: 20, CLIP: 4}, (IMAGE, CLIP))]
     if until_step:
-        stages.append(StageSizes(0, BatchConfig(), {IMAGE: 8}))
+        stages.append(StageSizes(0, BatchConfig(), {IMAGE: 8}, (IMAGE,)))
     return Recalibration.of(folder, stages, asked, asked, Events(asked))
 
 
@@ -113,7 +119,7 @@ def test_a_decision_does_not_reach_into_the_next_segment(tmp_path: Path) -> None
 def test_an_answer_to_a_question_of_one_segment_decides_nothing_in_the_next(tmp_path: Path) -> None:
     asked = Asked({IMAGE: 40, CLIP: 8}, late=4)  # asked at 9, answered at 14
     first, second = (BatchConfig(target_s=s, recalibrate="on", recalibrate_steps=r) for s, r in ((1.0, 10), (0.2, 99)))
-    stages = [StageSizes(12, first, {IMAGE: 20, CLIP: 4}), StageSizes(0, second, {IMAGE: 8})]
+    stages = [StageSizes(12, first, {IMAGE: 20, CLIP: 4}, (IMAGE, CLIP)), StageSizes(0, second, {IMAGE: 8}, (IMAGE,))]
     steps(Recalibration.of(tmp_path, stages, asked, asked, Events(asked)), asked, 40)  # type: ignore[arg-type]
     assert asked.resized == [], "40 images are for another target"
 
@@ -157,3 +163,31 @@ def test_the_stages_are_sized_as_the_data_set_sizes_them() -> None:
     first, second = stages_of(config, Geometry(), lambda bucket, limits: 1)
     assert first.sizes == {IMAGE: 8, CLIP: 2} and second.sizes == {IMAGE: 2, CLIP: 2}
     assert (first.until_step, second.until_step) == (5, 0)
+
+
+def test_costs_that_have_not_moved_change_no_segment_of_a_run_whose_limits_are_found(tmp_path: Path) -> None:
+    """The pictures of the first segment have limits that were found for the clips of the second, too."""
+    pictures, clips = (BucketsConfig(table=table) for table in (("1x64x96",), ("17x64x96", "33x64x96")))
+    batch = BatchConfig(auto=True, text_tokens=56, recalibrate="on", recalibrate_steps=2)
+    segments = (SegmentConfig(until_step=10, buckets=pictures), SegmentConfig(until_step=0, buckets=clips))
+    config = RunConfig(run=RunSection(name="curriculum"), data=DataConfig(batch=batch, segments=segments))
+    model, geometry = resolve(config.model)
+    profile = Profile.from_flops(model.dit, model.vae, model.text, geometry)
+    data = with_limits(config, model, geometry, profile)[0].data
+    asked = Planned(profile)
+    stages = stages_of(data, geometry, lambda bucket, limits: 1)
+    assert stages[0].sizes[IMAGE] > 1
+    steps(Recalibration.of(tmp_path, stages, asked, asked, Events(asked)), asked, 20)  # type: ignore[arg-type]
+    assert asked.questions > 4 and not asked.resized and not asked.events
+
+
+class Planned(Asked):
+    """The planner's own answers."""
+
+    def __init__(self, profile: Profile) -> None:
+        super().__init__(None)
+        self.profile = profile
+
+    def ask_sizes(self, buckets: Any, limits: Any, room_gib: float) -> Any:
+        self.questions += 1
+        return Answer(best_sizes(self.profile, buckets, limits, room_gib), 0)
