@@ -19,6 +19,7 @@ import yaml
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from ops.counted import counted
+from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
 
 SettingsTree = Mapping[str, object]  # settings as YAML has them
@@ -35,10 +36,11 @@ FUNCTION = _names("""
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow train.picture_noise
 """)  # another value would train something else
-WEIGHTS = _names("model.dit.path model.vae.path model.text.path")  # may move, must hold the same
+WEIGHTS = _names("model.dit.path model.dit.lora_from model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention model.dit.compile model.dit.cuda_graphs model.dit.exchange
+    model.dit.bag_mode model.dit.temporal_slices model.dit.spatial_slices model.dit.temporal_lead model.dit.spatial_lead
     model.text.place model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     model.vae.channels_last model.vae.compile
     data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
@@ -151,7 +153,7 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
         return not _same_encoder(change.old, change.new)
     match kind_of(change.key):
         case "function":
-            return not _ignored(change.key, old, new)
+            return not _ignored(change, old, new)
         case "weights":
             return not _same_files(change.old, change.new)
         case "sources":
@@ -159,10 +161,10 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
     return False
 
 
-def _ignored(key: str, old: SettingsTree, new: SettingsTree) -> bool:
+def _ignored(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
     """Whether a setting has no effect: with weights from a folder, before and now, the folder's own config.json
-    counts."""
-    section, _, name = key.rpartition(".")
+    counts, for what it names."""
+    section, _, name = change.key.rpartition(".")
     if section not in ("model.dit", "model.vae", "model.text"):
         return False
     module = section.removeprefix("model.")
@@ -173,7 +175,21 @@ def _ignored(key: str, old: SettingsTree, new: SettingsTree) -> bool:
         "vae": ("kind", "dtype"),
         "text": ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty"),
     }[module]
-    return name not in own
+    return name not in own and (module != "dit" or _same_transformer(name, change.old, new))
+
+
+def _same_transformer(name: str, value: object, tree: SettingsTree) -> bool:
+    """Whether the folder describes the transformer of these settings with this value, too. Of one that cannot be read
+    the start says so."""
+    model = tree["model"]
+    assert isinstance(model, Mapping)
+    trees = (model, {**model, "dit": {**model["dit"], name: value}})
+    try:
+        found = [RunConfig.from_yaml(json.dumps({"run": {"name": "usual"}, "model": one})).model for one in trees]
+        now, before = (resolve(one)[0].dit for one in found)
+    except (OSError, ValueError):
+        return True
+    return now == before
 
 
 def _same_encoder(old: object, new: object) -> bool:

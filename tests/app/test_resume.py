@@ -13,6 +13,7 @@ import yaml
 from app.settings.config import RunConfig
 from app.settings.resume import KINDS, Change, check_resume, kind_of, leaves
 from app.settings.run_folder import prepare_run_dir
+from ops.models.folders import dit_json, resolve
 from ops.typed import ConfigError, as_plain, dotted_names
 
 DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
@@ -171,6 +172,48 @@ def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: boo
     assert "model.text.path" in {change.key for change in check_resume(now)}
     shutil.rmtree(tmp_path / "old")
     assert "model.text.path" in {change.key for change in check_resume(now)}, "what is gone cannot be compared"
+
+
+@pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("model.dit.rope_theta=20000", True),
+        ("model.dit.eps=1e-5", False),  # the folder's own counts
+        ("model.dit.num_layers=3", False),
+        ("model.dit.boundary=0.9", True),  # no model_index.json says it
+        ("model.dit.lora_from=/elsewhere/factors.safetensors", False),  # the state has what came of them
+    ],
+)
+def test_beside_a_folder_what_its_config_does_not_name_is_the_runs(
+    tmp_path: Path, override: str, refused: bool
+) -> None:
+    dit = tmp_path / "dit"
+    dit.mkdir()
+    (dit / "config.json").write_text(json.dumps(dit_json(resolve(config(tmp_path).model)[0].dit)))
+    saved = (f"model.dit.path={dit}", "model.dit.lora_rank=2", "model.dit.lora_from=/here/factors.safetensors")
+    made = prepare_run_dir(config(tmp_path, *saved))
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    now = config(tmp_path, *saved, override)
+    if refused:
+        with pytest.raises(ConfigError, match=override.partition("=")[0]):
+            check_resume(now)
+    else:
+        assert override.partition("=")[0] in {change.key for change in check_resume(now)}
+
+
+@pytest.mark.parametrize("name", ["latte-tiny", "demo-stdit"])
+def test_how_bags_run_spatial_temporal_blocks_may_change(tmp_path: Path, name: str) -> None:
+    def loaded(*overrides: str) -> RunConfig:
+        return RunConfig.load(DEMO.with_name(f"{name}.yaml"), [f"run.dir={tmp_path}", *overrides])
+
+    (prepare_run_dir(loaded()) / "metrics.jsonl").write_text('{"step": 9}\n')
+    sliced = {
+        f"model.dit.{part}": "2" for part in ("temporal_slices", "spatial_slices", "temporal_lead", "spatial_lead")
+    }
+    how = {"model.dit.bag_mode": "ulysses", **sliced}
+    assert how.keys() == {
+        change.key for change in check_resume(loaded(*(f"{key}={value}" for key, value in how.items())))
+    }
 
 
 def test_another_dtype_of_the_vae_would_train_something_else_and_another_way_to_compute_would_not(
