@@ -149,6 +149,8 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
     """Whether going on with this change would train something else."""
     if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
+    if change.key == "model.dit.lora_from":  # what came of the file is in the state, and no file is read into that
+        return not change.old
     if change.key == "model.image":  # a section that may be absent is one value
         return not _same_encoder(change.old, change.new)
     match kind_of(change.key):

@@ -182,6 +182,7 @@ def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: boo
         ("model.dit.num_layers=3", False),
         ("model.dit.boundary=0.9", True),  # no model_index.json says it
         ("model.dit.lora_from=/elsewhere/factors.safetensors", False),  # the state has what came of them
+        ("model.dit.lora_from=null", False),
     ],
 )
 def test_beside_a_folder_what_its_config_does_not_name_is_the_runs(
@@ -199,6 +200,13 @@ def test_beside_a_folder_what_its_config_does_not_name_is_the_runs(
             check_resume(now)
     else:
         assert override.partition("=")[0] in {change.key for change in check_resume(now)}
+
+
+def test_factors_are_not_read_into_a_state(tmp_path: Path) -> None:
+    made = prepare_run_dir(config(tmp_path, "model.dit.lora_rank=2"))
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    with pytest.raises(ConfigError, match=r"lora_from null -> /here"):
+        check_resume(config(tmp_path, "model.dit.lora_rank=2", "model.dit.lora_from=/here/factors.safetensors"))
 
 
 @pytest.mark.parametrize("name", ["latte-tiny", "demo-stdit"])
