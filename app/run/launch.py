@@ -104,13 +104,13 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         _say_before(config, resume=resume)
         if decided:
             _note(decided)
+        _check_model(config)  # before Ray starts, and an earlier run's files go
         make_missing(config.data.sources)
         print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:
             connect(config)
             check_device(config)
             check_nodes(config)
-            _check_model(config)  # before an earlier run's files go
             device = _device(config, folder)
             config = _with_limits(config, device)
             check_memory(config, device, fresh=fresh)

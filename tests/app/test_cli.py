@@ -216,11 +216,10 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
 def test_a_start_that_is_refused_leaves_the_earlier_run(
     settings: Sequence[str], sentence: str, small_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --overwrite its files go when what is to be trained is known to be there."""
+    """With --overwrite its files go when what is to be trained is known to be there, and Ray starts then."""
     from app.run import launch
 
-    for name in ("connect", "check_device", "check_nodes", "shut_down_ray"):
-        monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "connect", lambda *_: pytest.fail("Ray has started"))
     monkeypatch.setattr(launch, "is_inner", lambda: True)  # the run itself, not the process that starts it
     here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
     kept = prepare_run_dir(RunConfig.load(DEMO, here)) / "metrics.jsonl"
