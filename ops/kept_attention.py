@@ -8,10 +8,11 @@ checkpointing: https://pytorch.org/blog/activation-checkpointing-techniques).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
+import torch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -27,13 +28,30 @@ KEPT = frozenset(
     }
 )
 
-Contexts = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
-
 
 def _policy(context: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     kept = isinstance(op, OpOverload) and str(op).rpartition(".")[0] in KEPT
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-# What torch.utils.checkpoint takes as `context_fn`.
-keeping_attention: Contexts = partial(create_selective_checkpoint_contexts, _policy)
+_Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+_selective: Callable[[], _Contexts] = partial(create_selective_checkpoint_contexts, _policy)
+
+
+def keeping_attention() -> _Contexts:
+    """What torch.utils.checkpoint takes as `context_fn`: (for the forward, for the recomputation)."""
+    forward, again = _selective()
+    return _casting_anew(forward), _casting_anew(again)
+
+
+@contextmanager
+def _casting_anew(inner: AbstractContextManager[object]) -> Iterator[None]:
+    """Without autocast's memory of weights it has cast. Operators of both passes are matched by their number, and a
+    block that runs twice in a forward would find its weights cast, but not in the backward."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with inner:
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

@@ -74,6 +74,24 @@ def test_every_family_has_the_same_bits(name: str) -> None:
     _equal(kept, wanted)
 
 
+@pytest.mark.parametrize("name", ["latte", "stdit3"])
+def test_under_autocast_a_block_may_run_for_several_grids(name: str) -> None:
+    """Its second run in a forward finds its weights cast, and no run of the backward does."""
+    found = []
+    for keeps in (False, True):
+        dit = VARIANTS[name]
+        case = checkpointed(replace(dit, in_channels=2, out_channels=2, text_dim=10))
+        case.model.keeps_attention = keeps
+        layout = Layout(MIXED, 1, 0)
+        with torch.autocast("cpu", torch.bfloat16):
+            velocity = case.model(layout.local(case.tokens), case.timesteps, case.text, layout, Group.solo())
+        assert torch.is_autocast_cache_enabled()
+        velocity.float().square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in case.model.parameters() if p.grad is not None]))
+    wanted, kept = found
+    assert (kept - wanted).norm() < 1e-2 * wanted.norm()
+
+
 @pytest.mark.parametrize("sequences", [MIXED, SHORT], ids=["mixed", "short"])
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
 def test_ranks_of_a_bag_decide_each_for_itself(config: DiTConfig, sequences: Any, run_ranks: Any) -> None:
