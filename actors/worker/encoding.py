@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import CascadeTask
-from actors.worker.executor import CascadeMeasure, Executor
+from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from ops.comm import Group
@@ -57,7 +57,7 @@ class Encoding:
         encoder that sees them, of which `ok` says whether they were decoded."""
         executor = self.executor
         executor.ready(task)  # what that takes is no part of the cascade
-        with CascadeMeasure(executor, task) as measure:
+        with executor.cascade(task) as measure:
             group = measure.meet()
             rows = encode_texts(executor.modules.text, captions, group, measure, executor.device, pictures)
             return self._deliver(task, rows, ok or [True] * len(rows))
@@ -66,7 +66,7 @@ class Encoding:
         """Encode pixels (uint8 [B, T, H, W, 3], the task's samples in order)."""
         executor = self.executor
         executor.ready(task)
-        with CascadeMeasure(executor, task) as measure:
+        with executor.cascade(task) as measure:
             pixels, group = video if isinstance(video, Tensor) else torch.from_numpy(video), measure.meet()
             noise = self._picture_noise(task)
             rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device, noise)

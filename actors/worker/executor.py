@@ -1,9 +1,9 @@
-"""Runs cascades on one device: admits and measures them, DiT forward and backward, end of step. No Ray inside.
+"""Runs cascades on one device: admits them, DiT forward and backward, end of step. No Ray inside.
 
-Encode cascades are in `actors.worker.encoding`. The worker actor feeds both; tests run them in threads or alone. Every
-member of a bag calls the same method with its own view of the same cascade, in the same order; partial gradients add up
-in the parameters until `finish`, whose one sum over all workers is the exact gradient of the step (whatever the plan
-was).
+Encode cascades are in `actors.worker.encoding`; how all are measured is in `actors.worker.measure`. The worker actor
+feeds them; tests run them in threads or alone. Every member of a bag calls the same method with its own view of the
+same cascade, in the same order; partial gradients add up in the parameters until `finish`, whose one sum over all
+workers is the exact gradient of the step (whatever the plan was).
 
 On CUDA a cascade's call returns when all of it is queued: the host prepares and queues the next one while the device
 runs it. What was measured is read when the device has come to its end (`actors.worker.work_done`).
@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,13 +36,13 @@ from actors.messages import (
     shapes_of,
 )
 from actors.worker.attention_room import AttentionRoom
-from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, Inputs, gather_inputs
+from actors.worker.handoff import EncodeResult, EncodeStore, HostCopies, gather_inputs
 from actors.worker.loading import Modules
-from actors.worker.meter import Meter, NoMeter, freed, ran_out, release
+from actors.worker.measure import CascadeMeasure
+from actors.worker.meter import Meter, NoMeter, freed, ran_out
 from actors.worker.outlasting import OutlastingEncode
-from actors.worker.stopwatch import Stopwatch, stopwatch_of
+from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
-from ops.comm import Group
 from ops.conditions import NOTHING, Conditions
 from ops.groups import Groups
 from ops.models.experts import by_graphs, code_made, keep_attention, pass_timing, slice_by, transformers
@@ -57,7 +55,6 @@ from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import PhaseListener, StepIncomplete, Sync
 from ops.train_pass import PassClip, sequence_losses, train_pass
-from ops.waiting import Waited
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -94,8 +91,8 @@ class Executor:
         self.broken: str | None = None
         self._exceeded: MemoryExceeded | None = None  # what broke it, if memory ran out
         self.work = WorkDone()
+        self.watch = stopwatch_of(device)
         self._seen: set[CascadeShape] = set()  # what has run here since the process began
-        self._watch = stopwatch_of(device)
         self._asked: frozenset[str | FamilyPart] = frozenset()  # parts of layouts that the transformer uses
         self._outlasting: OutlastingEncode | None = None
         self._stream: torch.cuda.Stream | None = None  # of what runs beside an encode
@@ -138,7 +135,7 @@ class Executor:
     def check_device(self) -> None:
         """Returns when nothing is left of what was queued. Raises RuntimeError when the device has failed, which it has
         for good in this process."""
-        self._watch.settle()
+        self.watch.settle()
 
     def admit(self, generation: int) -> None:
         """Raise StaleGeneration unless a task of this generation may run."""
@@ -155,9 +152,9 @@ class Executor:
             self.admit(task.generation)
             self.modules.ready(task.module)
 
-    def _bag(self, task: CascadeTask) -> Group:
+    def _formed(self) -> Groups:
         assert self.groups is not None, "form() comes before the first task"
-        return self.groups.get(task.bag)
+        return self.groups
 
     def _wait_as(self, task: CascadeTask | FinishTask) -> None:
         if self.groups is not None and task.patience is not None:
@@ -165,16 +162,98 @@ class Executor:
 
     def leave_bag(self, bag: tuple[int, ...]) -> None:
         """Close a bag, when its collectives have ended here; its other members do the same."""
-        assert self.groups is not None, "form() comes before the first bag"
+        groups = self._formed()
         try:
             if len(bag) > 1:
-                self._watch.settle()
-            self.groups.leave(bag)
+                self.watch.settle()
+            groups.leave(bag)
         except Exception as error:
             self.broken = f"leaving bag {bag}: {error!r}"
             raise
 
     # -- cascades ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def cascade(self, task: CascadeTask) -> Iterator[CascadeMeasure]:
+        """A context for the run of a cascade here. It refuses a stale one, measures it, starts the gradient sum and
+        leaves the bag where the task says so. One that fails breaks this executor.
+
+        Raises StaleGeneration, and OutOfMemory in the place of an error that says so.
+        """
+        outlasting = self.own_outlasting()
+        if outlasting is None:
+            self.admit(task.generation)
+            self._wait_as(task)
+        if task.start_sum == SumStart.BEFORE and self.device.type != "cuda":
+            self.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
+        codes = code_made(self.modules.dit)
+        measure = CascadeMeasure(
+            task,
+            self._formed(),
+            self.watch,
+            self.meter,
+            self.device,
+            self.on_phase if outlasting is None else _unseen,
+            gate=None if outlasting is None else outlasting.pass_gate,
+        )
+        try:
+            yield measure
+        except BaseException as error:
+            self._failed(task, measure, error)
+            raise
+        need_gib = measure.stop()
+        kept = task.module == "dit" and self.attention.keeps
+        if task.module == "dit":
+            need_gib = self.attention.end(need_gib)
+        measure.worked()
+        if task.start_sum in (SumStart.DURING, SumStart.AFTER):
+            self.sync.start_sum()
+        shapes = shapes_of(task.module, task.pieces, len(task.bag))
+        first_here = not shapes <= self._seen or code_made(self.modules.dit) != codes
+        self._seen |= shapes
+        launched = measure.end(need_gib, first_here=first_here, kept_attention=kept)
+        if outlasting is not None:
+            outlasting.launched = launched
+            return
+        self.add_cascade(launched)
+        if task.leave:
+            self.leave_bag(task.bag)
+
+    def _failed(self, task: CascadeTask, measure: CascadeMeasure, error: BaseException) -> None:
+        """No other cascade of the generation runs here. Raises OutOfMemory when memory ran out, unless it was for what
+        attention gave, without which the cascade runs again."""
+        taken_gib = measure.stop()
+        self.broken = f"{task.name}: {error!r}{self._others(error)}"
+        if task.module == "dit":
+            if self.attention.keeps and ran_out(error):
+                self.attention.give_up()
+                return
+            self.attention.failed()
+        if ran_out(error):
+            self._exceeded = MemoryExceeded(
+                worker=self.name,
+                step=task.step,
+                name=task.name,
+                module=task.module,
+                degree=len(task.bag),
+                pieces=task.pieces,
+                peak_gib=taken_gib or 0.0,
+                room_gib=measure.room_gib or 0.0,
+            )
+            raise OutOfMemory(self._exceeded)
+
+    def _others(self, error: BaseException) -> str:
+        """A device tells a failure to whatever call comes next, also of Triton or cuBLAS: the cascades before it that
+        may have failed."""
+        of_device = isinstance(error, torch.AcceleratorError) or (
+            isinstance(error, RuntimeError) and "CUDA" in str(error)
+        )
+        before = self.work.under_way if of_device and not ran_out(error) else ()
+        if not before:
+            return ""
+        others = f"; or it is a failure of {', '.join(one.name for one in before)}, not known to have ended there"
+        error.add_note(others.removeprefix("; "))
+        return others
 
     def begin_outlasting(self, task: CascadeTask, encode: Callable[[], list[EncodeResult]]) -> None:
         """Begin an encode that may outlast its step. Nothing but the end of that step, `finish`, may follow before
@@ -182,7 +261,7 @@ class Executor:
         self.admit(task.generation)
         self.modules.ready(task.module)  # here, as the bag is connected here: the thread may do neither
         self._wait_as(task)
-        self._bag(task)
+        self._formed().get(task.bag)
 
         def run() -> list[EncodeResult]:
             with freed():
@@ -276,7 +355,7 @@ class Executor:
 
         `fetched` came through the object store, `fetch_s` after its producer's end, if that could be measured.
         """
-        with CascadeMeasure(self, task) as measure:
+        with self.cascade(task) as measure:
             group, modules = measure.meet(), self.modules
             compute = self._compute_dtype()
             measure.phase("handoff")
@@ -291,7 +370,7 @@ class Executor:
                 compute,
                 tail=self.frame.tail,
             )
-            measure.received(inputs, fetch_s)
+            measure.received(inputs.bytes_received, inputs.bytes_fetched, fetch_s)
             texts, pooled = split(inputs.text, modules.config.text)
             inputs = replace(inputs, text=texts)
             images = self.frame.image_tokens
@@ -347,7 +426,7 @@ class Executor:
         marks: dict[str, float] = {}
         try:
             self.settle()
-            self._watch.settle()
+            self.watch.settle()
             started = time.time()
             phase_of = _PhaseClock(marks, self.on_phase)
             self.work.check_complete(task)
@@ -420,10 +499,6 @@ def _whole() -> None:
     """No other worker has a part in it."""
 
 
-def _untold(seconds: float) -> None:
-    """Nobody asks how long it took."""
-
-
 def _unseen(phase: str) -> None:
     """The worker is at the end of a step, and says so."""
 
@@ -440,228 +515,3 @@ class _PhaseClock:
             self._marks[self._current] = self._marks.get(self._current, 0.0) + now - self._since
         self._current, self._since = phase, now
         self._then(phase)
-
-
-class _PhaseMarks:
-    """Seconds of a cascade's phases, by marks where they begin."""
-
-    def __init__(self, watch: Stopwatch, then: PhaseListener) -> None:
-        self._watch, self._then = watch, then
-        self._begun: list[tuple[str, object]] = []
-
-    def __call__(self, phase: str) -> object:
-        mark = self._watch.mark()
-        self._begun.append((phase, mark))
-        self._then(phase)
-        return mark
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each phase but the one that goes on, when that has begun."""
-        found: dict[str, float] = {}
-        for (phase, began), (_, ended) in pairwise(self._begun):
-            found[phase] = found.get(phase, 0.0) + self._watch.seconds(began, ended)
-        return found
-
-
-class CascadeMeasure:
-    """Times one cascade, refuses stale ones, and marks the executor broken when it fails."""
-
-    def __init__(self, executor: Executor, task: CascadeTask) -> None:
-        self._executor, self._task = executor, task
-        self._moved: tuple[int, int] | None = None  # bytes of its inputs through the group and the object store
-        self._fetch_s: float | None = None
-        self._exceeded_gib: float | None = None
-        self._shapes = shapes_of(task.module, task.pieces, len(task.bag))
-        self._outlasting = executor.own_outlasting()
-        self._tell: Callable[[float], None] = _untold
-        self.counts_memory = True
-        self._held_s = 0.0  # at the gate of an encode that outlasts its step
-
-    def __enter__(self) -> CascadeMeasure:
-        if self._outlasting is None:
-            self._executor.admit(self._task.generation)
-            self._executor._wait_as(self._task)
-        if self._task.start_sum == SumStart.BEFORE and self._executor.device.type != "cuda":
-            self._executor.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
-        self._codes = code_made(self._executor.modules.dit)
-        self._since = time.time()
-        watch = self._executor._watch
-        self._phases = _PhaseMarks(watch, self._executor.on_phase if self._outlasting is None else _unseen)
-        self.room_gib = self._executor.meter.start()
-        self._came = self._met = self._phase_began = self._gathering = self._gathered = watch.mark()
-        return self
-
-    def meet(self) -> Group:
-        """The bag of the cascade, when all its members have come. What is waited until then belongs to what they did
-        before, not to this cascade; on CUDA the stream waits and the host goes on."""
-        executor = self._executor
-        if self._outlasting is not None:
-            return executor._bag(self._task)
-        if len(self._task.bag) > 1:
-            self._phases("wait")  # also for the others to connect
-        group = executor._bag(self._task)
-        if group.size > 1:
-            group.barrier(executor.device)
-            self._met = executor._watch.mark()
-            if executor.device.type != "cuda":
-                group.clock.take()  # what was waited until here is `wait_s`
-        return group
-
-    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        """`encode` of all samples; of halves of them, one after the other, where memory does not allow that. Encoders
-        keep nothing of a call that failed, and a sample's result does not depend on its batch."""
-        if not len(samples):
-            return []
-        try:
-            return encode(samples)
-        except RuntimeError as error:
-            if not ran_out(error) or len(samples) == 1:
-                raise
-            failed = error
-        release(failed)
-        meter = self._executor.meter
-        taken = meter.stop() or 0.0
-        self._exceeded_gib = min(taken, self._exceeded_gib or taken)
-        meter.start()
-        middle = len(samples) // 2
-        return [*self.in_parts(encode, samples[:middle]), *self.in_parts(encode, samples[middle:])]
-
-    def phase(self, name: str) -> None:
-        if self._outlasting is not None and name == "handoff":
-            self._hold(self._outlasting)
-        self._phase_began = self._phases(name)
-
-    def _hold(self, outlasting: OutlastingEncode) -> None:
-        """Until the end of the step that the encode outlasts."""
-        self._executor._watch.settle()
-        self._phases("wait")
-        began = time.perf_counter()
-        outlasting.pass_gate()
-        self._held_s += time.perf_counter() - began
-
-    def received(self, inputs: Inputs, fetch_s: float | None) -> None:
-        """What was gathered since the last phase began; its tensors are not kept until the device has ended."""
-        self._moved, self._fetch_s = (inputs.bytes_received, inputs.bytes_fetched), fetch_s
-        self._gathering, self._gathered = self._phase_began, self._executor._watch.mark()
-
-    def tell_seconds(self, tell: Callable[[float], None]) -> None:
-        """Call it with the seconds of the cascade's work, when they are known."""
-        self._tell = tell
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        task, executor = self._task, self._executor
-        taken_gib = executor.meter.stop()
-        need_gib = taken_gib if self.counts_memory else None
-        kept = task.module == "dit" and executor.attention.keeps
-        if error is not None:
-            executor.broken = f"{task.name}: {error!r}{self._others(error)}"
-            if kept and ran_out(error):
-                executor.attention.give_up()  # no limit of the cascade, which runs again without
-                return
-            if task.module == "dit":
-                executor.attention.failed()
-            if ran_out(error):
-                executor._exceeded = self._exceeded(need_gib or 0.0)
-                raise OutOfMemory(executor._exceeded)
-            return
-        if task.module == "dit":
-            need_gib = executor.attention.end(need_gib)
-        worked = executor._watch.mark()  # before the gradient sum, which waits for other workers
-        if task.start_sum in (SumStart.DURING, SumStart.AFTER):
-            executor.sync.start_sum()
-        ended = self._phases("idle")  # not the copies of published results
-        waited = executor.groups.clock.take() if executor.groups is not None else Waited()
-        first_here = not self._shapes <= executor._seen or code_made(executor.modules.dit) != self._codes
-        executor._seen |= self._shapes
-        span = Span(
-            name=task.name,
-            module=task.module,
-            cascade=task.cascade,
-            step=task.step,
-            start=0.0,
-            end=0.0,
-            batch=len(task.samples),
-            degree=len(task.bag),
-            pieces=task.pieces,
-            planned_start_s=task.planned_start_s,
-            planned_end_s=task.planned_end_s,
-            need_gib=need_gib,
-            exceeded_gib=self._exceeded_gib,
-            bag=task.bag,
-            first_here=first_here,
-            kept_attention=kept,
-        )
-        launched = Launched(
-            name=task.name,
-            cascade=task.cascade,
-            step=task.step,
-            since=self._since,
-            predicted_s=task.planned_end_s - task.planned_start_s,
-            has_ended=partial(executor._watch.has_come, ended),
-            span=partial(self._timed, span, worked, ended, waited),
-        )
-        if self._outlasting is not None:
-            self._outlasting.launched = launched
-            self._outlasting = None  # with its pixels and results
-            return
-        executor.add_cascade(launched)
-        if task.leave:
-            executor.leave_bag(task.bag)
-
-    def _timed(self, span: Span, worked: object, ended: object, waited: Waited) -> Span:
-        """The span with its times, when the cascade has ended."""
-        watch = self._executor._watch
-        watch.wait(ended)
-        wait_s, exposed_s = watch.seconds(self._came, self._met) + self._held_s, waited.seconds
-        if self._executor.device.type == "cuda":
-            exposed_s = max(0.0, exposed_s - wait_s)
-        work_s = watch.seconds(self._met, worked) - self._held_s
-        self._tell(work_s)
-        timed = replace(
-            span,
-            start=watch.unix(self._came),
-            end=watch.unix(ended),
-            phases=self._phases.seconds(),
-            work_s=work_s,
-            wait_s=wait_s,
-            exposed_s=exposed_s,
-        )
-        if self._moved is None:
-            return timed
-        gathered_s = watch.seconds(self._gathering, self._gathered) if any(self._moved) else 0.0
-        received, fetched = self._moved
-        return replace(
-            timed,
-            handoff_bytes=received + fetched,
-            handoff_s=gathered_s + (self._fetch_s or 0.0),
-            fetched_bytes=fetched,
-            fetch_s=self._fetch_s if fetched else None,
-        )
-
-    def _others(self, error: BaseException) -> str:
-        """A device tells a failure to whatever call comes next, also of Triton or cuBLAS: the cascades before it that
-        may have failed."""
-        of_device = isinstance(error, torch.AcceleratorError) or (
-            isinstance(error, RuntimeError) and "CUDA" in str(error)
-        )
-        before = self._executor.work.under_way if of_device and not ran_out(error) else ()
-        if not before:
-            return ""
-        others = f"; or it is a failure of {', '.join(one.name for one in before)}, not known to have ended there"
-        error.add_note(others.removeprefix("; "))
-        return others
-
-    def _exceeded(self, peak_gib: float) -> MemoryExceeded:
-        task = self._task
-        return MemoryExceeded(
-            worker=self._executor.name,
-            step=task.step,
-            name=task.name,
-            module=task.module,
-            degree=len(task.bag),
-            pieces=task.pieces,
-            peak_gib=peak_gib,
-            room_gib=self.room_gib or 0.0,
-        )

@@ -34,9 +34,10 @@ from actors.plan.types import Item
 from actors.ray_calls import put
 from actors.step import DrawnItem, Position, StepBatches
 from actors.worker.encoding import Encoding
-from actors.worker.executor import CascadeMeasure, Executor
+from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
+from actors.worker.measure import CascadeMeasure
 from actors.worker.worker import Worker
 from app.bench import host_memory, memory
 from app.bench.lab import Lab
@@ -61,7 +62,7 @@ class TimedExecutor(Executor):
     def dit(
         self, task: CascadeTask, fetched: dict[tuple[str, SampleId], EncodeResult], fetch_s: float | None = None
     ) -> None:
-        with CascadeMeasure(self, task) as measure:
+        with self.cascade(task) as measure:
             _wait(task, measure)
         if self.groups is not None and self.groups.rank == task.bag[0]:  # the bag's samples count once
             self.work.add_weights(task.step, sum(sample.weight for sample in task.samples), 0.0)
@@ -79,7 +80,7 @@ class TimedEncoding(Encoding):
         return self._waited(task)
 
     def _waited(self, task: CascadeTask) -> list[EncodeResult]:
-        with CascadeMeasure(self.executor, task) as measure:
+        with self.executor.cascade(task) as measure:
             _wait(task, measure)
             count = len(task.samples)
             return self._deliver(task, [torch.zeros(1, 1)] * count, [True] * count)

@@ -267,17 +267,24 @@ def _run(
             rows = torch.ones(worker.store.take(module, sample.id).rows.shape)
             fetched[module, sample.id] = EncodeResult(id=sample.id, rows=rows)
         task = replace(task, sources=dict.fromkeys(task.sources, (STORE,) * len(task.samples)))
-    with cascade, patch.object(worker, "_watch", _CountedWatch(cascade)):
-        worker.dit(task, fetched)
-    with finish, patch.object(worker, "_watch", _CountedWatch(finish)):
-        worker.finish(FinishTask(generation=0, step=step, export=False, cascades=("d",), weight=1.0))
+    watch = _CountedWatch(cascade)
+    with patch.object(worker, "watch", watch):
+        with cascade:
+            worker.dit(task, fetched)
+        watch.counter = finish
+        with finish:
+            worker.finish(FinishTask(generation=0, step=step, export=False, cascades=("d",), weight=1.0))
 
 
 class _CountedWatch(HostWatch):
     """Counts the waits of a host that is ahead of its device: what is queued has ended only when it was waited for."""
 
     def __init__(self, counter: DispatchCounter) -> None:
-        self._counter, self._ended = counter, False
+        self.counter, self._ended = counter, False
+
+    def mark(self) -> float:
+        self._ended = False
+        return super().mark()
 
     def has_come(self, mark: object) -> bool:
         return self._ended
@@ -286,7 +293,7 @@ class _CountedWatch(HostWatch):
         self.settle()
 
     def settle(self) -> None:
-        self._counter.waits += not self._ended
+        self.counter.waits += not self._ended
         self._ended = True
 
 

@@ -63,7 +63,7 @@ class LateDevice:
 def behind() -> tuple[Host, LateDevice]:
     (host,) = make_hosts(1, torch.float32, train_config())
     device = LateDevice()
-    host.executor._watch = device
+    host.executor.watch = device
     return host, device
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.messages import CascadeTask, FinishTask, Span
+from actors.messages import FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
 from ops.groups import Groups
@@ -29,18 +29,18 @@ def hosts() -> list[Host]:
 
 def spans_after(hosts: list[Host], monkeypatch: pytest.MonkeyPatch, late: Host | None) -> list[Span]:
     """The DiT's span on each worker, of one cascade of both; the `late` one comes LATE_S after the other."""
-    started, waits = Executor._bag, threading.Event()
+    get, waits = Groups.get, threading.Event()
 
-    def bag(self: Executor, task: CascadeTask) -> object:
-        if late is not None and task.module == "dit":
-            if self is late.executor:
+    def bag(self: Groups, members: tuple[int, ...]) -> object:
+        if late is not None and members == (0, 1):
+            if self is late.executor.groups:
                 assert waits.wait(120), "the other worker never came to the cascade"
                 time.sleep(LATE_S)
             else:
                 waits.set()
-        return started(self, task)
+        return get(self, members)
 
-    monkeypatch.setattr(Executor, "_bag", bag)
+    monkeypatch.setattr(Groups, "get", bag)
     plan = [replace(c, workers=(0, 1), degree=2) if c.module == "dit" else c for c in one_worker([ITEM])]
     run_step(hosts, [ITEM], plan)
     return [next(s for s in host.done.spans if s.module == "dit") for host in hosts]
