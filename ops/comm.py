@@ -26,8 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
+from ops.host_exchange import HostExchange
 from ops.shards import even_bounds
 from ops.waiting import (
+    Cancelled,
     CancelToken,
     CollectiveProgress,
     GroupError,
@@ -45,6 +47,7 @@ ReduceOp = Literal["sum", "max"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 _MOST_QUEUED = 4096  # waits of a stream that are looked at: more than a host can be ahead of its device
 _SLICE = timedelta(milliseconds=50)  # a cancel is seen within this; waits themselves return at once when the work ends
+_LOOK_S = (0.0002, 0.02)  # between looks at a store: at first, at most
 _PATIENT = timedelta(hours=6)
 _BYTE_SIZED = (torch.int16,)  # Gloo has no all-to-all for these; they travel as bytes
 
@@ -69,7 +72,7 @@ class Group:
         clock: WaitClock | None = None,
     ) -> None:
         """`nodes` of the members: equal numbers share a node's memory; by default all are on one. `store` is that of
-        the members alone, for `install_default`; `clock` that of the generation."""
+        the members alone, for `exchange_numbers` and `install_default`; `clock` that of the generation."""
         self.members = members
         self.rank = rank
         self.size = len(members)
@@ -86,6 +89,7 @@ class Group:
         self._queued: deque[_QueuedWait] = deque(maxlen=_MOST_QUEUED)
         self._queue = threading.Lock()
         self._store = store
+        self._hosts = None if store is None else HostExchange(store, rank, self.size)
         self._is_default = False
 
     @staticmethod
@@ -260,6 +264,50 @@ class Group:
     def barrier(self, device: str | torch.device = "cpu") -> None:
         """Returns when every member has called it."""
         self.all_reduce(torch.zeros(1, device=device))
+
+    def exchange_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
+        """What every member's host gives, in rank order; each may give as many as it likes. All members call it at the
+        same place among their collectives. A host does not wait for its device, only for the other hosts.
+
+        Raises Cancelled, GroupError, or TimeoutError, which names who has not come. Not of a group that was wrapped.
+        """
+        if self.size == 1:
+            return [list(numbers)]
+        assert self._hosts is not None, "a group that was wrapped has no store"
+        hosts, name = self._hosts, "exchange of numbers"
+        where = f"{name} in group {self.members} (rank {self.rank})"
+        if self.broken:
+            raise GroupError(f"{where}: the group is {self.broken}.")
+        begin = time.monotonic()
+        self._progress = CollectiveProgress(self._progress.sequence + 1, name, begin)
+        try:
+            hosts.give(numbers)
+            if self.on_device:  # a device may be working meanwhile
+                self._wait_for_hosts(hosts, where, begin)
+            else:
+                self.clock.waited(lambda: self._wait_for_hosts(hosts, where, begin), on_stream=False)
+            return hosts.take()
+        except (Cancelled, GroupError, TimeoutError):
+            self._release(f"broken by the {name}")
+            raise
+        except RuntimeError as error:  # of the store
+            self._release(f"broken by the {name}")
+            self._cancel.check(where)
+            raise GroupError(f"{where} failed: {first_line(error)}") from None
+        finally:
+            self._progress = CollectiveProgress(self._progress.sequence, None, 0.0)
+
+    def _wait_for_hosts(self, hosts: HostExchange, where: str, begin: float) -> None:
+        pause, longest = _LOOK_S
+        while not hosts.have_come():
+            self._cancel.check(where)
+            if self.broken:
+                raise GroupError(f"{where}: the group is {self.broken}.")
+            if time.monotonic() > begin + self.patience.limit_s:
+                missing = ", ".join(str(self.members[rank]) for rank in hosts.missing())
+                raise TimeoutError(f"{where}: worker {missing} did not come within {self.patience}.")
+            time.sleep(pause)
+            pause = min(longest, 1.5 * pause)
 
     def check(self, doing: str) -> None:
         """Raise Cancelled when the generation has ended: for waits of the members that are no collective."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 from ops.comm import Group
 
-_MAX_DIMS = 6
 _HALVES = (torch.bfloat16, torch.float16)  # that units may travel in; their numbers in a message are 1 and 2
 
 
@@ -21,7 +20,7 @@ def share_units(
     """All units [any shape] by their number, of which `found` are those made here. With `only`, that rank alone ends
     with all of them, the others with their own. Collective. Shapes travel first, then numbers: in bf16 or fp16 where
     all units were made in it, else in fp32, and so they come."""
-    shapes, dtype = _agree(found, units, group, device)
+    shapes, dtype = _agree(found, units, group)
     sizes = [math.prod(shape) for shape in shapes]
     owned = [range(r, units, group.size) for r in range(group.size)]
     lengths = [sum(sizes[u] for u in numbers) for numbers in owned]
@@ -39,21 +38,20 @@ def share_units(
     }
 
 
-def _agree(
-    found: dict[int, Tensor], units: int, group: Group, device: torch.device
-) -> tuple[list[tuple[int, ...]], torch.dtype]:
-    """The shape of every unit, and the dtype that all travel in. Filled in here on the host, uploaded once."""
-    facts = torch.zeros(units, _MAX_DIMS + 1, dtype=torch.int64)
-    for u, unit in found.items():
-        dims = [n + 1 for n in unit.shape]  # 0: no such dimension
+def _agree(found: dict[int, Tensor], units: int, group: Group) -> tuple[list[tuple[int, ...]], torch.dtype]:
+    """The shape of every unit, and the dtype that all travel in. Each host knows those of its own."""
+    told = []
+    for _, unit in sorted(found.items()):
         half = _HALVES.index(unit.dtype) + 1 if unit.dtype in _HALVES else 0
-        facts[u] = torch.tensor([half, *dims, *[0] * (_MAX_DIMS - len(dims))])
-    facts = facts.to(device)
-    group.all_reduce(facts)
-    rows = facts.tolist()
-    halves = {row[0] for row in rows}
+        told += [half, unit.dim(), *unit.shape]
+    rows = [iter(row) for row in group.exchange_numbers(told)]
+    shapes, halves = [], set()
+    for u in range(units):
+        row = rows[u % group.size]
+        halves.add(next(row))
+        shapes.append(tuple(islice(row, next(row))))
     (half,) = halves if len(halves) == 1 else (0,)
-    return [tuple(n - 1 for n in row[1:] if n) for row in rows], _HALVES[half - 1] if half else torch.float32
+    return shapes, _HALVES[half - 1] if half else torch.float32
 
 
 def _gathered(

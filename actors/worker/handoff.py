@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from actors.messages import STORE, SampleId, StepSample
@@ -165,8 +166,8 @@ def gather_inputs(
     """Collect every sample's latent chunk and text on this rank. All ranks of the bag call it together.
 
     `widths` is (P, E), `tail` the rows after those of the tokens. Results a rank produced go to the others through the
-    group in one exchange for lengths and one for each kind of rows; nothing is exchanged when every result is in place
-    or came from the store.
+    group in one exchange for each kind of rows, after one of their lengths between the hosts; nothing is exchanged when
+    every result is in place or came from the store.
     """
     mine = {
         module: {
@@ -181,7 +182,7 @@ def gather_inputs(
             _check(module, samples[i], encoded.rows, width, tail)
     shared = group.size > 1 and any(rank != STORE for source in sources.values() for rank in source)
     tokens = [s.grid[0] * s.grid[1] * s.grid[2] for s in samples]
-    text_lengths, ok = _agree(mine, sources, samples, group, device) if shared else _local_facts(mine, samples)
+    text_lengths, ok = _agree(mine, sources, samples, group) if shared else _local_facts(mine, samples)
     bounds = [[chunk_bounds(n, group.size, r, i) for r in range(group.size)] for i, n in enumerate(tokens)]
 
     received = 0
@@ -253,13 +254,12 @@ def _agree(
     sources: dict[str, tuple[int, ...]],
     samples: Sequence[StepSample],
     group: Group,
-    device: torch.device,
 ) -> tuple[list[int], list[bool]]:
-    """Text lengths and ok flags are known where the result is: share them over the bag.
+    """Text lengths and ok flags are known to the host where the result is: share them over the bag.
 
     A sample is ok where both of its results are: of a first frame that did not decode, the latent may lie in a cache.
     """
-    facts = torch.zeros(len(samples), 3, dtype=torch.int64)  # filled in on the host, uploaded once
+    facts = np.zeros((len(samples), 3), np.int64)
     for i in range(len(samples)):
         speaks = {module: source[i] if source[i] != STORE else 0 for module, source in sources.items()}
         if speaks["text"] == group.rank:
@@ -267,10 +267,8 @@ def _agree(
         for place, (module, rank) in enumerate(speaks.items(), start=1):
             if rank == group.rank:
                 facts[i, place] = int(mine[module][i].ok)
-    facts = facts.to(device)
-    group.all_reduce(facts)
-    agreed = facts.cpu()
-    return agreed[:, 0].tolist(), [bool(x) for x in agreed[:, 1:].all(dim=1).tolist()]
+    agreed = np.sum(group.exchange_numbers(facts.ravel().tolist()), axis=0).reshape(facts.shape)
+    return agreed[:, 0].tolist(), agreed[:, 1:].all(axis=1).tolist()
 
 
 def _exchange(

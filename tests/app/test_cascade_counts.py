@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.bench.gpu.counting import counted_step
+from app.bench.gpu.counting import counted_bag, counted_step
 from ops.models.base.config import DiTConfig
 from tests.families.registry import VARIANTS
 
@@ -21,3 +21,10 @@ def test_a_cascade_uploads_its_layout_and_its_levels_and_waits_for_nothing(confi
 def test_results_of_other_workers_go_to_the_device_in_one_copy_that_nobody_waits_for() -> None:
     cascade = counted_step(VARIANTS["wan"], published=True).cascade
     assert (cascade.uploads, cascade.downloads, cascade.waits) == (3, 0, 0)
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_a_cascade_of_a_bag_waits_for_nothing_either(config: DiTConfig) -> None:
+    """Hosts tell each other how long their texts are, without their devices: before, each waited twice for its own."""
+    for member in counted_bag(config):
+        assert (member.uploads, member.downloads, member.waits) == (2, 0, 0)

@@ -679,6 +679,70 @@ def test_a_limit_that_follows_the_plan_holds_for_the_next_wait_and_is_named() ->
     assert "within 0.4 s (5 x 0.08 s of step 8). One of (0, 1) is stuck or dead" in text
 
 
+def test_hosts_exchange_numbers_in_rank_order_and_leave_few_in_their_store() -> None:
+    store, counts = dist.HashStore(), []
+
+    def work(rank: int, groups: Groups) -> list[list[list[int]]]:
+        group = groups.get((0, 2, 1))
+        found = [group.exchange_numbers([turn, rank][: 1 + rank % 2]) for turn in range(40)]
+        group.barrier()
+        counts.append(store.num_keys())
+        return found
+
+    for rank, found in enumerate(run_ranks(3, work, store=store)):
+        assert found == [[[turn], [turn], [turn, 1]] for turn in range(40)], rank
+    before = dist.HashStore()
+    run_ranks(3, lambda rank, groups: groups.get((0, 2, 1)).barrier(), store=before)
+    assert max(counts) <= before.num_keys() + 3, "the last numbers of each member"
+    assert Group.solo().exchange_numbers([3, 4]) == [[3, 4]]
+
+
+@pytest.mark.parametrize("end", ["time", "cancel", "abort"])
+def test_a_host_that_does_not_come_to_an_exchange_is_named_and_a_wait_for_it_ends(end: str) -> None:
+    over, waits = threading.Event(), threading.Event()
+
+    def work(rank: int, groups: Groups) -> str:
+        group = groups.get((2, 0, 1))
+        group.exchange_numbers([rank])
+        if rank == 2:
+            assert waits.wait(LIMIT_S)
+            if end == "cancel":
+                groups._cancel.set("w2 has died")
+            assert over.wait(LIMIT_S)
+            return ""
+        groups.allow(Patience(limit_s=1.0 if end == "time" else LIMIT_S, why="of this test"))
+
+        def watch() -> None:
+            while groups.progress[2, 0, 1].name != "exchange of numbers":
+                time.sleep(0.01)
+            waits.set()
+            if end == "abort":
+                groups.abort()
+
+        threading.Thread(target=watch, daemon=True).start()
+        groups.clock.take()
+        with pytest.raises((TimeoutError, GroupError, Cancelled)) as error:
+            group.exchange_numbers([rank])
+        if end == "time":
+            assert groups.clock.take().seconds >= 0.9, "on a CPU nothing is done meanwhile"
+        with pytest.raises((GroupError, Cancelled)):
+            group.barrier()
+        done[rank] = True
+        if all(done.values()):
+            over.set()
+        return f"{type(error.value).__name__}: {error.value}"
+
+    done = {0: False, 1: False}
+    text, other, _ = run_ranks(3, work)
+    expected = {
+        "time": "TimeoutError: exchange of numbers in group (2, 0, 1) (rank 1): worker 2 did not come within 1 s "
+        "(of this test).",
+        "cancel": "Cancelled: exchange of numbers in group (2, 0, 1) (rank 1) cancelled: w2 has died",
+        "abort": "GroupError: exchange of numbers in group (2, 0, 1) (rank 1): the group is aborted.",
+    }
+    assert text == expected[end] and other == expected[end].replace("rank 1", "rank 2")
+
+
 def test_a_wait_of_a_worker_alone_ends_with_its_generation() -> None:
     """One that waited for a commit, in a generation that the death of the feeder had ended, left it after 180 s."""
     token = CancelToken()

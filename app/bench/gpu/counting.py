@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from actors.messages import STORE, FinishTask
+from actors.messages import STORE, CascadeTask, FinishTask, SampleId
 from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.stopwatch import HostWatch
@@ -33,18 +35,22 @@ from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
+from ops.comm import Group
 from ops.graphed_blocks import GraphedBlocks, Launches
+from ops.groups import Groups
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import transformers
 from ops.noise import NoiseKey
 from ops.packing import Sequence as PackedSequence
+from ops.waiting import CancelToken, PendingCollective, Work
 
 STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
 SMALL_PICTURE = PackedSequence((1, 16, 26), 512)  # 256 x 416
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
+_PATIENCE_S = 600.0  # of members of a bag, which do the same
 _PINNED = WeakIdKeyDictionary()
 MAKES = (torch.tensor, torch.as_tensor)  # their copy to a device is not dispatched
 
@@ -74,6 +80,7 @@ class DispatchCount:
             ("without blocks: ", first.cascade),
             ("", second.cascade),
             ("without blocks, results of others: ", come.cascade),
+            ("in a bag of two: ", counted_bag(self.config)[0]),
             ("end of step: ", second.finish),
             ("small picture: ", picture),
             ("small picture by graphs: ", graphs),
@@ -249,6 +256,58 @@ def counted_picture(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter
     return found
 
 
+def counted_bag(config: DiTConfig, size: int = 2) -> list[DispatchCounter]:
+    """What a packed cascade asks of each member's device, in its bag's second step. Every member has encoded a share of
+    the texts and clips. Hosts meet as ever; what their devices exchange is left out."""
+    counters, store, failed = [DispatchCounter() for _ in range(size)], dist.HashStore(), CancelToken()
+    bag = tuple(range(size))
+
+    def member(rank: int) -> None:
+        try:
+            groups = _StandInGroups(store, rank, bag, "gloo", 0, _PATIENCE_S, failed, "127.0.0.1")
+            worker = _worker(config, blocks=True, groups=groups)
+            for step in range(2):
+                task, fetched = _cascade_of(worker, step, bag=bag)
+                counter = counters[rank] if step else DispatchCounter()
+                with patch.object(worker, "watch", _CountedWatch(counter)), counter:
+                    worker.dit(task, fetched)
+            worker.leave()
+        except BaseException as error:
+            failed.set(f"member {rank}: {error!r}")
+            raise
+
+    with as_on_a_gpu(), ThreadPoolExecutor(size) as threads:
+        for one in [threads.submit(member, rank) for rank in bag]:
+            one.result()
+    return counters
+
+
+class _StandInGroup(Group):
+    """Its devices exchange nothing. On NCCL no host waits for what they do."""
+
+    on_device = True
+
+    def _begin(
+        self,
+        name: str,
+        tensor: Tensor,
+        launch: Callable[[dist.ProcessGroup], Work],
+        finish: Callable[[], None] | None = None,
+    ) -> PendingCollective:
+        return PendingCollective(None, None, name, finish)
+
+
+class _StandInGroups(Groups):
+    """Its bags are such groups; each worker has the state alone."""
+
+    def world_group(self) -> Group:
+        return Group.solo(self.rank, self._cancel)
+
+    def _connect(self, members: tuple[int, ...], name: str) -> Group:
+        store = dist.PrefixStore(name, self._store)
+        return _StandInGroup(None, members, members.index(self.rank), _PATIENCE_S, self._cancel, store=store)
+
+
 def _run(
     worker: Executor,
     step: int,
@@ -257,16 +316,7 @@ def _run(
     published: bool = False,
     pack: Sequence[PackedSequence] = PACK,
 ) -> None:
-    """Encode results are in place, as after encodes on the same worker, or `published` by others."""
-    if worker.modules.config.dit.images_only:
-        pack = [replace(one, grid=(1, *one.grid[1:])) for one in pack]
-    task = encoded_cascade(worker, step, "d", pack, torch.empty)
-    fetched = {}
-    if published:
-        for module, sample in itertools.product(task.sources, task.samples):
-            rows = torch.ones(worker.store.take(module, sample.id).rows.shape)
-            fetched[module, sample.id] = EncodeResult(id=sample.id, rows=rows)
-        task = replace(task, sources=dict.fromkeys(task.sources, (STORE,) * len(task.samples)))
+    task, fetched = _cascade_of(worker, step, published, pack)
     watch = _CountedWatch(cascade)
     with patch.object(worker, "watch", watch):
         with cascade:
@@ -274,6 +324,29 @@ def _run(
         watch.counter = finish
         with finish:
             worker.finish(FinishTask(generation=0, step=step, export=False, cascades=("d",), weight=1.0))
+
+
+def _cascade_of(
+    worker: Executor,
+    step: int,
+    published: bool = False,
+    pack: Sequence[PackedSequence] = PACK,
+    bag: tuple[int, ...] = (0,),
+) -> tuple[CascadeTask, dict[tuple[str, SampleId], EncodeResult]]:
+    """A cascade, and what came for it through the object store. Encode results are in place, as after encodes on the
+    workers of the bag, in turns, or `published` by others."""
+    if worker.modules.config.dit.images_only:
+        pack = [replace(one, grid=(1, *one.grid[1:])) for one in pack]
+    task = encoded_cascade(worker, step, "d", pack, torch.empty)
+    fetched = {}
+    places = tuple(STORE if published else i % len(bag) for i in range(len(pack)))
+    assert worker.groups is not None
+    for module, (sample, place) in itertools.product(task.sources, zip(task.samples, places, strict=True)):
+        if place != worker.groups.rank:
+            rows = torch.ones(worker.store.take(module, sample.id).rows.shape)
+            if published:
+                fetched[module, sample.id] = EncodeResult(id=sample.id, rows=rows)
+    return replace(task, bag=bag, sources=dict.fromkeys(task.sources, places)), fetched
 
 
 class _CountedWatch(HostWatch):
@@ -297,15 +370,15 @@ class _CountedWatch(HostWatch):
         self._ended = True
 
 
-def _worker(config: DiTConfig, blocks: bool) -> Executor:
-    """In a generation of its own."""
+def _worker(config: DiTConfig, blocks: bool, groups: Groups | None = None) -> Executor:
+    """In a generation of its own, unless it gets the `groups` of one."""
     dit = build(config, STAND_IN, torch.bfloat16)
     if not blocks:
         for name, child in list(dit.named_children()):
             if isinstance(child, nn.ModuleList):
                 setattr(dit, name, nn.ModuleList())
     dit.register_forward_pre_hook(_as_autocast)
-    return worker_alone(dit, config)
+    return worker_alone(dit, config, groups=groups)
 
 
 def _as_autocast(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:

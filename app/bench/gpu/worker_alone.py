@@ -40,8 +40,10 @@ class _Width:
     dim: int = 0
 
 
-def worker_alone(dit: PackedTransformer, config: DiTConfig, meter: Meter | None = None) -> Executor:
-    """Trains these bf16 weights on their device."""
+def worker_alone(
+    dit: PackedTransformer, config: DiTConfig, meter: Meter | None = None, groups: Groups | None = None
+) -> Executor:
+    """Trains these bf16 weights on their device, as the only one of its generation or in that of the `groups`."""
     modules = Modules(
         config=model_of(config),
         geometry=Geometry(patch=config.patch),
@@ -52,7 +54,8 @@ def worker_alone(dit: PackedTransformer, config: DiTConfig, meter: Meter | None 
     train = TrainConfig(parameter_dtype="bfloat16", autocast="bfloat16")
     device = next(dit.parameters()).device
     worker = Executor(modules, FlatSync(dit, train.optimizer, train.steps), train, device, meter=meter)
-    worker.form(0, Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1"), (0,), None)
+    groups = groups or Groups(dist.HashStore(), 0, (0,), "gloo", 0, 60.0, CancelToken(), "127.0.0.1")
+    worker.form(0, groups, groups.world, None)
     return worker
 
 
