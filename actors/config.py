@@ -229,6 +229,8 @@ class TrainConfig:
     # Multiprocessors (CTAs) of a GPU that NCCL may take for the sum of gradients and for sharing parameters, which run
     # beside cascades: fewer leave more to these. 0: as NCCL finds best.
     sum_ctas: int = 0
+    # The same of the exchanges of a bag, which run beside its attention: of heads, and of encode results.
+    bag_ctas: int = 0
     loss_weight: Literal["sample", "token"] = "sample"
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -244,12 +246,14 @@ class TrainConfig:
             seed=between(0, SEED),
             max_skipped_steps=between(0),
             sum_ctas=between(0, 64),
+            bag_ctas=between(0, 64),
         )
-        if self.sum_ctas & (self.sum_ctas - 1):
-            raise ValueError(
-                f"train.sum_ctas is {self.sum_ctas}; NCCL rounds what is no power of two. Set it to 1, 2, 4, 8, 16, "
-                f"32 or 64, or to 0: as NCCL finds best."
-            )
+        for name, ctas in (("sum_ctas", self.sum_ctas), ("bag_ctas", self.bag_ctas)):
+            if ctas & (ctas - 1):
+                raise ValueError(
+                    f"train.{name} is {ctas}; NCCL rounds what is no power of two. Set it to 1, 2, 4, 8, 16, 32 or 64, "
+                    f"or to 0: as NCCL finds best."
+                )
         if self.sync == "deepspeed" and self.sum_ctas:
             raise ValueError(
                 f"train.sync deepspeed sums in a group of its own, which train.sum_ctas ({self.sum_ctas}) does not "

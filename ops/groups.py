@@ -56,7 +56,7 @@ class Groups:
     `nodes` has the node of each worker of the world, in any numbers; None: all are on one. `device` is where NCCL makes
     communicators; None: the current one of the thread that makes this. The backend gives up connecting `grace_s` after
     `timeout_s`. `world_ctas`: multiprocessors that NCCL may take for collectives of all workers, which run beside
-    cascades; 0: as it finds best.
+    cascades; `bag_ctas`: for those of a bag, which run beside its attention; 0: as it finds best.
     Not thread-safe except `close` and `abort`, which any thread may call.
     """
 
@@ -75,6 +75,7 @@ class Groups:
         *,
         grace_s: float = _GRACE_S,
         world_ctas: int = 0,
+        bag_ctas: int = 0,
     ) -> None:
         if backend not in ("gloo", "nccl"):
             raise ValueError(f"backend {backend!r} is unknown; use gloo (CPU) or nccl (CUDA).")
@@ -98,7 +99,7 @@ class Groups:
         self._threads: list[threading.Thread] = []
         self._node_of = dict(zip(world, nodes or [0] * len(world), strict=True))
         self._device = _gloo_device(address) if backend == "gloo" else None
-        self._world_ctas = world_ctas
+        self._world_ctas, self._bag_ctas = world_ctas, bag_ctas
         self._place = device or torch.device("cpu")
         if backend == "nccl":
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
@@ -336,7 +337,7 @@ class Groups:
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, of_all: bool
     ) -> dist.ProcessGroup:
         if self._device is None:
-            made = _make_nccl(store, rank, size, of_all, self._world_ctas if of_all else 0)
+            made = _make_nccl(store, rank, size, of_all, self._world_ctas if of_all else self._bag_ctas)
         else:
             made = _make_gloo(store, rank, size, timeout, self._device)
         if made.name() == "nccl":

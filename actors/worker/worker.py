@@ -172,6 +172,7 @@ class Worker:
             nodes=task.nodes or None,
             device=self.device,
             world_ctas=self.settings.train.sum_ctas,
+            bag_ctas=self.settings.train.bag_ctas,
         )
         origin = task.origin
         if origin is not None:

@@ -243,8 +243,10 @@ def come_up(
     model, geometry = resolve(config.model)
     backend = "nccl" if device.type == "cuda" else "gloo"
     world = tuple(range(len(nodes)))
-    groups = Groups(store, rank, world, backend, 0, ANSWER_S, CancelToken(), address, nodes)
-    return Bench(config, model, geometry, device, groups.world_group()), groups.world_group()
+    ctas = config.train.bag_ctas
+    groups = Groups(store, rank, world, backend, 0, ANSWER_S, CancelToken(), address, nodes, bag_ctas=ctas)
+    group = groups.get(world)
+    return Bench(config, model, geometry, device, group), group
 
 
 def carried_out(order: Order, bench: Bench, group: Group) -> PointTimes:

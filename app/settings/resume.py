@@ -45,7 +45,8 @@ SCHEDULE = _names("""
     model.vae.channels_last model.vae.compile
     data.batch.recalibrate data.batch.recalibrate_steps data.batch.recalibrate_change
     data.segments data.min_coverage data.limits data.engine data.cache
-    train.steps train.sync train.sum_ctas train.parameter_dtype train.autocast train.tf32 train.max_skipped_steps
+    train.steps train.sync train.sum_ctas train.bag_ctas train.parameter_dtype train.autocast train.tf32
+    train.max_skipped_steps
     train.memory
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps

@@ -127,6 +127,8 @@ MISTAKES = {
     "train: {sync: deepspeed, memory: {gradients: node}}": "train.sync deepspeed sums each worker's own gradients",
     "train: {sync: deepspeed, parameter_dtype: bfloat16}": "train.sync deepspeed keeps fp32 parameters",
     "train: {sum_ctas: 3}": "train.sum_ctas is 3; NCCL rounds what is no power of two. Set it to 1, 2, 4",
+    "train: {bag_ctas: 12}": "train.bag_ctas is 12; NCCL rounds what is no power of two. Set it to 1, 2, 4",
+    "train: {bag_ctas: 128}": "train.bag_ctas is 128; it must be at most 64",
     "train:\n  seed: 1\n  sum_ctas: -1": "train.sum_ctas is -1; it must be at least 0 (run.yaml:6).",
     "train: {sync: deepspeed, sum_ctas: 8}": "which train.sum_ctas (8) does not reach",
     "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",

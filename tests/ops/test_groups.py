@@ -68,9 +68,9 @@ def test_waiting_ends_when_the_groups_are_closed() -> None:
         groups.meet(DOING, LONG)
 
 
-@pytest.mark.parametrize("ctas", [0, 4])
-def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
-    ctas: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("ctas", "bag_ctas"), [(0, 0), (4, 0), (0, 8), (4, 16)])
+def test_communicators_of_all_and_of_bags_have_a_limit_of_multiprocessors_each(
+    ctas: int, bag_ctas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also beside a bag of all workers, whose exchanges are of a cascade."""
     made: list[tuple[bool, int | None]] = []  # whether of high priority, and its limit
@@ -96,7 +96,8 @@ def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
     monkeypatch.setattr(dist.HashStore, "clone", lambda store: store, raising=False)
 
     def worker(rank: int) -> None:
-        groups = Groups(store, rank, (0, 1), "nccl", 4, 20.0, CancelToken(), device=place, world_ctas=ctas)
+        token = CancelToken()
+        groups = Groups(store, rank, (0, 1), "nccl", 4, 20.0, token, device=place, world_ctas=ctas, bag_ctas=bag_ctas)
         groups.get((0, 1))
         groups.world_group()
 
@@ -104,4 +105,4 @@ def test_the_communicator_of_all_alone_has_a_limit_of_multiprocessors(
     thread.start()
     worker(0)
     thread.join(60)
-    assert sorted(made, key=str) == 2 * [(False, ctas or None)] + 2 * [(True, None)]
+    assert sorted(made, key=str) == 2 * [(False, ctas or None)] + 2 * [(True, bag_ctas or None)]
