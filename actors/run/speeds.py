@@ -23,18 +23,21 @@ _NOTICEABLE = 0.3  # smaller deviations are noise (shared CPUs: 20 %) and change
 _LEAST_SPANS = 40  # comparable ones, before a worker is judged
 _STAYS = 0.04  # a factor that is off by less stays as it is, so that plans do not flutter
 _ROUNDS = 10  # of the fit; shapes and workers are well mixed, and it settles in a few
+_MOST_WORKS = 1000  # that are remembered, those that came last: packs of many buckets hardly ever come again
 
 WorkKey = tuple[object, ...]  # what makes two cascades the same work
 
 
 @dataclass
 class Speeds:
-    """Running means of the logarithm of seconds, by worker and work. `bags`: ranks of a DiT bag compute alike; those of
-    spatial-temporal layers have frames, of which one more or less makes a difference."""
+    """Running means of the logarithm of seconds, by work and worker: of the workers that are there, and of the work
+    that came last, however long the run. `bags`: ranks of a DiT bag compute alike; those of spatial-temporal layers
+    have frames, of which one more or less makes a difference."""
 
     bags: bool = True
-    _known: dict[tuple[str, WorkKey], tuple[float, int]] = field(default_factory=dict)  # mean, count
+    _known: dict[WorkKey, dict[str, tuple[float, int]]] = field(default_factory=dict)  # mean, count
     _told: dict[str, float] = field(default_factory=dict)
+    _workers: tuple[str, ...] = ()  # that `factors` was asked for last
 
     def observe(self, reports: Iterable[StepReport], planned_with: Mapping[str, float]) -> None:
         """Take in a finished step; `planned_with` are the factors its plan already counted on."""
@@ -53,13 +56,18 @@ class Speeds:
                     seconds /= expected
                 if not 0 < seconds < math.inf:  # of an expectation that cannot be
                     continue
-                mean, count = self._known.get((worker, work), (0.0, 0))
+                by_worker = self._known[work] = self._known.pop(work, {})  # in the order in which they came last
+                mean, count = by_worker.get(worker, (0.0, 0))
                 count = min(count + 1, _NEWEST)
-                self._known[worker, work] = mean + (math.log(seconds) - mean) / count, count
+                by_worker[worker] = mean + (math.log(seconds) - mean) / count, count
+        while len(self._known) > _MOST_WORKS:
+            del self._known[next(iter(self._known))]
 
     def factors(self, workers: Sequence[str], expected: Sequence[float] = ()) -> tuple[float, ...]:
         """Speed of each worker beside the median one, 1 for normal; of a worker not known yet the `expected` one, by
-        default 1. Empty when all are 1."""
+        default 1. Empty when all are 1. The workers are those of the generation: what is known of others is forgotten,
+        as nobody gets the name of one that is gone."""
+        self._forget_all_but(workers)
         told = dict(zip(workers, expected)) | self._told
         known = self._fitted(workers)
         if len(known) < max(2, len(workers) / 2):
@@ -74,15 +82,29 @@ class Speeds:
         factors = tuple((told | self._told).get(worker, 1.0) for worker in workers)
         return factors if any(speed != 1.0 for speed in factors) else ()
 
+    def _forget_all_but(self, workers: Sequence[str]) -> None:
+        if tuple(workers) == self._workers:
+            return
+        self._workers, here = tuple(workers), set(workers)
+        for work, by_worker in list(self._known.items()):
+            for worker in by_worker.keys() - here:
+                del by_worker[worker]
+            if not by_worker:
+                del self._known[work]
+        for worker in self._told.keys() - here:
+            del self._told[worker]
+
     def _fitted(self, workers: Sequence[str]) -> dict[str, float]:
         """Logarithm of the speed of every worker that has run enough of what others ran, too: least squares of
         log seconds = log work - log speed, by turns for work and workers."""
         number = {worker: n for n, worker in enumerate(workers)}
-        rows = [(number[w], work, mean, count) for (w, work), (mean, count) in self._known.items() if w in number]
-        shared: dict[WorkKey, int] = {}
-        for _, work, _, _ in rows:
-            shared[work] = shared.get(work, 0) + 1
-        rows = [row for row in rows if shared[row[1]] > 1]
+        rows = [
+            (number[worker], work, mean, count)
+            for work, by_worker in self._known.items()
+            if len(by_worker.keys() & number.keys()) > 1
+            for worker, (mean, count) in by_worker.items()
+            if worker in number
+        ]
         if not rows:
             return {}
         works = {work: n for n, work in enumerate(dict.fromkeys(row[1] for row in rows))}

@@ -17,6 +17,7 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 WORTH_ROWS = 8192  # of the longest sequence: below, the host takes as long for it as the device for the attention
+MOST_SIZES = 4096  # that are remembered, those that came last: with captions of any length hardly two are alike
 SHARE = 0.9  # of the room that is left; blocks of the allocator are not as large as what lies in them
 
 
@@ -75,7 +76,11 @@ class AttentionRoom:
         if size is None or need_gib is None or self.setting == "kept":
             return need_gib
         if not kept:
-            self._needs[size] = max(need_gib, self._needs.get(size, 0.0))
+            self._needs[size] = max(need_gib, self._needs.pop(size, 0.0))
+            if len(self._needs) > MOST_SIZES:
+                oldest = next(iter(self._needs))
+                del self._needs[oldest]
+                self._full.discard(oldest)
             return need_gib
         if self._room_gib is not None and need_gib >= self._room_gib:
             self._full.add(size)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from actors.messages import Piece, Span, StepReport
-from actors.run.speeds import Speeds
+from actors.run.speeds import _MOST_WORKS, Speeds
 
 
 def report(worker: str, seconds: float, planned: float = 1.0, degree: int = 1) -> StepReport:
@@ -151,3 +151,27 @@ def test_workers_that_never_run_the_same_are_not_compared() -> None:
             one = report(worker, 1.0 * frames)
             speeds.observe([replace(one, spans=tuple(replace(s, pieces=pieces) for s in one.spans))], {})
     assert speeds.factors(("a", "b")) == ()
+
+
+def test_workers_that_come_and_go_for_a_month_leave_nothing_behind() -> None:
+    speeds = Speeds()
+    for generation in range(200):
+        names = ("a", "b", f"w{generation}")
+        for _ in range(12):
+            speeds.observe([report("a", 1.0), report("b", 1.0), report(names[2], 2.0)], {})
+            factors = speeds.factors(names)
+        assert factors == (1.0, 1.0, 0.5), "the newest is known by its own cascades"
+    known = {worker for by_worker in speeds._known.values() for worker in by_worker}
+    assert known | set(speeds._told) <= {"a", "b", "w199"}
+
+
+def test_packs_that_never_come_again_are_forgotten_and_workers_stay_known() -> None:
+    speeds = Speeds()
+    for number in range(3 * _MOST_WORKS):
+        pieces = (Piece(item="", bucket=(number, 64, 64), batch=1), Piece(item="", bucket=(1, 8, 8), batch=1))
+        reports = [report("a", 1.0), report("b", 1.0), report("c", 2.0)]
+        for at, one in enumerate(reports):
+            reports[at] = replace(one, spans=(*one.spans, replace(one.spans[0], cascade="pack", pieces=pieces)))
+        speeds.observe(reports, {})
+    assert len(speeds._known) == _MOST_WORKS
+    assert speeds.factors(("a", "b", "c")) == (1.0, 1.0, 0.5)

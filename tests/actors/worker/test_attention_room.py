@@ -9,7 +9,7 @@ import pytest
 from actors.plan.costs.needs import NeedLine, Needs, Samples, footprint
 from actors.plan.places import AttentionMemory
 from actors.planning.memory import with_attention_kept
-from actors.worker.attention_room import GIB, SHARE, WORTH_ROWS, AttentionRoom
+from actors.worker.attention_room import GIB, MOST_SIZES, SHARE, WORTH_ROWS, AttentionRoom
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
 from ops.packing import Layout, Sequence
@@ -115,3 +115,15 @@ def test_a_pass_that_failed_keeps_nothing_for_what_comes_before_the_next() -> No
         one.begin(LONG, 100.0)
         ended()
         assert not one.keeps
+
+
+def test_captions_of_any_length_do_not_fill_memory_and_sizes_that_come_again_are_remembered() -> None:
+    one = room()
+    for text in range(2 * MOST_SIZES):
+        one.begin(Layout([Sequence((1, 2, 2), 1 + text)]), None)
+        one.end(1.0)
+        if text % 1000 == 0:
+            one.begin(LONG, None)
+            one.end(20.0)
+    assert len(one._needs) == MOST_SIZES
+    assert one.begin(LONG, 100.0), "it came among the last ones"
