@@ -11,14 +11,18 @@ import typer
 def report(
     run: Annotated[Path, typer.Argument(help="Run directory, e.g. runs/demo.")],
     out: Annotated[Path | None, typer.Option("--out", help="HTML file; default RUN/report.html.")] = None,
+    steps: Annotated[
+        str, typer.Option("--steps", metavar="FIRST-LAST", help="Steps in timeline.json; default: the newest.")
+    ] = "",
 ) -> None:
     """One self-contained HTML of a run: loss, planned against measured time, buckets, events, samples."""
     from app.records.rundir import RunDir
-    from app.records.timeline import write_timeline
+    from app.records.timeline import StepRange, write_timeline
     from app.report.page import write_report
 
     folder = RunDir.open(run)
-    timeline = write_timeline(folder)
+    timeline = write_timeline(folder, StepRange.parse(steps) if steps else None)
     page = write_report(folder, out)
+    shown = "" if timeline.whole else f"steps {timeline.first:,} to {timeline.last:,}, --steps shows others; "
     print(f"report    {page}")
-    print(f"timeline  {timeline}  (open it at ui.perfetto.dev)")
+    print(f"timeline  {timeline.path}  ({shown}open it at ui.perfetto.dev)")

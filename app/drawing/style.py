@@ -47,6 +47,7 @@ svg .grid { stroke: var(--rule); stroke-width: 1; }
 svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
 svg .c1 { stroke: var(--accent); } svg .c2 { stroke: var(--text); } svg .c3 { stroke: var(--vae); }
 svg .c4 { stroke: var(--bad); }
+svg .band { stroke: none; fill: var(--soft); fill-opacity: .22; }
 svg .broad { stroke-width: 5; stroke-opacity: .45; }
 svg .f1 { fill: var(--accent); } svg .f2 { fill: var(--text); } svg .f3 { fill: var(--vae); }
 svg .f4 { fill: var(--bad); } svg text.value { fill: var(--ink); font-variant-numeric: tabular-nums; }

@@ -15,13 +15,15 @@ MAX_POINTS = 800  # longer curves are averaged into this many bins
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Series:
-    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad."""
+    """One curve. `css` has the classes of its line: c1 ... c4, faint, broad. `ranges`: the least and most of what each
+    point is the mean of, drawn as a band."""
 
     name: str
     xs: Sequence[float]
     ys: Sequence[float]
     css: str = "c1"
     hover: bool = False
+    ranges: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +102,7 @@ def line_chart(
     if not points:
         return ""
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
-    y_low, y_high = min(y for _, y in points), max(y for _, y in points)
+    y_low, y_high = _room_for_ranges(drawn, min(y for _, y in points), max(y for _, y in points))
     y_low = min(0.0, y_low) if zero else y_low
     y_ticks = ticks(y_low, y_high)
     y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
@@ -130,6 +132,14 @@ def line_chart(
                 f'y2="{height - BOTTOM}"/><title>{escape(mark.title)}</title></g>'
             )
     for s in drawn:
+        if s.ranges:
+            within = [
+                (to_x(x), *(to_y(min(max(y, y_low), y_high)) for y in ends))
+                for x, ends in zip(s.xs, s.ranges, strict=True)
+                if ends[0] <= ends[1]
+            ]
+            edge = [(x, top) for x, _, top in within] + [(x, bottom) for x, bottom, _ in reversed(within)]
+            parts.append(f'<path class="band {s.css}" d="{_path(edge)}Z"/>')
         path = _path([(to_x(x), to_y(y)) if math.isfinite(y) else None for x, y in zip(s.xs, s.ys, strict=True)])
         parts.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
         if s.hover and len(s.xs) <= 400:
@@ -141,6 +151,14 @@ def line_chart(
             ]
     parts.append("</svg>")
     return "".join(parts)
+
+
+def _room_for_ranges(drawn: Sequence[Series], low: float, high: float) -> tuple[float, float]:
+    """Where a chart of curves from low to high ends: it shows as much again of what their points are means of, so that
+    a step that is far off does not press the curves flat."""
+    ends = [y for s in drawn for pair in s.ranges for y in pair if math.isfinite(y)]
+    more = high - low or abs(high) or 1.0
+    return max(min([low, *ends]), low - more), min(max([high, *ends]), high + more)
 
 
 def _open(height: float) -> str:

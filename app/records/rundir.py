@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -16,11 +16,12 @@ from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
-from app.records.tails import JsonObject
+from app.records.tails import JsonObject, num_lines, offset_of_newest
 from ops.typed import ConfigError
 
 R = TypeVar("R")
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
+_BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that this program has written
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +58,10 @@ class RunDir:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def metrics(self) -> Records[StepMetrics]:
-        """One record per step, in step order, as the file has them."""
-        return Records((self.path / "metrics.jsonl",), metrics_of)
+    def metrics(self, by_worker: bool = True) -> Records[StepMetrics]:
+        """One record per step, in step order, as the file has them. Without `by_worker` the figures of single workers
+        are left out, which are four fifths of a line where there are 64 of them: a month of such lines is 1.3 GB."""
+        return Records((self.path / "metrics.jsonl",), metrics_of, _whole if by_worker else _without_workers)
 
     def events(self) -> Records[RunEvent]:
         return Records((self.path / "events.jsonl",), event_of)
@@ -67,6 +69,17 @@ class RunDir:
     def spans(self) -> Records[SpanRecord]:
         """Executed spans of the timeline, in the order they were written."""
         return Records((self.path / OLDER_TIMELINE, self.path / TIMELINE), span_of)
+
+    def newest_spans(self, most: int) -> tuple[Records[SpanRecord], bool]:
+        """The newest spans, at most so many of them, and whether there are older ones. What is older is not read."""
+        paths, left = self.spans().paths, most
+        starts: dict[Path, int] = {}
+        for path in reversed([path for path in paths if path.is_file()]):
+            if left > 0:
+                starts[path] = offset_of_newest(path, left)
+                left = 0 if starts[path] else left - num_lines(path)
+        older = any(starts.values()) or any(path.is_file() for path in paths if path not in starts)
+        return Records(tuple(path for path in paths if path in starts), span_of, starts=starts), older
 
     def plans(self) -> dict[int, PlanRecord]:
         """Executed plans of the newest steps, and of some older ones."""
@@ -96,6 +109,14 @@ def _step_of(path: Path) -> int:
     return int(match[1]) if match else -1
 
 
+def _whole(line: str) -> str:
+    return line
+
+
+def _without_workers(line: str) -> str:
+    return _BY_WORKER.sub("", line)
+
+
 @dataclass(frozen=True, slots=True)
 class Records(Generic[R]):
     """Records of JSON-lines files, read one by one whenever they are gone through; none is held.
@@ -105,10 +126,12 @@ class Records(Generic[R]):
 
     paths: tuple[Path, ...]
     record_of: Callable[[JsonObject], R]
+    text_of: Callable[[str], str] = _whole  # what is read of a line
+    starts: Mapping[Path, int] = field(default_factory=dict)  # bytes of a file that are not read, whole lines
 
     def __iter__(self) -> Iterator[R]:
         for path in self.paths:
-            for number, line in numbered_lines(path):
+            for number, line in numbered_lines(path, self.text_of, self.starts.get(path, 0)):
                 try:
                     yield self.record_of(line)
                 except RecordError as error:
@@ -132,8 +155,11 @@ def _count(path: Path) -> int:
     return found
 
 
-def numbered_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
-    """Objects of a JSON-lines file with the number of each line, from 1.
+def numbered_lines(
+    path: Path, text_of: Callable[[str], str] = _whole, start: int = 0
+) -> Iterator[tuple[int, JsonObject]]:
+    """Objects of a JSON-lines file with the number of each line, from 1; those from byte `start` on, where a line
+    begins.
 
     A torn last line (the writer died) is left out; a torn line before it raises ConfigError.
     """
@@ -141,13 +167,14 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, JsonObject]]:
         return
     torn: ConfigError | None = None
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+        file.seek(start)
+        for number, line in enumerate(file, start=1 + (num_lines(path, start) if start else 0)):
             if not line.strip():
                 continue
             if torn is not None:
                 raise torn
             try:
-                record = json.loads(line)
+                record = json.loads(text_of(line))
             except json.JSONDecodeError as error:
                 torn = ConfigError(f"{path} line {number} is not JSON: {error.msg}.")
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -53,6 +54,34 @@ def backwards(path: Path) -> Iterator[tuple[int, JsonObject]]:
                     yield at, record
             rest = data[:cut] if start > 0 else b""
             end = start
+
+
+def offset_of_newest(path: Path, lines: int) -> int:
+    """Where the newest `lines` whole lines of a file begin; 0 if it has no more than these."""
+    with path.open("rb") as file:
+        end = end_of_whole_lines(file)
+        left = lines + 1  # line breaks: the one before the first of these lines, too
+        while end > 0:
+            start = max(0, end - _CHUNK)
+            file.seek(start)
+            data = file.read(end - start)
+            found = data.count(b"\n")
+            if found >= left:
+                at = len(data)
+                for _ in range(left):
+                    at = data.rfind(b"\n", 0, at)
+                return start + at + 1
+            left, end = left - found, start
+    return 0
+
+
+def num_lines(path: Path, end: int | None = None) -> int:
+    """Line breaks of a file, or of what stands before `end`."""
+    found, left = 0, math.inf if end is None else end
+    with path.open("rb") as file:
+        while left > 0 and (data := file.read(int(min(_CHUNK, left)))):
+            found, left = found + data.count(b"\n"), left - len(data)
+    return found
 
 
 def last_line(path: Path) -> JsonObject | None:

@@ -1,15 +1,18 @@
 """timeline.jsonl -> timeline.json, a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One group of lanes per worker: what it did ("measured") above what the plan foresaw ("planned"), and one group with the
-steps and the events of the run (joins, losses, recoveries).
+steps and the events of the run (joins, losses, recoveries). It has the newest steps, or those that are asked for, as
+far as a browser opens them: the timeline of a large run has five times as much.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -19,6 +22,7 @@ from actors.records.events import RunEvent
 from actors.records.span_record import SpanRecord
 from app.records.rundir import RunDir
 from app.records.tails import JsonObject
+from ops.typed import ConfigError
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
 MEASURED, PLANNED = 0, 1
@@ -44,6 +48,39 @@ COLOURS = {
     "dit": "thread_state_running",
     "finish": "generic_work",
 }
+
+
+MOST_SPANS = 100_000  # of a trace: 80 MB as JSON, which ui.perfetto.dev opens in seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepRange:
+    """Steps from `first` to `last`, both included."""
+
+    first: int
+    last: int
+
+    @classmethod
+    def parse(cls, text: str) -> StepRange:
+        """`4000-4100`, or one step. Raises ConfigError."""
+        match = re.fullmatch(r"\s*(\d+)(?:\s*-\s*(\d+))?\s*", text)
+        found = cls(int(match[1]), int(match[2] or match[1])) if match else None
+        if found is None or found.last < found.first:
+            raise ConfigError(f"--steps {text!r} must be a step or a range of them in their order, such as 4000-4100.")
+        return found
+
+    def has(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WrittenTimeline:
+    """What a trace shows; `whole`: all steps that the run's timeline has. `first` is -1 where there is none."""
+
+    path: Path
+    first: int
+    last: int
+    whole: bool
 
 
 class WindowTimes(NamedTuple):
@@ -82,33 +119,34 @@ def final_times(spans: Iterable[SpanRecord]) -> dict[int, WindowTimes]:
     return dict(sorted({window.step: window.times for window in windows(spans)}.items()))
 
 
-def _entries(spans: Iterable[SpanRecord], events: Iterable[RunEvent]) -> Iterator[JsonObject]:
-    """Entries of a Chrome trace, one at a time; times are microseconds from the first span. `spans` is gone through
-    three times."""
-    origin, nodes = math.inf, {}
-    for span in spans:
-        origin = min(origin, span.start, span.step_start)
-        nodes[span.worker] = span.node
-    if not nodes:
-        return
-    yield from _lane_names(nodes)
-    for span in spans:
-        yield from _span_entries(span, origin)
-    for window in windows(spans):
+def _entries(shown: Iterable[StepWindow], events: Iterable[RunEvent], to_the_end: bool = True) -> Iterator[JsonObject]:
+    """Entries of a Chrome trace, one at a time; times are microseconds from the first span. Events are those since
+    then, up to the end of the last step unless it is the run's."""
+    origin, end = math.nan, -math.inf
+    named: set[str] = set()
+    for window in shown:
+        if not named:
+            origin = min(window.times.start, *(span.start for span in window.spans))
+            yield _meta(RUN_PID, "process_name", "run")
+            yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
+        end = max(end, window.times.end)
+        for span in window.spans:
+            if span.worker not in named:
+                named.add(span.worker)
+                yield from _lane_names(span)
+            yield from _span_entries(span, origin)
         yield _step_entry(window, origin)
-    yield from (_event_entry(event, origin) for event in events if event.time >= origin)
+    last = math.inf if to_the_end else end
+    yield from (_event_entry(event, origin) for event in events if named and origin <= event.time <= last)
 
 
-def _lane_names(nodes: Mapping[str, str]) -> Iterator[JsonObject]:
-    """Names of the lanes of workers, which are given with their nodes, and of the run's own."""
-    yield _meta(RUN_PID, "process_name", "run")
-    yield _meta(RUN_PID, "process_sort_index", -1, key="sort_index")
-    for worker, node in sorted(nodes.items(), key=lambda pair: lane(pair[0])):
-        pid = lane(worker)
-        yield _meta(pid, "process_name", f"worker {worker}{f' on {node}' if node else ''}")
-        yield _meta(pid, "process_sort_index", pid, key="sort_index")
-        yield _meta(pid, "thread_name", "measured", tid=MEASURED)
-        yield _meta(pid, "thread_name", "planned", tid=PLANNED)
+def _lane_names(span: SpanRecord) -> Iterator[JsonObject]:
+    """Names of the lanes of a span's worker."""
+    pid = lane(span.worker)
+    yield _meta(pid, "process_name", f"worker {span.worker}{f' on {span.node}' if span.node else ''}")
+    yield _meta(pid, "process_sort_index", pid, key="sort_index")
+    yield _meta(pid, "thread_name", "measured", tid=MEASURED)
+    yield _meta(pid, "thread_name", "planned", tid=PLANNED)
 
 
 def lane(worker: str) -> int:
@@ -166,12 +204,47 @@ def _event_entry(event: RunEvent, origin: float) -> JsonObject:
     }
 
 
-def write_timeline(run: RunDir) -> Path:
-    """Write `timeline.json` of a run and return its path."""
+def write_timeline(run: RunDir, steps: StepRange | None = None, most: int = MOST_SPANS) -> WrittenTimeline:
+    """Write `timeline.json` of a run: its newest whole steps or `steps`, at most `most` spans. Raises ConfigError where
+    the timeline has none of these steps."""
+    spans, older = (run.spans(), False) if steps else run.newest_spans(most)
+    shown = _Shown(spans, steps, most, skip_first=older)
     path = run.path / "timeline.json"
-    with path.open("w", encoding="utf-8") as file:
+    torn = path.with_name(f"{path.name}.torn")
+    with torn.open("w", encoding="utf-8") as file:
         file.write('{"traceEvents": [')
-        for number, entry in enumerate(_entries(run.spans(), run.events())):
+        for number, entry in enumerate(_entries(shown, run.events(), to_the_end=steps is None)):
             file.write((", " if number else "") + json.dumps(entry))
         file.write('], "displayTimeUnit": "ms"}')
-    return path
+    if steps and not shown.count:
+        torn.unlink()
+        raise ConfigError(
+            f"the timeline of {run.path} has no step from {steps.first} to {steps.last}; it keeps the newest steps, "
+            f"now from {shown.oldest} on. Leave --steps out, or give some of these."
+        )
+    os.replace(torn, path)
+    return WrittenTimeline(path=path, first=shown.first, last=shown.last, whole=not (older or steps or shown.cut))
+
+
+class _Shown:
+    """The windows that are drawn, gone through once; then it says which they were."""
+
+    def __init__(self, spans: Iterable[SpanRecord], steps: StepRange | None, most: int, skip_first: bool) -> None:
+        """`skip_first`: the first window may be a part of one."""
+        self._spans, self._steps, self._most, self._skip_first = spans, steps, most, skip_first
+        self.first = self.last = self.oldest = -1
+        self.count = 0
+        self.cut = False
+
+    def __iter__(self) -> Iterator[StepWindow]:
+        for number, window in enumerate(windows(self._spans)):
+            self.oldest = window.step if number == 0 else self.oldest
+            if (self._skip_first and number == 0) or (self._steps and not self._steps.has(window.step)):
+                continue
+            if self.count and self.count + len(window.spans) > self._most:
+                self.cut = True
+                return
+            self.count += len(window.spans)
+            self.first = window.step if self.first < 0 else self.first
+            self.last = window.step
+            yield window

@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -50,6 +51,22 @@ class ComparedRun:
     idle: Curve
     tflops: Curve  # of the model's FLOPs, per second and worker; NaN where the timeline is gone
     medians: Mapping[str, float]
+    losses: StepLosses
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepLosses:
+    """Loss and tokens of every step, in the order of the steps: 24 bytes for each, so that a month of steps is read
+    once."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    losses: array[float] = field(default_factory=lambda: array("d"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+
+    def add(self, line: StepMetrics) -> None:
+        self.steps.append(line.step)
+        self.losses.append(line.loss)
+        self.tokens.append(line.tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,10 +91,7 @@ def write_comparison(folders: Sequence[Path], out: Path, peak_tflops: float = 0.
         raise ConfigError(f"heddle compare takes 2 to {MOST} run folders, not {len(folders)}.")
     opened = [RunDir.open(folder) for folder in folders]
     runs = [read_run(run, name) for run, name in zip(opened, labels(folders), strict=True)]
-    differences = {
-        run.name: loss_difference(opened[0], folder, runs[0].name, run.name)
-        for run, folder in zip(runs[1:], opened[1:], strict=True)
-    }
+    differences = {run.name: loss_difference(runs[0], run) for run in runs[1:]}
     check_page(out)
     out.write_text(page(runs, differences, peak_tflops, command), encoding="utf-8")
     return [line_of(run, differences.get(run.name)) for run in runs]
@@ -103,8 +117,9 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
     smooth, last = RunningMean(), Values()
     values = {key: Values() for key in ("step_s", "idle_ratio", "tokens_per_s", "tflops")}
     flops = flops_by_step(run)
-    seconds, number = 0.0, 0
-    for number, line in enumerate(run.metrics(), start=1):
+    seconds, number, losses = 0.0, 0, StepLosses()
+    for number, line in enumerate(run.metrics(by_worker=False), start=1):
+        losses.add(line)
         seconds += line.step_s if math.isfinite(line.step_s) else 0.0
         rate = (
             flops.get(line.step, math.nan) / (line.step_s * line.workers)
@@ -135,6 +150,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         idle=idle,
         tflops=tflops,
         medians={key: own.median for key, own in values.items()},
+        losses=losses,
     )
 
 
@@ -179,34 +195,36 @@ class SampleFlops:
         return self.known[bucket]
 
 
-def loss_difference(first: RunDir, other: RunDir, first_name: str, name: str) -> LossDifference:
+def loss_difference(first: ComparedRun, other: ComparedRun) -> LossDifference:
     """Raises ConfigError when the runs have no step in common."""
-    count = min(first.metrics().count(), other.metrics().count())
-    curve, common, largest, at, other_clips = Curve(max(1, count)), 0, 0.0, -1, 0
-    for mine, theirs in _together(first.metrics(), other.metrics()):
+    mine, theirs = first.losses, other.losses
+    curve, common, largest, at, other_clips = Curve(max(1, min(first.steps, other.steps))), 0, 0.0, -1, 0
+    for a, b in _together(mine.steps, theirs.steps):
         common += 1
-        other_clips += bool(mine.tokens and theirs.tokens and mine.tokens != theirs.tokens)
-        relative = abs(theirs.loss - mine.loss) / abs(mine.loss) if mine.loss else math.nan
-        curve.add(mine.step, math.log10(max(relative, CLOSEST)))
+        other_clips += bool(mine.tokens[a] and theirs.tokens[b] and mine.tokens[a] != theirs.tokens[b])
+        loss, step = mine.losses[a], mine.steps[a]
+        relative = abs(theirs.losses[b] - loss) / abs(loss) if loss else math.nan
+        curve.add(step, math.log10(max(relative, CLOSEST)))
         if relative > largest or at < 0:
-            largest, at = relative, mine.step
+            largest, at = relative, step
     if not common:
-        raise ConfigError(f"{first_name} and {name} have no step in common; compare runs that trained the same steps.")
+        raise ConfigError(
+            f"{first.name} and {other.name} have no step in common; compare runs that trained the same steps."
+        )
     return LossDifference(common=common, largest=largest, at=at, curve=curve, other_clips=other_clips)
 
 
-def _together(ones: Iterable[StepMetrics], others: Iterable[StepMetrics]) -> Iterator[tuple[StepMetrics, StepMetrics]]:
-    """Lines of the same step; both files are in the order of their steps."""
-    left, right = iter(ones), iter(others)
-    one, other = next(left, None), next(right, None)
-    while one is not None and other is not None:
-        if one.step == other.step:
+def _together(ones: Sequence[int], others: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Places of the same step; both are in order."""
+    one = other = 0
+    while one < len(ones) and other < len(others):
+        if ones[one] == others[other]:
             yield one, other
-            one, other = next(left, None), next(right, None)
-        elif one.step < other.step:
-            one = next(left, None)
+            one, other = one + 1, other + 1
+        elif ones[one] < others[other]:
+            one += 1
         else:
-            other = next(right, None)
+            other += 1
 
 
 def line_of(run: ComparedRun, difference: LossDifference | None) -> str:

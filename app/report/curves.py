@@ -15,12 +15,18 @@ from ops.counted import counted
 def loss_html(steps: StepTotals) -> str:
     chart = line_chart(
         [
-            _series("loss", steps.curves["loss"], css="faint", hover=True),
+            _series("loss", steps.curves["loss"], css="faint", hover=True, ranges=True),
             _series("smoothed", steps.smoothed),
         ],
         marks=_generation_marks(steps),
     )
-    note = "<p class='soft'>Grey: each step. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
+    grey, curve = "each step", steps.curves["loss"]
+    if curve.ranges and steps.highest is not None:
+        grey = (
+            f"means of some {steps.count / len(curve.xs):,.0f} steps, and from the least of them to the most; the "
+            f"highest is {short(steps.highest.loss)} at step {steps.highest.step:,}"
+        )
+    note = f"<p class='soft'>Grey: {grey}. Line: exponential mean over about 10 steps. Dashed: a new generation.</p>"
     if by_expert := sorted(steps.smoothed_by_expert.items()):
         lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
         names = ", ".join(escape(name) for name, _ in by_expert)
@@ -43,7 +49,7 @@ def balance_html(steps: StepTotals) -> str:
         "<h3>Seconds per step: measured, planned (orange), waiting for data (green)</h3>",
         line_chart(
             [
-                _series("step_s", steps.curves["step_s"], hover=True),
+                _series("step_s", steps.curves["step_s"], hover=True, ranges=True),
                 _series("predicted_s", steps.curves["predicted_s"], css="c2"),
                 _series("data_wait_s", steps.curves["data_wait_s"], css="c3"),
             ],
@@ -100,8 +106,8 @@ def _chart(steps: StepTotals, styles: Mapping[str, str]) -> str:
     return line_chart(series, height=120, zero=True)
 
 
-def _series(name: str, curve: Curve, css: str = "c1", hover: bool = False) -> Series:
-    return Series(name=name, xs=curve.xs, ys=curve.ys, css=css, hover=hover)
+def _series(name: str, curve: Curve, css: str = "c1", hover: bool = False, ranges: bool = False) -> Series:
+    return Series(name=name, xs=curve.xs, ys=curve.ys, css=css, hover=hover, ranges=curve.ranges if ranges else ())
 
 
 def _generation_marks(steps: StepTotals) -> list[EventMark]:

@@ -1,7 +1,8 @@
 """A figure of a run of any length in bounded memory: its median, its curve, its smoothed curve.
 
 A median is exact up to MAX_VALUES values; beyond that it is the median of at least half as many of them, at even
-distances. A curve has at most MAX_POINTS points, each the mean of its bin.
+distances. A curve has at most MAX_POINTS points, each the mean of its bin, and knows the least and most of each: one
+step of a month is no part of a mean.
 """
 
 from __future__ import annotations
@@ -45,17 +46,22 @@ class Curve:
         self._added = 0
         self._xs: list[list[float]] = []  # per bin: sum, count
         self._ys: list[list[float]] = []
+        self._ranges: list[list[float]] = []  # per bin: least and most value
 
     def add(self, x: float, y: float | None) -> None:
         begun = len(self._xs)
         if begun < self._bins and self._added >= round(begun * self._count / self._bins):
             self._xs.append([0.0, 0])
             self._ys.append([0.0, 0])
+            self._ranges.append([math.inf, -math.inf])
         self._added += 1
         for bins, value in ((self._xs, x), (self._ys, y)):
             if value is not None and math.isfinite(value):
                 bins[-1][0] += value
                 bins[-1][1] += 1
+        if y is not None and math.isfinite(y):
+            held = self._ranges[-1]
+            held[0], held[1] = min(held[0], y), max(held[1], y)
 
     @property
     def xs(self) -> list[float]:
@@ -64,6 +70,11 @@ class Curve:
     @property
     def ys(self) -> list[float]:
         return [mean_of(*bin_) for bin_ in self._ys]
+
+    @property
+    def ranges(self) -> list[tuple[float, float]]:
+        """Least and most value of each bin; empty where every bin has one."""
+        return [(low, high) for low, high in self._ranges] if self._added > self._bins else []
 
 
 class RunningMean:

@@ -5,34 +5,42 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
 from app.records.rundir import RunDir
+from ops.counted import counted
 
 MAX_MEDIA_BYTES = 24 << 20  # clips beyond this are named, not embedded
+MAX_NAMED = 20  # of these: a month of samples every 100 steps has thousands
 
 
 def samples_html(run: RunDir) -> str:
     """Clips play in place; a picture beside a clip of the same name is its contact sheet and shown under it."""
-    figures, left = [], MAX_MEDIA_BYTES
-    files = run.samples()
-    clips = [path for path in files if path.suffix == ".mp4"]
+    figures, left, named, unnamed = [], MAX_MEDIA_BYTES, 0, 0
+    files, config_prompts = run.samples(), run.prompts()
+    clips = {path: None for path in files if path.suffix == ".mp4"}
     alone = [path for path in files if path.suffix != ".mp4" and path.with_suffix(".mp4") not in clips]
     for path in [*clips, *alone]:
         media = [path, *(p for p in (path.with_suffix(".png"),) if p != path and p.is_file())]
         size = sum(p.stat().st_size for p in media)
-        caption = escape(_caption(run, path))
+        if size > left and named == MAX_NAMED:
+            unnamed += 1
+            continue
+        caption = escape(_caption(path, config_prompts))
         if size > left:
+            named += 1
             figures.append(f"<figure><figcaption>{caption} (in samples/, too large to embed)</figcaption></figure>")
             continue
         left -= size
         sheet = " class='sheet'" if path.suffix != ".mp4" else ""
         figures.append(f"<figure{sheet}>{''.join(_embed(p) for p in media)}<figcaption>{caption}</figcaption></figure>")
-    return f"<div class='clips'>{''.join(figures)}</div>" if figures else ""
+    more = f"<p class='soft'>{counted(unnamed, 'more file')} in samples/.</p>" if unnamed else ""
+    return f"<div class='clips'>{''.join(figures)}</div>{more}" if figures else ""
 
 
-def _caption(run: RunDir, path: Path) -> str:
+def _caption(path: Path, config_prompts: Sequence[str]) -> str:
     """NAME.json lists the prompts of NAME-00.mp4, NAME-01.mp4 and so on, or the one of NAME.mp4.
 
     Without that file step-60-01 is taken for prompt number 1 of the config, drawn at step 60. A contact sheet has no
@@ -44,7 +52,7 @@ def _caption(run: RunDir, path: Path) -> str:
     if (listed := path.with_name(f"{name}.json")).is_file():
         prompts = json.loads(listed.read_text(encoding="utf-8"))
     elif match := re.fullmatch(r"(step-\d+)(?:-(\d+))?", path.stem):
-        name, number, prompts = match[1], match[2] or "", run.prompts()
+        name, number, prompts = match[1], match[2] or "", config_prompts
     else:
         return path.stem
     known = 1 < len(prompts) > int(number) if number else path.suffix == ".mp4" and len(prompts) == 1

@@ -115,13 +115,16 @@ def elastic_html(facts: RunFacts) -> str:
     table = f"<div class='wide'><table class='narrow'>{head}{rows}</table></div>"
     if (hidden := generations.count - len(generations.listed)) > 0:
         table += f"<p class='soft'>Without {counted(hidden, 'generation')} in the middle.</p>"
-    lines = "".join(
-        f"<li><span class='soft'>{_offset(event, facts.steps.began)}</span> {escape(text)}</li>"
-        for event, text in events.told
+    first, last = (
+        "".join(
+            f"<li><span class='soft'>{_offset(event, facts.steps.began)}</span> {escape(text)}</li>"
+            for event, text in told
+        )
+        for told in (events.first, events.last)
     )
-    left = events.num_told - len(events.told)
-    more = f"<p class='soft'>{left} more in events.jsonl.</p>" if left > 0 else ""
-    return table + (f"<h3>Events</h3><ul>{lines}</ul>{more}" if lines else "")
+    left = events.num_told - len(events.first) - len(events.last)
+    more = f"<li class='soft'>{left:,} more, in events.jsonl</li>" if left > 0 else ""
+    return table + (f"<h3>Events</h3><ul>{first}{more}{last}</ul>" if first else "")
 
 
 def _offset(event: RunEvent, start: float) -> str:

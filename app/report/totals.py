@@ -36,7 +36,7 @@ from ops.geometry import PixelShape
 MAX_GENERATIONS = 100  # listed from the start and from the end of the run
 MAX_SLOW = 8
 MAX_DEVIATIONS = 12
-MAX_EVENTS = 60
+FIRST_EVENTS, LAST_EVENTS = 20, 60  # listed: how it began, and what it is like now
 
 
 class Generations:
@@ -75,6 +75,7 @@ class StepTotals:
         self.count = self.recomputed = 0
         self.first: StepMetrics | None = None
         self.last: StepMetrics | None = None
+        self.highest: StepMetrics | None = None  # by its loss
         self.seconds = self.data_wait_s = 0.0
         self.workers: set[int] = set()
         self.values = {name: Values() for name in self.MEDIANS}
@@ -93,6 +94,8 @@ class StepTotals:
         if self.first is None:
             self.first = line
         self.last = line
+        if math.isfinite(line.loss) and (self.highest is None or line.loss > self.highest.loss):
+            self.highest = line
         for name, values in self.values.items():
             values.add(getattr(line, name))
         for name, curve in self.curves.items():
@@ -275,12 +278,13 @@ class DataAccount:
 
 
 class EventTotals:
-    """What a report says of events.jsonl. Of the events that have words the first ones are kept; `during` holds what
-    disturbed the `slow` steps."""
+    """What a report says of events.jsonl. Of the events that have words the first and the last ones are kept; `during`
+    holds what disturbed the `slow` steps."""
 
     def __init__(self, slow: Sequence[StepMetrics]) -> None:
         self._slow = slow
-        self.told: list[tuple[RunEvent, str]] = []
+        self.first: list[tuple[RunEvent, str]] = []
+        self.last: deque[tuple[RunEvent, str]] = deque(maxlen=LAST_EVENTS)
         self.num_told = 0
         self.during: dict[int, list[str]] = {line.step: [] for line in slow}
         self.data: DataAccount | None = None  # as counted last, at a start or at the end of the run
@@ -293,8 +297,7 @@ class EventTotals:
         text = event.describe()
         if text:
             self.num_told += 1
-            if len(self.told) < MAX_EVENTS:
-                self.told.append((event, text))
+            (self.first if len(self.first) < FIRST_EVENTS else self.last).append((event, text))
         if event.disturbs:
             for line in self._slow:
                 if line.time - line.step_s <= event.time <= line.time and len(self.during[line.step]) < 2:

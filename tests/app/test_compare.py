@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from actors.outcome import Exit
 from app.cli import app
 from app.records.rundir import RunDir
-from app.report.compare import flops_by_step, labels, loss_difference, page, read_run, write_comparison
+from app.report.compare import LossDifference, flops_by_step, labels, loss_difference, page, read_run, write_comparison
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
 from ops.typed import ConfigError
@@ -29,6 +29,10 @@ def copy_of(run: Path, name: str, change=lambda line: line) -> Path:
     return other
 
 
+def difference_of(one: Path, other: Path) -> LossDifference:
+    return loss_difference(*(read_run(RunDir.open(folder), folder.name) for folder in (one, other)))
+
+
 def test_losses_are_compared_where_both_runs_have_the_step(run_folder: Path) -> None:
     def later_and_off_once(line):
         if line["step"] < 10:
@@ -36,7 +40,7 @@ def test_losses_are_compared_where_both_runs_have_the_step(run_folder: Path) -> 
         return {**line, "loss": line["loss"] * (1.001 if line["step"] == 17 else 1 + 1e-7)}
 
     other = copy_of(run_folder, "other", later_and_off_once)
-    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")
+    found = difference_of(run_folder, other)
     assert (found.common, found.at) == (20, 17)
     assert found.largest == pytest.approx(1e-3)
     assert min(found.curve.ys) == pytest.approx(-7, abs=1e-3)
@@ -116,7 +120,7 @@ def test_a_page_never_replaces_a_file_that_is_none(run_folder: Path, tmp_path: P
 def test_the_page_draws_every_run_in_its_colour(run_folder: Path) -> None:
     other = copy_of(run_folder, "b<b>", lambda line: {**line, "step_s": 2 * line["step_s"]})
     runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
-    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "b<b>")
+    found = difference_of(run_folder, other)
     text = page(runs, {"b<b>": found}, peak_tflops=1e-3)
     assert "<b>" not in text and "b&lt;b&gt;" in text
     for title in ("Loss", "Loss over seconds", "Seconds per step", "Idle share", "MFU"):
@@ -224,7 +228,7 @@ def test_runs_are_given_or_made_but_not_both(run_folder: Path, tmp_path: Path, t
 def test_a_run_without_step_times_has_no_bar(run_folder: Path) -> None:
     other = copy_of(run_folder, "other", lambda line: {**line, "step_s": math.nan, "idle_ratio": 0.25})
     runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
-    found = {"other": loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")}
+    found = {"other": difference_of(run_folder, other)}
     text = page(runs, found, peak_tflops=0.0)
     assert len(re.findall(r'rect class="f1"', text)) == 2 and len(re.findall(r'rect class="f2"', text)) == 1
     assert ">25.0%<" in text and "other: no step times beside demo" in text
@@ -232,7 +236,7 @@ def test_a_run_without_step_times_has_no_bar(run_folder: Path) -> None:
 
 def test_equal_losses_are_drawn_as_close_and_time_in_a_unit_that_fits(run_folder: Path) -> None:
     other = copy_of(run_folder, "other", lambda line: {**line, "step_s": 300.0})
-    found = loss_difference(RunDir.open(run_folder), RunDir.open(other), "demo", "other")
+    found = difference_of(run_folder, other)
     assert found.largest == 0.0 and set(found.curve.ys) == {-9.0}
     runs = [read_run(RunDir.open(folder), folder.name) for folder in (run_folder, other)]
     text = page(runs, {"other": found}, peak_tflops=0.0)
@@ -246,9 +250,9 @@ def test_steps_of_other_clips_are_counted(run_folder: Path) -> None:
 
     one = copy_of(run_folder, "one", lambda line: {**line, "tokens": 100})
     other = copy_of(run_folder, "other", more_tokens_early)
-    found = loss_difference(RunDir.open(one), RunDir.open(other), "one", "other")
+    found = difference_of(one, other)
     assert (found.common, found.other_clips) == (30, 4)
-    assert loss_difference(RunDir.open(one), RunDir.open(one), "one", "one").other_clips == 0
+    assert difference_of(one, one).other_clips == 0
     lines = write_comparison([one, other], run_folder / "page.html")
     assert lines[1].endswith("of 30, 4 of them of other clips")
     assert "<p>4 of them were trained on other clips" in (run_folder / "page.html").read_text()

@@ -5,21 +5,26 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from actors.records.events import event_of
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
-from app.drawing.svg import MAX_POINTS, Series, thin_out
-from app.records.rundir import TIMELINE, Records, RunDir
+from app.drawing.svg import MAX_POINTS, Series, line_chart, thin_out
+from app.records.rundir import TIMELINE, Records, RunDir, _without_workers
+from app.report.curves import loss_html
 from app.report.figures import Curve, Values
 from app.report.gathered import read_facts
+from app.report.media import samples_html
 from app.report.page import page
-from app.report.totals import MAX_GENERATIONS, Generations
+from app.report.totals import MAX_GENERATIONS, EventTotals, Generations, StepTotals
 
 STEPS = 300_000
 TIMED = 2_000  # steps in the timeline, which the recorder bounds
@@ -81,7 +86,7 @@ def watched(read: Callable[[Mapping[str, Any]], Any], kind: type, every: int) ->
 class Watched(RunDir):
     """A run folder whose records are counted while they are read."""
 
-    def metrics(self) -> Records[StepMetrics]:
+    def metrics(self, by_worker: bool = True) -> Records[StepMetrics]:
         return Records((self.path / "metrics.jsonl",), watched(metrics_of, StepMetrics, 30_000))
 
     def spans(self) -> Records[SpanRecord]:
@@ -115,12 +120,12 @@ def test_the_report_of_300_000_steps_holds_a_few_records_and_adds_up(long_run: R
     assert steps.losses_by_bucket() == [("1x64x96", 0.5, 0.25)]
     assert steps.values["step_s"].median == 1.0
     assert steps.generations.count == STEPS // 1000 and len(steps.generations.listed) == 2 * MAX_GENERATIONS
-    assert facts.events.num_told == 10_000 and len(facts.events.told) == 60
+    assert facts.events.num_told == 10_000 and (len(facts.events.first), len(facts.events.last)) == (20, 60)
     (row,) = facts.spans.buckets({})
     assert (row.items, row.samples, row.worker_seconds) == (TIMED, 2 * TIMED, 2 * TIMED + 8)
     assert facts.spans.deviations[0].step == 1234 and facts.spans.plan_error == 0
     text = page(long_run, facts)
-    assert f"{STEPS} steps, " in text and "100 generations in the middle are left out" in text
+    assert f"{STEPS:,} steps, " in text and "Without 100 generations in the middle" in text
     assert "Step 77 took 9.00 s, 9.0x the median: worker w1 died" in text and len(text) < 2**20
 
 
@@ -133,6 +138,65 @@ def test_a_curve_is_binned_like_one_that_is_held_whole() -> None:
             curve.add(x, y)
         assert curve.xs == pytest.approx(list(whole.xs)) and len(curve.xs) <= MAX_POINTS
         assert curve.ys == pytest.approx(list(whole.ys), nan_ok=True)
+
+
+def test_one_step_of_a_long_run_is_seen_in_its_curve_and_named() -> None:
+    steps = StepTotals(200_000)
+    for step in range(200_000):
+        loss = 9.5 if step == 133_333 else 1.0 + step % 2 / 10
+        steps.add(metrics_of({"step": step, "time": float(step), "loss": loss, "step_s": 1.0}))
+    curve = steps.curves["loss"]
+    assert len(curve.ranges) == len(curve.ys) == MAX_POINTS and max(curve.ys) < 1.1
+    assert sorted(set(curve.ranges)) == [(1.0, 1.1), (1.0, 9.5)]
+    text = loss_html(steps)
+    assert text.count('class="band') == 1 and "the highest is 9.5 at step 133,333" in text
+    flat = re.findall(r'd="M[\d.]+ ([\d.]+)', text.split("band")[1])
+    assert flat and all(float(y) > 20 for y in flat), "it does not press the curve flat"
+
+
+def test_a_curve_of_single_steps_has_no_band() -> None:
+    curve = Curve(5)
+    for x in range(5):
+        curve.add(x, math.nan if x == 2 else 1.0 * x)
+    assert curve.ranges == []
+    curve = Curve(1600)
+    for x in range(1600):
+        curve.add(x, math.nan if x < 2 else 1.0)
+    chart = line_chart([Series(name="s", xs=curve.xs, ys=curve.ys, ranges=curve.ranges)])
+    assert "nan" not in chart and "inf" not in chart and chart.count("band") == 1
+
+
+def test_of_many_events_the_first_and_the_last_are_told() -> None:
+    events = EventTotals([])
+    for n in range(1000):
+        events.add(event_of({"time": float(n), "event": "dead", "worker": f"w{n}", "why": ""}))
+    named = [text for _, text in (*events.first, *events.last)]
+    assert named == [f"worker w{n} died" for n in (*range(20), *range(940, 1000))] and events.num_told == 1000
+
+
+def test_figures_of_single_workers_are_left_out_where_only_totals_are_read(tmp_path: Path) -> None:
+    many = {f"w{n}": n / 64 if n else math.nan for n in range(64)}
+    line = metrics_of({**metrics_line(7), "hfu": 0.5, "loss_by_expert": {"high": 0.25}})
+    line = replace(line, tflops_by_worker=many, mfu_by_worker=many, exposed_by_worker=many)
+    (tmp_path / "config.yaml").write_text("run: {name: long}\n")
+    _write(tmp_path / "metrics.jsonl", iter([line.line(), {"step": 8, "tflops_by_worker": {}}]))
+    run = RunDir.open(tmp_path)
+    whole, after = run.metrics(by_worker=False)
+    assert repr(whole) == repr(replace(line, tflops_by_worker={}, mfu_by_worker={}, exposed_by_worker={}))
+    assert after.step == 8 and [len(one.mfu_by_worker) for one in run.metrics()] == [64, 0]
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert len(_without_workers(text)) < len(text) / 3, "what is parsed"
+
+
+def test_a_month_of_samples_is_not_named_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: long}\nsample: {prompts: [a dog, a cat]}\n")
+    (tmp_path / "samples").mkdir()
+    for step in range(300):
+        (tmp_path / "samples" / f"step-{step}-00.mp4").write_bytes(b"1234")
+    monkeypatch.setattr("app.report.media.MAX_MEDIA_BYTES", 10)
+    text = samples_html(RunDir.open(tmp_path))
+    assert text.count("<video") == 2 and text.count("too large to embed") == 20 and len(text) < 10_000
+    assert "step-299: a dog<" in text and "278 more files in samples/" in text
 
 
 def test_a_curve_takes_more_or_fewer_values_than_were_announced() -> None:

@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from actors.records.span_record import SpanRecord, span_of
-from app.records.rundir import RunDir
+from app.records.rundir import OLDER_TIMELINE, TIMELINE, RunDir
 from app.records.timeline import (
     MEASURED,
     PLANNED,
     RUN_PID,
+    StepRange,
     WindowTimes,
     final_times,
     lane,
     windows,
     write_timeline,
 )
+from ops.typed import ConfigError
 
 
 def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:
@@ -27,7 +29,7 @@ def slices(entries: list[dict], pid: int, tid: int) -> list[dict]:
 
 def trace(run: RunDir) -> list[dict]:
     """The entries of the written file, which is JSON as a whole."""
-    written = json.loads(write_timeline(run).read_text())
+    written = json.loads(write_timeline(run).path.read_text())
     assert written.keys() == {"traceEvents", "displayTimeUnit"} and written["displayTimeUnit"] == "ms"
     return written["traceEvents"]
 
@@ -87,3 +89,50 @@ def test_only_the_last_execution_of_a_recomputed_step_counts() -> None:
 def test_a_run_without_spans_gives_an_empty_trace(run_folder: Path) -> None:
     (run_folder / "timeline.jsonl").write_text("")
     assert trace(RunDir.open(run_folder)) == []
+
+
+def long_timeline(folder: Path, steps: int = 40) -> RunDir:
+    """Ten spans of a step, the first half of the steps in the older file."""
+    (folder / "config.yaml").write_text("run: {name: long}\n")
+    for name, held in ((OLDER_TIMELINE, range(steps // 2)), (TIMELINE, range(steps // 2, steps))):
+        spans = [span(step, 10.0 * step, f"dit{n}", ran_in=10.0 * step) for step in held for n in range(10)]
+        (folder / name).write_text("".join(json.dumps(one.line()) + "\n" for one in spans))
+    return RunDir.open(folder)
+
+
+@pytest.mark.parametrize(("most", "first"), [(20, 39), (95, 31), (200, 21), (210, 20), (215, 19), (400, 0)])
+def test_of_a_long_timeline_the_newest_whole_steps_are_shown(tmp_path: Path, most: int, first: int) -> None:
+    run = long_timeline(tmp_path)
+    written = write_timeline(run, most=most)
+    steps = [entry["name"] for entry in slices(json.loads(written.path.read_text())["traceEvents"], RUN_PID, 0)]
+    assert steps == [f"step {step}" for step in range(first, 40)]
+    assert (written.first, written.last, written.whole) == (first, 39, first == 0)
+
+
+def test_what_is_not_shown_is_not_parsed(tmp_path: Path) -> None:
+    run = long_timeline(tmp_path)
+    older = tmp_path / OLDER_TIMELINE
+    older.write_text("no JSON\n" + older.read_text())
+    newest, are_older = run.newest_spans(210)
+    assert [span.step for span in newest] == [step for step in range(19, 40) for _ in range(10)] and are_older
+    with pytest.raises(ConfigError, match=r"timeline.1.jsonl line 1 is not JSON"):
+        list(run.spans())
+    with (tmp_path / TIMELINE).open("a") as file:
+        file.write("no span\n{}\n")
+    with pytest.raises(ConfigError, match=r"timeline.jsonl line 201 is not JSON"):
+        list(run.newest_spans(5)[0])
+
+
+def test_steps_are_shown_that_are_asked_for(tmp_path: Path) -> None:
+    run = long_timeline(tmp_path)
+    written = write_timeline(run, StepRange.parse("5-7"))
+    steps = [entry["name"] for entry in slices(json.loads(written.path.read_text())["traceEvents"], RUN_PID, 0)]
+    assert steps == ["step 5", "step 6", "step 7"] and not written.whole
+    assert StepRange.parse("12") == StepRange(12, 12)
+    before = written.path.read_text()
+    with pytest.raises(ConfigError, match="no step from 50 to 60; it keeps the newest steps, now from 0 on"):
+        write_timeline(run, StepRange.parse("50-60"))
+    assert written.path.read_text() == before and list(tmp_path.glob("*.torn")) == []
+    for wrong in ("7-5", "a", "1-2-3", "-3"):
+        with pytest.raises(ConfigError, match="such as 4000-4100"):
+            StepRange.parse(wrong)
