@@ -14,7 +14,7 @@ import pytest
 
 from actors.records.metrics_line import StepMetrics, metrics_of
 from app.records.follow import Tail
-from app.records.metrics import Metrics, scalars
+from app.records.metrics import PER_WORKER, Metrics, scalars
 from app.records.progress import ProgressLine, clock, figures
 from app.records.trackers import TensorBoardTracker
 
@@ -203,6 +203,21 @@ def test_an_event_file_of_the_future_is_told_not_waited_for(tmp_path: Path, capl
     (tmp_path / "events" / f"events.out.tfevents.{int(time.time()) + 3600}.host.1.0").touch()
     TensorBoardTracker(tmp_path, {}).close()
     assert "ahead of this machine's clock" in caplog.text
+
+
+def test_curves_of_many_single_workers_do_not_fill_the_event_files(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for count, kept in ((8, 40), (64, 4)):
+        names = [name for name in StepMetrics.__dataclass_fields__ if name.endswith(PER_WORKER)]
+        values = {name: {f"w{n}": 1.0 for n in range(count)} for name in names}
+        with Metrics(tmp_path / str(count)) as metrics:
+            for step in range(40):
+                metrics.step(line(step, **values))
+        events = EventAccumulator(str(tmp_path / str(count) / "events")).Reload()
+        assert len(names) * count == sum(tag.startswith("workers/") for tag in events.Tags()["scalars"])
+        assert [one.step for one in events.Scalars("workers/tflops/w3")] == list(range(0, 40, 40 // kept))
+        assert len(events.Scalars("train/loss")) == 40
 
 
 def test_ratios_are_derived_from_the_line() -> None:
