@@ -71,6 +71,7 @@ from actors.pool.membership_types import (
 )
 from ops.counted import counted
 
+_MOST_NAMED = 4
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
 
 
@@ -396,7 +397,11 @@ class Membership:
         after = {m.worker for m in staying}
         came = sorted(after - set(self._workers))
         went = sorted(set(self._workers) - after)
-        return ", ".join(f"{word} {workers}" for word, workers in (("join", came), ("leave", went)) if workers)
+        return ", ".join(
+            f"{_named(workers)} {word}{'s' if len(workers) == 1 else ''}"
+            for word, workers in (("join", came), ("leave", went))
+            if workers
+        )
 
     def _form_or_wait(self, now: float) -> None:
         if self._with("recovering"):
@@ -473,3 +478,9 @@ def _infos_of(members: Sequence[Member]) -> tuple[WorkerInfo, ...]:
     infos = tuple(m.info for m in members if m.info is not None)
     assert len(infos) == len(members), "only workers that have loaded are formed"
     return infos
+
+
+def _named(workers: Sequence[int]) -> str:
+    """The first of them by name, as people know them."""
+    listed = ", ".join(f"w{worker}" for worker in workers[:_MOST_NAMED])
+    return listed + (f" and {len(workers) - _MOST_NAMED} more" if len(workers) > _MOST_NAMED else "")

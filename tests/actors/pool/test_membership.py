@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
 from actors.messages import NodeDoor, NodesApart, WorkerInfo
-from actors.pool.membership import Membership, ShortageOf
+from actors.pool.membership import Membership, ShortageOf, _named
 from actors.pool.membership_types import (
     Arrival,
     Boundary,
@@ -150,7 +150,7 @@ def test_newcomer_joins_at_the_step_boundary_only() -> None:
     pool = Pool().run(0, 1)
     assert of(Form, pool.see(Arrival(worker=2, node="n1"), loaded(2), Tick())) == []
     forms = of(Form, pool.see(Boundary(step=7)))
-    assert forms == [form(2, (0, 1, 2), "join [2]", clean=True)]
+    assert forms == [form(2, (0, 1, 2), "w2 joins", clean=True)]
 
 
 def test_boundary_without_change_keeps_the_generation() -> None:
@@ -792,3 +792,8 @@ def end_generation(pool: Pool, how: str) -> list[Decision]:
 def test_same_events_same_decisions(storm: list[tuple[Event, float]]) -> None:
     first, second = Pool(), Pool()
     assert [first.see(e, after=a) for e, a in storm] == [second.see(e, after=a) for e, a in storm]
+
+
+def test_many_workers_that_come_or_go_at_once_are_named_in_short() -> None:
+    assert _named([2]) == "w2" and _named([2, 3, 5, 7]) == "w2, w3, w5, w7"
+    assert _named(range(64)) == "w0, w1, w2, w3 and 60 more"
