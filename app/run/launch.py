@@ -47,6 +47,7 @@ from app.run.controller_process import (
     controller_loop,
     runtime_config,
 )
+from app.run.copies import keep_apart
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
@@ -114,8 +115,11 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             device = _device(config, folder)
             config = _with_limits(config, device)
             check_memory(config, device, fresh=fresh)
+            if copied := keep_apart(folder):
+                _note(copied)
             end_leftovers(config, overwrite=overwrite)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
+            keep_apart(folder)  # remembers where a new folder lies
             device.keep(folder)
             (folder / OUTCOME).unlink(missing_ok=True)
             joined().write(folder)

@@ -1,0 +1,44 @@
+"""A run whose folder was copied: the copy is another run, with an id of its own.
+
+The id (`actors/names.py`) names a run's actors in the cluster, so that a start finds what an earlier one has left
+there. A copy that kept it would find the original's monitor and keepers, or they would meet in one cluster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.records.trackers import MLFLOW_ID, WANDB_ID
+
+PLACE = "run_place"  # in the run's folder: where it lay at its last start
+_OWN = ("run_id", WANDB_ID, MLFLOW_ID)
+
+
+def keep_apart(folder: Path) -> str:
+    """Called before a run starts in its folder, which may not exist. A folder that was copied since its last start
+    loses the ids of the original, which is where it lay then and still has the same id; one that was moved keeps them.
+    Returns what to tell of it, or ""."""
+    if not folder.is_dir():
+        return ""
+    place, said = folder / PLACE, ""
+    original = Path(place.read_text(encoding="utf-8").rstrip("\n")) if place.is_file() else folder
+    if not _is_same(original, folder) and (run := _id(folder)) and run == _id(original):
+        for name in _OWN:
+            (folder / name).unlink(missing_ok=True)
+        said = f"{folder} is a copy of {original}: it goes on from there as a run of its own"
+    place.write_text(f"{folder.resolve()}\n", encoding="utf-8")
+    return said
+
+
+def _id(folder: Path) -> str:
+    try:
+        return (folder / "run_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:
+        return False

@@ -1,0 +1,42 @@
+"""A copied folder is another run; a moved one is the same."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from actors.names import run_id
+from app.records.trackers import WANDB_ID
+from app.run.copies import keep_apart
+
+
+def started(folder: Path) -> str:
+    folder.mkdir(exist_ok=True)
+    keep_apart(folder)
+    (folder / WANDB_ID).write_text("page")
+    return run_id(folder)
+
+
+def test_a_copy_gets_ids_of_its_own_and_the_original_keeps_its(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    ours = started(original)
+    shutil.copytree(original, copy)
+    assert f"{copy} is a copy of {original}" in keep_apart(copy)
+    assert not (copy / WANDB_ID).exists() and run_id(copy) != ours
+    theirs = run_id(copy)
+    assert keep_apart(copy) == "" == keep_apart(original)
+    assert (run_id(copy), run_id(original)) == (theirs, ours) and (original / WANDB_ID).exists()
+
+
+def test_a_moved_folder_and_one_that_is_named_otherwise_stay_the_run_that_they_were(tmp_path: Path) -> None:
+    ours = started(tmp_path / "first")
+    (tmp_path / "first").rename(tmp_path / "second")
+    assert keep_apart(tmp_path / "second") == "" and run_id(tmp_path / "second") == ours
+    (tmp_path / "link").symlink_to(tmp_path / "second")
+    assert keep_apart(tmp_path / "link") == "" and run_id(tmp_path / "link") == ours
+
+
+def test_a_folder_of_an_earlier_version_and_one_that_is_not_there_are_left_as_they_are(tmp_path: Path) -> None:
+    assert keep_apart(tmp_path / "new") == "" and not (tmp_path / "new").exists()
+    ours = run_id(tmp_path)
+    assert keep_apart(tmp_path) == "" and run_id(tmp_path) == ours
