@@ -3,7 +3,8 @@
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
 Names are those that Diffusers' own converter makes of the file's: of Wan, HunyuanVideo, FLUX.1, LTX-Video and Mochi.
-Sizes come from the config; every weight must fit. Of a file that holds more than the transformer the rest is left out.
+A file that has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file
+that holds more than the transformer the rest is left out.
 """
 
 from __future__ import annotations
@@ -47,11 +48,16 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
-    state = by_diffusers_names(read_file(file), family, str(file))
-    check_state(dit_skeleton(dit).state_dict(), state, str(file))
+    expected, stored = dit_skeleton(dit).state_dict(), read_file(file)
+    if are_diffusers := expected.keys() <= stored.keys():
+        state = {name: stored[name] for name in expected}
+    else:
+        state = by_diffusers_names(stored, family, str(file))
+    check_state(expected, state, str(file))
     write_folder(folder, state, dit_json(dit))
     compare_weights(folder, family.diffusers_class, state)
-    print(f"{folder}: {len(state)} weights of {file}, loaded back by Diffusers")
+    names = ", which has the names of Diffusers already" if are_diffusers else ""
+    print(f"{folder}: {len(state)} weights of {file}{names}, loaded back by Diffusers")
     return folder
 
 

@@ -48,6 +48,16 @@ def test_a_single_file_becomes_the_folder_that_a_run_begins_with(tmp_path: Path)
         convert(file, config, tmp_path / "out")
 
 
+def test_a_file_that_has_the_names_of_diffusers_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {name: torch.randn_like(tensor) for name, tensor in build_dit(DIT, 3).state_dict().items()}
+    file, config = tmp_path / "wan.safetensors", tmp_path / "wan.yaml"
+    save_file({**state, "vae.weight": torch.zeros(3)}, file)
+    config.write_text(MODEL.replace("LAYERS", "2"))
+    found = read_state(convert(file, config, tmp_path / "out"))
+    assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
+    assert "wan.safetensors, which has the names of Diffusers already, loaded back" in capsys.readouterr().out
+
+
 def sizes() -> dict[str, int]:
     names = ("num_layers", "num_heads", "head_dim", "ffn_dim", "freq_dim", "text_dim", "in_channels", "out_channels")
     return {name: getattr(DIT, name) for name in names}
