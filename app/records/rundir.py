@@ -71,7 +71,7 @@ class RunDir:
         return Records((self.path / OLDER_TIMELINE, self.path / TIMELINE), span_of)
 
     def newest_spans(self, most: int) -> tuple[Records[SpanRecord], bool]:
-        """The newest spans, at most so many of them, and whether there are older ones. What is older is not read."""
+        """The newest spans, at most `most` of them, and whether there are older ones. What is older is not read."""
         paths, left = self.spans().paths, most
         starts: dict[Path, int] = {}
         for path in reversed([path for path in paths if path.is_file()]):

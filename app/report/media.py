@@ -16,9 +16,9 @@ MAX_MEDIA_BYTES = 24 << 20  # clips beyond this are named, not embedded
 MAX_NAMED = 20  # of these: a month of samples every 100 steps has thousands
 
 
-def samples_html(run: RunDir) -> str:
+def samples_html(run: RunDir, most_bytes: int = MAX_MEDIA_BYTES) -> str:
     """Clips play in place; a picture beside a clip of the same name is its contact sheet and shown under it."""
-    figures, left, named, unnamed = [], MAX_MEDIA_BYTES, 0, 0
+    figures, left, named, unnamed = [], most_bytes, 0, 0
     files, config_prompts = run.samples(), run.prompts()
     clips = {path: None for path in files if path.suffix == ".mp4"}
     alone = [path for path in files if path.suffix != ".mp4" and path.with_suffix(".mp4") not in clips]
