@@ -270,6 +270,16 @@ def expand(path: str, suffixes: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def check_there(path: str) -> None:
+    """Raises DataError for a local path, of those that `expand` reads in this one, where nothing is. Nothing is listed,
+    and no remote storage asked."""
+    for pattern in (piece for part in path.split("::") for piece in braceexpand(part)):
+        first = min((pattern.index(sign) for sign in "*?[" if sign in pattern), default=None)
+        place = pattern if first is None else parent(pattern[:first])
+        if is_local(place) and not os.path.exists(local_path(place)):
+            raise DataError(f"{pattern}: there is no {place} on this machine. Check data.sources path.")
+
+
 def join(folder: str, name: str) -> str:
     """`name` inside `folder`, unless it is a path of its own."""
     if "://" in name or name.startswith("/") or not folder:

@@ -18,6 +18,7 @@ from app.cli import main
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours
 from app.settings.run_folder import prepare_run_dir
+from data.errors import DataError
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
@@ -207,6 +208,10 @@ def test_a_dry_run_ends_with_the_code_of_its_run(dry_run: Dry) -> None:
     [
         (("model.dit.lora_rank=2", "model.dit.lora_targets=[nowhere]"), "'nowhere' names no attention or MLP"),
         (("model.dit.train_only=[nowhere]",), "'nowhere' names no weight"),
+        (
+            ("data.sources.0.path=/nowhere/{0..9}.tar", "data.sources.0.synthetic=false"),
+            "there is no /nowhere/0.tar on",
+        ),
     ],
 )
 def test_a_start_that_is_refused_leaves_the_earlier_run(
@@ -220,7 +225,7 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(
     here = [f"data.sources.0.path={small_data}/shards/00000.tar", f"run.dir={tmp_path}", "workers.device=cpu"]
     kept = prepare_run_dir(RunConfig.load(DEMO, here)) / "metrics.jsonl"
     kept.write_text('{"step": 9}\n')
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises((ValueError, DataError), match=sentence):
         launch.train(DEMO, [*here, *settings], overwrite=True)
     assert kept.is_file()
 

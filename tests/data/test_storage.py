@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from data.config import SourceConfig
 from data.dataset.index_build import build_index
 from data.errors import DataError
 from data.ledger import Ledger
-from data.storage import absolute, expand, list_files, read_range, resolve, stat
+from data.storage import absolute, check_there, expand, list_files, read_range, resolve, stat
 from tests.data.making import clip, good, index_of, shard
 
 ODD_NAMES = ("my clip.mp4", "a#1.mp4", "what?.mp4", "100%.mp4", "50%20.mp4", "caf\u00e9 \U0001f600.mp4", "a+b&c=d.mp4")
@@ -35,6 +36,26 @@ def test_files_of_any_name_are_listed_and_read_through_pyarrow(tmp_path: Path, t
         assert read_range(file.uri, 0, -1) == storage.name_of(file.uri).encode()
         assert stat(file.uri) == file
     assert expand(f"file://{folder}/100%*", (".mp4",)) == [f"file://{folder}/100%.mp4"]
+
+
+@pytest.mark.parametrize(
+    ("path", "lacks"),
+    [
+        ("a/0.tar", ""),
+        ("a", ""),
+        ("a/*.tar", ""),
+        ("a/{0,1}.tar", "a/1.tar"),
+        ("a/0.tar::b", "b"),
+        ("c/d*/*.tar", "c"),
+        ("s3://x/y", ""),
+    ],
+)
+def test_a_path_with_nothing_there_is_found_without_a_look_into_folders(tmp_path: Path, path: str, lacks: str) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.tar").touch()
+    given = "::".join(part if "://" in part else f"{tmp_path}/{part}" for part in path.split("::"))
+    with pytest.raises(DataError, match=f"there is no {tmp_path}/{lacks} on") if lacks else nullcontext():
+        check_there(given)
 
 
 def test_a_folder_of_odd_names_is_indexed_through_pyarrow(tmp_path: Path, through_pyarrow: None) -> None:
