@@ -430,6 +430,9 @@ class NodeDoor:
     address: DoorAddress | None  # None: nobody knows
 
 
+_NAMED = 4  # nodes in a sentence
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesApart:
     """A node that does not reach others, although all of them answer the controller."""
@@ -440,8 +443,10 @@ class NodesApart:
 
     def describe(self) -> str:
         """The words for a person, as a sentence without its full stop."""
-        names = ", ".join(f"{door.host} ({door.address[0]})" if door.address else door.host for door in self.others)
-        return f"{self.host} does not reach {names} over the network, although both answer this run"
+        named = [f"{door.host} ({door.address[0]})" if door.address else door.host for door in self.others]
+        more = [f"{len(named) - _NAMED} others"] if len(named) > _NAMED + 1 else []
+        names = ", ".join([*named[:_NAMED], *more] if more else named)
+        return f"{self.host} does not reach {names} over the network, although all of them answer this run"
 
 
 class OutOfReach(RuntimeError):

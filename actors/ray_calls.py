@@ -83,6 +83,12 @@ def node_address() -> str:
     return address
 
 
+def node_id() -> str:
+    """Ray's name of this node."""
+    name: str = _ray.get_runtime_context().get_node_id()
+    return name
+
+
 def nodes() -> list[RayNode]:
     """All that have ever been in the cluster."""
     listed: list[RayNode] = _ray.nodes()

@@ -6,42 +6,48 @@ and so does the connection of a new one. A connection to a `Door` says within se
 
 from __future__ import annotations
 
+import selectors
 import socket
 import threading
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from typing import TypeVar
 
 DoorAddress = tuple[str, int]  # host and port
 Name = TypeVar("Name")
 
 WITHIN_S = 10.0  # a packet that is lost is sent again after 1, 3 and 7 s
-_AT_ONCE = 32  # connections at a time
+_AT_ONCE = 256  # connections at a time, of the thousand files that a process may have open
 _BACKLOG = 1024  # that the kernel answers before this process does
+_PAUSE_S = 0.001  # between two answers: whoever knocks all the time takes no more of this process than that
+_AGAIN_S = 0.5  # before a host that has said no is asked again
 
 
 class Door:
-    """A port of this process. The kernel answers who connects, also while the process computes."""
+    """A port of this process. The kernel answers who connects, also while the process computes; what is sent is never
+    read, and the connection closed at once."""
 
     def __init__(self, host: str) -> None:
-        """`host`: the address of this node that the others reach, IPv4 or IPv6."""
+        """`host`: the address of this node that the others reach, IPv4 or IPv6; the port is on that one alone. Raises
+        OSError where it is not this machine's."""
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
         self.address: DoorAddress = (host, self._socket.getsockname()[1])
+        self._closed = False
         threading.Thread(target=self._answer, name="door", daemon=True).start()
 
     def close(self) -> None:
+        self._closed = True
         with suppress(OSError):  # where it was never connected to
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept of the other thread
         self._socket.close()
 
     def _answer(self) -> None:
-        while True:
-            try:
+        while not self._closed:
+            with suppress(OSError):  # who knocked has gone, or this process has too many files open for the moment
                 self._socket.accept()[0].close()
-            except OSError:
-                return
+            time.sleep(_PAUSE_S)
 
 
 def door_at(host: str) -> Door | None:
@@ -54,20 +60,54 @@ def door_at(host: str) -> Door | None:
 
 
 def out_of_reach(doors: Mapping[Name, DoorAddress], within_s: float = WITHIN_S) -> list[Name]:
-    """Names of the doors whose host does not answer within this time, in their order. A process that has ended is
-    within reach: its host says that nobody listens."""
-    if not doors:
-        return []
-    with ThreadPoolExecutor(min(_AT_ONCE, len(doors)), thread_name_prefix="reach") as threads:
-        answers = threads.map(lambda address: _answers(address, within_s), doors.values())
-        return [name for name, answers_it in zip(doors, answers, strict=True) if not answers_it]
+    """Names of the doors that do not answer within this time, in their order. Where a host says that nobody listens, or
+    the way there is closed, it is asked again until then: the doors are those of processes that live, so a firewall has
+    said so, or a network that is changing. `_AT_ONCE` of them are asked at a time, without threads."""
+    names = list(doors)
+    silent: list[Name] = []
+    for first in range(0, len(names), _AT_ONCE):
+        some = names[first : first + _AT_ONCE]
+        answered = _answered([doors[name] for name in some], within_s)
+        silent += [name for name, answers in zip(some, answered, strict=True) if not answers]
+    return silent
 
 
-def _answers(address: DoorAddress, within_s: float) -> bool:
-    try:
-        socket.create_connection(address, timeout=within_s).close()
-    except ConnectionError:
+def _answered(addresses: Sequence[DoorAddress], within_s: float) -> list[bool]:
+    """Of each, whether it took a connection."""
+    answered = [False] * len(addresses)
+    until = time.monotonic() + within_s
+    due = dict.fromkeys(range(len(addresses)), 0.0)  # who is to be asked, and when
+    asked: dict[socket.socket, int] = {}
+    with ExitStack() as open_now, selectors.DefaultSelector() as selector:
+        while (due or asked) and (now := time.monotonic()) < until:
+            for number in [number for number, at in due.items() if at <= now]:
+                connection = open_now.enter_context(_connecting(addresses[number]))
+                selector.register(connection, selectors.EVENT_WRITE)
+                asked[connection] = number
+                del due[number]
+            for key, _ in selector.select(min([until, *due.values()]) - now):
+                assert isinstance(key.fileobj, socket.socket)
+                number = asked.pop(key.fileobj)
+                answered[number] = _took(key.fileobj)
+                selector.unregister(key.fileobj)
+                key.fileobj.close()
+                if not answered[number]:
+                    due[number] = now + _AGAIN_S
+    return answered
+
+
+def _connecting(address: DoorAddress) -> socket.socket:
+    """A connection that is being made. It is ready to be written to as soon as that has ended, in whatever way."""
+    family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    connection.connect_ex(address)
+    return connection
+
+
+def _took(connection: socket.socket) -> bool:
+    """Whether the connection was made."""
+    with suppress(OSError):
+        connection.getpeername()
         return True
-    except OSError:  # no answer, or no way there
-        return False
-    return True
+    return False

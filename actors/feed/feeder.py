@@ -8,7 +8,7 @@ committed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,6 +68,7 @@ class Feeder(AnsweringActor):
         end_when_terminated()
         self._dataset: Dataset | None = None
         self._engine: Engine | None = None
+        self._avoid: Sequence[str] = ()
         self._cache = ItemCache(config, facts.encoders, facts.geometry) if config.cache.path else None
         self._items: dict[int, tuple[DrawnItem, ...]] = {}  # told and not released
         self._known: dict[int, dict[str, KnownItem]] = {}  # by step and item, of steps that are not released
@@ -90,8 +91,9 @@ class Feeder(AnsweringActor):
             )
         return self._dataset
 
-    def start(self, first_step: int, token: Position | None = None) -> Mapping[str, object]:
-        """Begin decoding at this step. Returns the dataset's accounting, shown once at the start of a run.
+    def start(self, first_step: int, token: Position | None = None, avoid: Sequence[str] = ()) -> Mapping[str, object]:
+        """Begin decoding at this step, on none of the nodes to `avoid`. Returns the dataset's accounting, shown once at
+        the start of a run.
 
         Raises DataError when no item can be formed, and with the `token` of a checkpoint when index or data settings
         have changed since.
@@ -102,7 +104,8 @@ class Feeder(AnsweringActor):
             self.dataset.resume(plain)
         if self._engine is None:
             self._engine = self._engine_of(self.dataset, self._config, self._needs_pixels)
-        self._engine.start(first_step)
+        self._avoid = avoid
+        self._engine.start(first_step, avoid)
         return self.dataset.accounting()
 
     def resize(self, record: SizesRecord) -> None:
@@ -112,7 +115,7 @@ class Feeder(AnsweringActor):
         self.dataset.resize(decision)
         self._forget_from(decision.from_step)
         if self._engine is not None:
-            self._engine.start(decision.from_step)
+            self._engine.start(decision.from_step, self._avoid)
 
     def items(self, step: int) -> tuple[DrawnItem, ...]:
         """Metadata, and which results a cache holds: possible for any step at any time, and the same answer each time

@@ -7,11 +7,9 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import ray
-
 from actors import process
 from actors.clock import PatientClock
-from actors.ray_calls import get, wait
+from actors.ray_calls import get, node_id, wait
 from actors.refs import Ref
 
 log = logging.getLogger(__name__)
@@ -33,8 +31,7 @@ class AnsweringActor:
 
     def pulse(self) -> ProcessId:
         """To be called in the group `PULSE`, so that a call that takes its time does not hold it up."""
-        node = ray.get_runtime_context().get_node_id()
-        return ProcessId(node=node, pid=os.getpid(), born=process.birth(os.getpid()))
+        return ProcessId(node=node_id(), pid=os.getpid(), born=process.birth(os.getpid()))
 
 
 class Silent(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 import ray
@@ -46,7 +46,7 @@ class FeederHandle(Protocol):
     """The feeder as the controller knows it (`actors.feed.feeder`)."""
 
     @property
-    def start(self) -> Method[[int, Position | None], DataCounts]: ...
+    def start(self) -> Method[[int, Position | None, Sequence[str]], DataCounts]: ...
     @property
     def items(self) -> Method[[int], tuple[DrawnItem, ...]]: ...
     @property
@@ -80,6 +80,7 @@ class StepSource:
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
         self._silent_s = silent_s
+        self.avoid: tuple[str, ...] = ()  # ids of nodes on which nothing is decoded from the next `open` on
         self._feeder: FeederHandle | None = None
         self._pulse: Pulse | None = None
         self._items: dict[int, Ref[tuple[DrawnItem, ...]]] = {}
@@ -118,7 +119,7 @@ class StepSource:
         for record in self._resized:
             feeder.resize.remote(record)
         self._pulse = Pulse("feeder", feeder.pulse.options(concurrency_group=PULSE).remote, self._silent_s)
-        started, opened = time.monotonic(), feeder.start.remote(first_step, token)
+        started, opened = time.monotonic(), feeder.start.remote(first_step, token, self.avoid)
         told = started
         while not wait([opened], timeout=_LOOK_S)[0]:  # a first index of a large data set takes its time
             self._pulse.check()

@@ -22,8 +22,8 @@ Words for parting, each for one thing in all rooms:
 Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
 only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
 worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers that
-have the memory to train together are ready and no survivor is still expected to answer, the next `observe` forms a
-generation of them.
+reach each other and have the memory to train together are ready and no survivor is still expected to answer, the next
+`observe` forms a generation of them.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from actors.messages import NodesApart, WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
+    Apart,
     Arrival,
     Boundary,
     Break,
@@ -78,9 +79,12 @@ ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers 
 class Membership:
     """The pool of one run. `generation` continues the numbers of an earlier controller of the same run."""
 
-    def __init__(self, limits: Limits, *, generation: int = 0, shortage: ShortageOf = lambda infos: "") -> None:
-        """`shortage` is asked of workers that are ready."""
-        self._limits = limits
+    def __init__(
+        self, limits: Limits, *, generation: int = 0, shortage: ShortageOf = lambda infos: "", home: str = ""
+    ) -> None:
+        """`shortage` is asked of workers that are ready; `home` is the controller's node, without which nothing goes
+        on."""
+        self._limits, self._home = limits, home
         self._shortage = shortage
         self._generation = generation
         self._state: State = "waiting"
@@ -94,7 +98,7 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._waited_since: float | None = None  # the same before the running generation was formed
-        self._apart: dict[frozenset[str], tuple[float, NodesApart]] = {}  # two nodes: when that was seen, and what
+        self._apart: dict[frozenset[str], Apart] = {}  # by two nodes
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
         self._others = False  # the workers are others than when some were left out
@@ -170,6 +174,8 @@ class Membership:
             case FirstStep():
                 self._breaks = self._losses = 0
                 self._proven = self._state == "running"
+                here = {self._members[worker].node for worker in self._workers}
+                self._apart = {pair: apart for pair, apart in self._apart.items() if not pair <= here}
             case Boundary() | Tick():
                 pass
 
@@ -194,14 +200,25 @@ class Membership:
         self._breaks += not event.learned and not event.apart
         if event.apart:  # no worker of the generation has begun: the wait for one that can goes on
             self._waiting_since = self._waited_since
-        for found in event.apart:
-            self._apart.update({frozenset((found.node, other.node)): (now, found) for other in found.others})
+        for pair, found in {
+            frozenset((one.node, other.node)): one for one in event.apart for other in one.others
+        }.items():
+            before, limits = self._apart.get(pair), self._limits
+            wait_s = limits.apart_s if before is None else min(2 * before.wait_s, limits.apart_longest_s)
+            self._apart[pair] = Apart(found=found, at=now, wait_s=wait_s)
         if self._breaks > self._limits.max_breaks:
             self._fail(
                 Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"
             )
         else:
             self._break(event.reason, now)
+
+    def _keep_apart(self, seen: Sequence[NodesApart], now: float) -> None:
+        limits = self._limits
+        for pair, found in {frozenset((one.node, other.node)): one for one in seen for other in one.others}.items():
+            before = self._apart.get(pair)
+            wait_s = limits.apart_s if before is None else min(2 * before.wait_s, limits.apart_longest_s)
+            self._apart[pair] = Apart(found=found, at=now, wait_s=wait_s)
 
     def _count_loss(self, reason: str) -> None:
         """A death explains the break of its generation, also when the survivors' errors were seen first."""
@@ -339,28 +356,43 @@ class Membership:
         self._leave_out(why)
 
     def _reaching(self, members: list[Member]) -> tuple[list[Member], str]:
-        """The members whose nodes reach each other, and what keeps the others out: a node goes first that does not
-        reach most of them, of several the one with the fewest members, the newest."""
-        chosen, first = list(members), ""
-        while pairs := self._pairs_of(chosen):
-            first = first or self._apart[pairs[0]][1].describe()
-            counts, sizes = Counter(node for pair in pairs for node in pair), Counter(m.node for m in chosen)
-            newest = {member.node: member.worker for member in sorted(chosen, key=lambda member: member.worker)}
-            out = max(counts, key=lambda node: (counts[node], -sizes[node], newest[node]))
-            chosen = [member for member in chosen if member.node != out]
-        return chosen, first
+        """The members whose nodes reach each other, as many as may be, and what keeps the others out: a node goes first
+        that is beyond the reach of most members, less its own, of several the newest; the controller's last."""
+        sizes = Counter(member.node for member in members)
+        newest = {member.node: member.worker for member in sorted(members, key=lambda member: member.worker)}
+        beyond: dict[str, set[str]] = {}  # of each node
+        first = ""
+        for pair, apart in self._apart.items():
+            if not apart.tried and pair <= sizes.keys():
+                first = first or apart.found.describe()
+                one, other = pair
+                beyond.setdefault(one, set()).add(other)
+                beyond.setdefault(other, set()).add(one)
+        lost = {node: sum(sizes[other] for other in others) for node, others in beyond.items()}
+        out: set[str] = set()
+        while any(beyond.values()):
+            worst = max(
+                filter(beyond.get, beyond),
+                key=lambda node: (node != self._home, lost[node] - sizes[node], newest[node]),
+            )
+            out.add(worst)
+            for other in beyond.pop(worst):
+                beyond[other].discard(worst)
+                lost[other] -= sizes[worst]
+        return [member for member in members if member.node not in out], first
 
-    def _pairs_of(self, members: list[Member]) -> list[frozenset[str]]:
-        nodes = {member.node for member in members}
-        return [pair for pair in self._apart if pair <= nodes]
+    def _apart_from(self, nodes: set[str]) -> tuple[str, ...]:
+        """Nodes that some of these do not reach."""
+        pairs = [pair for pair, apart in self._apart.items() if not apart.tried and pair & nodes]
+        return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
 
     def _try_apart(self, now: float) -> None:
         """Networks are mended: after a while nodes that did not reach each other are tried together again."""
-        limit_s = self._limits.apart_waiting_s if self._state == "waiting" else self._limits.apart_s
-        old = [pair for pair, (at, _) in self._apart.items() if now - at >= limit_s]
-        for pair in old:
-            del self._apart[pair]
-            self._others = True
+        for pair, apart in self._apart.items():
+            wait_s = min(apart.wait_s, self._limits.apart_waiting_s) if self._state == "waiting" else apart.wait_s
+            if not apart.tried and now - apart.at >= wait_s:
+                self._apart[pair] = replace(apart, tried=True)
+                self._others = True
 
     def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
         """The members that have the memory to train together, as many as may be, and what they would lack with the
@@ -436,7 +468,14 @@ class Membership:
         self._announced = self._enough_since = None
         infos = _infos_of(members)
         self._out.append(
-            Form(generation=self._generation, workers=self._workers, infos=infos, reason=reason, clean=clean)
+            Form(
+                generation=self._generation,
+                workers=self._workers,
+                infos=infos,
+                reason=reason,
+                clean=clean,
+                apart=self._apart_from({member.node for member in members}),
+            )
         )
 
     def _wait(self, have: int, now: float, why: str) -> None:

@@ -30,9 +30,11 @@ class Limits:
     confirm_s: float = 5.0  # a suspected worker that stays silent this long is replaced
     start_s: float = 600.0
     request_s: float = 60.0  # a request that brought no worker is made again after this
-    # Nodes that do not reach each other are not tried together for so long: each try takes the run workers.suspect_s.
-    apart_s: float = 600.0
-    apart_waiting_s: float = 30.0  # the same while the run waits for workers anyway
+    # Nodes that do not reach each other are not tried together for so long, each time twice as long: a try takes the
+    # run workers.suspect_s, and the first time they may just have been late.
+    apart_s: float = 60.0
+    apart_longest_s: float = 600.0
+    apart_waiting_s: float = 30.0  # the same, always, while the run waits for workers anyway
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
 
@@ -208,6 +210,16 @@ Event = (
 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Apart:
+    """Two nodes do not reach each other."""
+
+    found: NodesApart
+    at: float  # when that was seen last
+    wait_s: float  # from then on, until they may be tried together
+    tried: bool = False  # they may be, and nobody has said since that they still are apart
+
+
 # Decisions ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +235,7 @@ class Form:
     infos: tuple[WorkerInfo, ...]  # theirs, in the same order
     reason: str
     clean: bool
+    apart: tuple[str, ...] = ()  # nodes that some of these do not reach, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
 from actors.pool.monitor import MonitorHandle
 from actors.pool.workers import Pool, RayPool, start_monitor, uses_gpu, weights_bytes
-from actors.ray_calls import get, gpus_of_a_node, node_address
+from actors.ray_calls import get, gpus_of_a_node, node_address, node_id
 from actors.records.events import DeviceAssumed, ProfileRefused
 from actors.run.asides import AsideSource, AsideTurns, NoAsides
 from actors.run.committer import Committer
@@ -144,7 +144,12 @@ def start_controller(
         pool=pool,
         monitor=monitor,
         lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
-        membership=Membership(Limits.of(config.workers), generation=generation, shortage=shortage.of),
+        membership=Membership(
+            Limits.of(config.workers),
+            generation=generation,
+            shortage=shortage.of,
+            home=node_id(),
+        ),
         source=source,
         planner=planner,
         survivors=survivors,

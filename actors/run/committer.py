@@ -109,14 +109,18 @@ class Committer:
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
-    def go_on_from(self, recovery: Recovery) -> None:
-        """A generation starts from this state: what it makes safe is committed, later steps are computed again."""
-        before = self.committed
+    def go_on_from(self, recovery: Recovery, apart: tuple[str, ...] = ()) -> None:
+        """A generation starts from this state: what it makes safe is committed, later steps are computed again.
+
+        Nodes that are `apart` from those of the generation decode nothing for it: neither could the pixels be fetched
+        from there, nor would Ray say so."""
+        before, elsewhere = self.committed, apart != self.source.avoid
+        self.source.avoid = apart
         for done in recovery.newly_safe:
             self._commit(done)
         self.restart(recovery.step)
         self.state.begin()
-        if self.committed < before:
+        if self.committed < before or elsewhere:
             self._open_data()
 
     def commit_until(self, saved: int) -> None:

@@ -7,7 +7,7 @@ import logging
 import ray
 
 from actors.memory_kills import in_short
-from actors.messages import MemoryExceeded, OutOfMemory, TurnReport
+from actors.messages import MemoryExceeded, OutOfMemory, OutOfReach, TurnReport
 from actors.ray_calls import GONE, get
 from actors.refs import Ref
 
@@ -29,6 +29,12 @@ def error_of(call: Ref[object]) -> ray.exceptions.RayError | None:
 def has_failed(call: Ref[object]) -> bool:
     """Whether an ended call has raised, or its worker is gone."""
     return error_of(call) is not None
+
+
+def is_out_of_reach(call: Ref[object]) -> bool:
+    """Whether a call has ended since its worker's node does not reach another."""
+    error = error_of(call)
+    return isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, OutOfReach)
 
 
 def has_lost_argument(call: Ref[object]) -> bool:

@@ -74,7 +74,7 @@ class Forming:
         recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery)
+        self.committer.go_on_from(recovery, decision.apart)
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)

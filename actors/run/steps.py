@@ -36,7 +36,7 @@ from actors.refs import Ref
 from actors.run.asides import AsideTurns
 from actors.run.communicators import Communicators, StepBags
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
-from actors.run.failures import exceeded_of, failure_of, has_lost_argument, last_line
+from actors.run.failures import exceeded_of, failure_of, has_lost_argument, is_out_of_reach, last_line
 from actors.run.relay import ENDED_S
 from actors.run.relays import NodeRelay, Relays
 from actors.run.waits import StepWaits
@@ -53,6 +53,7 @@ _METHODS: dict[Module, str] = {"text": "encode_text", "vae": "encode_vae", "dit"
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _ROOM_CHANGE = 0.02  # share of the memory for cascades
 _QUIET_S = 1.0  # for encodes that outlast a step to end, before a relay makes the next calls
+_OTHERS_S = 3.0  # for other workers to find out what one of them has
 _NEXT_TRY_S = 60.0  # to take up a relay
 _CACHED = "cache/"  # first part of the names of results that were encoded long ago
 
@@ -429,6 +430,9 @@ class StepRunner:
         if not self.forming:
             return
         done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
+        if waiting and any(is_out_of_reach(one) for one in done):
+            # The others on either side find out now as well: then the next generation has all that reach each other.
+            done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=_OTHERS_S)
         dead: list[str] = []
         failed: dict[str, BaseException] = {}
         ended = set(done)

@@ -75,6 +75,7 @@ class Heartbeat:
     def begin(self, generation: int) -> CancelToken:
         """The worker enters this generation; the token of the one before it ends."""
         self.groups = None
+        self.surroundings.leave()
         self._now = (replace(self.progress, generation=generation), CancelToken())
         return self.cancel
 
@@ -146,7 +147,8 @@ class Heartbeat:
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
         elif progress.activity != "idle":  # also while it fetches the state of a generation that has no groups yet
-            self.surroundings.look(time.monotonic() - self._since, cancel.set)
+            planned_s = 0.0 if progress.phase == "form" else progress.predicted_s  # of a form it is what it may take
+            self.surroundings.look(time.monotonic() - self._since - planned_s, cancel.set)
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
 

@@ -6,12 +6,15 @@ for as long as a step may take.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
 
 from actors.messages import FormTask, NodeDoor, NodesApart
 from ops.reach import DoorAddress, out_of_reach
+
+log = logging.getLogger(__name__)
 
 Ask = Callable[[Mapping[str, DoorAddress], float], list[str]]
 
@@ -30,26 +33,37 @@ class Surroundings:
     def enter(self, task: FormTask) -> NodesApart | None:
         """Know the nodes of this generation from now on. What the worker does not reach of them; one worker of each
         node asks."""
+        self.leave()
         if not task.doors:
-            self._own, self._others = None, {}
             return None
         mine = task.nodes[task.rank]
         self._own = task.doors[mine]
         self._others = {door.node: door for door in task.doors if door is not self._own and door.address}
         return self._apart() if task.nodes.index(mine) == task.rank else None
 
-    def look(self, busy_s: float, tell: Callable[[str], None]) -> None:
-        """Ask now and then, in a thread, for a worker that has done one thing for `busy_s`; `tell` what is wrong."""
+    def leave(self) -> None:
+        """The generation has ended: its nodes may go."""
+        self._own, self._others = None, {}
+
+    def look(self, late_s: float, tell: Callable[[str], None]) -> None:
+        """Ask now and then, in a thread, for a worker that has done one thing for `late_s` longer than planned; `tell`
+        what is wrong."""
         now = time.monotonic()
         asking = self._asking is not None and self._asking.is_alive()
-        if not self._others or busy_s < self._within_s or now - self._asked_at < self._within_s or asking:
+        if not self._others or late_s < self._within_s or now - self._asked_at < self._within_s or asking:
             return
         self._asked_at = now
         self._asking = threading.Thread(target=self._ask_and_tell, args=(tell,), name="surroundings", daemon=True)
         self._asking.start()
 
     def _ask_and_tell(self, tell: Callable[[str], None]) -> None:
-        if (found := self._apart()) is not None:
+        own = self._own
+        try:
+            found = self._apart()
+        except OSError as error:  # it may have too many files open: that says nothing of a node
+            log.warning("nobody knows which nodes are within reach: %s", error)
+            return
+        if found is not None and own is self._own:  # not of a generation that has ended meanwhile
             tell(found.describe())
 
     def _apart(self) -> NodesApart | None:

@@ -17,7 +17,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-import ray
 import torch
 
 from actors.messages import (
@@ -38,7 +37,7 @@ from actors.messages import (
 )
 from actors.plan.types import ENCODED, Module
 from actors.process import birth
-from actors.ray_calls import bar, get, node_address, object_store_gib, own_handle, wait
+from actors.ray_calls import bar, get, node_address, node_id, object_store_gib, own_handle, wait
 from actors.refs import Ref
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache, host_copy
@@ -111,7 +110,7 @@ class Worker:
 
     def info(self) -> WorkerInfo:
         """Answers once the modules are loaded."""
-        node, shared = ray.get_runtime_context().get_node_id(), shared_room()
+        node, shared = node_id(), shared_room()
         return WorkerInfo(
             worker=self.name,
             node=node,

@@ -26,8 +26,9 @@ from data.types import NeedsPixels
 class Engine(Protocol):
     """Reads and decodes ahead of the step that trains, within bounds."""
 
-    def start(self, first_step: int) -> None:
-        """Begin decoding at a step. May be called again, also to go back: what was held is dropped."""
+    def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
+        """Begin decoding at a step. May be called again, also to go back: what was held is dropped. Nothing is decoded
+        on the Ray nodes to `avoid`, named by their ids."""
 
     def batches(self, step: int) -> Sequence[object]:
         """One value per item (of this engine's slots), in item order; `as_batch` turns a value into a Batch, for Ray

@@ -34,7 +34,7 @@ class PoolEngine:
         self._steps: dict[int, list[Future[Batch]]] = {}
         self._threads: list[threading.Thread] = []
 
-    def start(self, first_step: int) -> None:
+    def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self._drop(list(self._steps))
         self.dataset.rewind_draws(first_step)
         if not self._threads:

@@ -58,6 +58,7 @@ log = logging.getLogger(__name__)
 StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 EXECUTION_END_S = 25.0
+_NODE_LABEL = "ray.io/node-id"  # Ray gives every node its id as a label
 LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
 
 
@@ -72,7 +73,7 @@ class ShareHandle(Protocol):
     """A further feeder as the first one sees it."""
 
     @property
-    def start(self) -> RemoteMethod[[DataToken], None]: ...
+    def start(self) -> RemoteMethod[[DataToken, Sequence[str]], None]: ...
     @property
     def take(self) -> RemoteMethod[[int], StepShare]: ...
     @property
@@ -140,15 +141,15 @@ class RayEngine:
         self._held: dict[int, StepShare] = {}  # by step
         self._next = 0
 
-    def start(self, first_step: int) -> None:
+    def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self._close_blocks()
         gate = self._gate = _start_gate()
         if self._leads and not self._others:
             self._others = [self._other(number) for number in range(1, self.share[1])]
         self.dataset.rewind_draws(first_step)
-        started = [other.start.remote(self.dataset.token(first_step)) for other in self._others]
+        started = [other.start.remote(self.dataset.token(first_step), avoid) for other in self._others]
         self._held, self._next = {}, first_step
-        self._blocks = Blocks(self._work(first_step), self._needs_pixels, self.config, gate, self._ahead)
+        self._blocks = Blocks(self._work(first_step), self._needs_pixels, self.config, gate, self._ahead, avoid)
         ray.get(started)
 
     def batches(self, step: int) -> list[ray.ObjectRef[object]]:
@@ -233,8 +234,8 @@ class ShareOfFeeder:
     ) -> None:
         self._engine = RayEngine(Dataset.open(config, geometry, seed, timed=timed), share=share)
 
-    def start(self, token: DataToken) -> None:
-        self._engine.start(self._engine.dataset.resume(token))
+    def start(self, token: DataToken, avoid: Sequence[str]) -> None:
+        self._engine.start(self._engine.dataset.resume(token), avoid)
 
     def take(self, step: int) -> StepShare:
         return self._engine.take(step)
@@ -256,7 +257,9 @@ class Blocks:
         config: EngineConfig,
         gate: GateHandle,
         ahead: int,
+        avoid: Sequence[str] = (),
     ) -> None:
+        self._avoid = avoid
         self._items, self._config, self._gate, self._ahead = items, config, gate, ahead
         self._needs_pixels = needs_pixels
         self._numbers = itertools.count()
@@ -309,7 +312,7 @@ class Blocks:
         items = list(itertools.islice(self._items, size))
         self._coming.extend(items)
         work = [(number, item.job) for item, number in zip(items, self._numbers)]
-        return DecodeWindow(work, self._config, self._gate, self._ended)
+        return DecodeWindow(work, self._config, self._gate, self._ended, self._avoid)
 
     def _admit(self) -> None:
         """Open the gate as far as the bounds allow. Whether pixels are wanted is asked now, not when the window was
@@ -343,9 +346,15 @@ class DecodeWindow:
     """One Ray Data execution over a list of numbered jobs, and the thread that drains it."""
 
     def __init__(
-        self, work: list[tuple[int, DecodeJob]], config: EngineConfig, gate: GateHandle, ended: deque[str]
+        self,
+        work: list[tuple[int, DecodeJob]],
+        config: EngineConfig,
+        gate: GateHandle,
+        ended: deque[str],
+        avoid: Sequence[str],
     ) -> None:
         """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
+        self._elsewhere = {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
         self._work, self._config, self._gate, self._ended = work, config, gate, ended
         # blocks in order, then None; or the error that ended them
         self.references: queue.SimpleQueue[ray.ObjectRef[object] | Exception | None] = queue.SimpleQueue()
@@ -411,6 +420,7 @@ class DecodeWindow:
                 num_cpus=self._config.decode_cpus,
                 concurrency=self._config.decode_workers,
                 fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
+                **self._elsewhere,
             )
 
 

@@ -247,6 +247,7 @@ class SourceHere:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.closed = error, False
+        self.avoid: tuple[str, ...] = ()
 
     def open(self, first_step: int, token: Any) -> dict[str, Any]:
         if self.error is not None:

@@ -17,9 +17,9 @@ from tests.blackbox.place import Place
 from tests.blackbox.run import START_S, Run
 
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(2400)]
-STEPS = 150
-_GOES_ON_S = 400.0  # of which Ray takes some 40 s to give up a host, and a lost decoding task as long
-_END_S = 900.0
+STEPS = 80
+_GOES_ON_S = 300.0  # of which Ray takes some 40 s to give up a host, and a lost decoding task as long
+_END_S = 300.0
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+
+import pytest
 
 from ops.reach import Door, DoorAddress, door_at, out_of_reach
 
@@ -44,10 +49,48 @@ def test_a_host_that_drops_packets_is_out_of_reach_and_the_others_are_not() -> N
         assert time.monotonic() - began < 30.0
 
 
-def test_a_host_whose_process_has_ended_is_within_reach() -> None:
+def test_a_host_that_says_no_is_asked_again_until_time_is_up() -> None:
+    """A firewall says the same as a host on which nobody listens; a route may come back."""
     door = Door(HERE)
     door.close()
-    assert out_of_reach({"gone": door.address}, 5.0) == []
+    assert out_of_reach({"closed": door.address}, 1.0) == ["closed"]
+    late = socket.socket()
+    late.bind(door.address)
+    threading.Timer(0.7, late.listen).start()
+    assert out_of_reach({"late": door.address}, 20.0) == []
+    late.close()
+
+
+def test_a_thousand_are_asked_without_threads_and_with_few_files_open() -> None:
+    with closing(Door(HERE)) as door:
+        before = set(threading.enumerate())
+        assert out_of_reach(dict.fromkeys(range(1023), door.address), 10.0) == []
+        assert set(threading.enumerate()) == before
+
+
+def test_a_door_is_open_after_too_many_files_were() -> None:
+    """Else the connections that nobody takes fill the backlog, and the node looks cut off."""
+    with closing(Door(HERE)) as door:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        one, spare = socket.socket(), os.dup(0)
+        os.close(spare)  # the number that the next file gets
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spare, limits[1]))
+        try:
+            one.connect(door.address)
+            time.sleep(0.2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            one.close()
+        with socket.create_connection(door.address, timeout=5.0) as asked:
+            assert asked.recv(1) == b"", "it is taken and closed"
+
+
+def test_doors_of_ipv6() -> None:
+    found = door_at("::1")
+    if found is None:
+        pytest.skip("this machine has no IPv6")
+    with closing(found) as door:
+        assert out_of_reach({"six": door.address}, 5.0) == []
 
 
 def test_an_address_of_another_machine_has_no_door_here() -> None:

@@ -303,7 +303,7 @@ class VirtualFeeder(AnsweringActor):
     def __init__(self, steps: Sequence[Sequence[Item]]) -> None:
         self._steps = steps
 
-    def start(self, first_step: int, token: Position | None = None) -> dict[str, int]:
+    def start(self, first_step: int, token: Position | None = None, avoid: Sequence[str] = ()) -> dict[str, int]:
         return {"steps": len(self._steps)}
 
     def items(self, step: int) -> tuple[DrawnItem, ...]:

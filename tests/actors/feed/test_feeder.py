@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -422,7 +422,7 @@ class Engine:
     def __init__(self, dataset: Dataset, config: DataConfig, needs_pixels: NeedsPixels) -> None:
         self.dataset = dataset
 
-    def start(self, first_step: int) -> None:
+    def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self.dataset.rewind_draws(first_step)
 
     def batches(self, step: int) -> list[Any]:

@@ -523,7 +523,7 @@ def test_nodes_apart_end_no_run_however_often_they_are_tried() -> None:
         pool.see(apart(pool.view.generation, "n1", "n0"), *recovered(*pool.view.workers))
         pool.see(*recovered(0, 1, 2))
         assert pool.view.workers == (0, 1)
-        pool.see(Tick(), after=LIMITS.apart_s)
+        pool.see(Tick(), after=LIMITS.apart_longest_s)
         pool.see(Boundary(step=3))
         assert pool.view.workers == (0, 1, 2)
 
@@ -536,6 +536,44 @@ def test_of_three_nodes_the_one_that_neither_of_the_others_reaches_stays_out() -
     other.see_at_once(apart(1, "n0", "n1", "n2"))
     other.see(*recovered(0, 2, 4))
     assert other.view.workers == (2, 4), "two others do not reach n0"
+
+
+def test_nodes_that_were_late_are_back_in_a_minute_and_those_that_stay_apart_are_tried_ever_less() -> None:
+    pool = Pool(replace(LIMITS, min=1)).run(0, 2)
+
+    def seconds_apart() -> float:
+        pool.see(apart(pool.view.generation, "n0", "n1"), *recovered(*pool.view.workers))
+        pool.see(FirstStep())
+        assert pool.view.workers == (0,)
+        began = pool.now
+        while pool.view.workers == (0,):
+            pool.see(Tick(), Boundary(step=1), after=1.0)
+        return pool.now - began
+
+    tries = [seconds_apart() for _ in range(6)]
+    assert tries == pytest.approx([60, 120, 240, 480, 600, 600], abs=2.0)
+    pool.see(FirstStep())  # together: the network is mended
+    assert seconds_apart() == pytest.approx(60, abs=2.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "pairs", "stay"),
+    [
+        ((0, 2, 4), [("n0", "n2")], (0, 2)),  # a chain: n1 reaches both
+        ((0, 2, 4, 6), [("n0", "n2"), ("n0", "n3"), ("n1", "n2"), ("n1", "n3")], (0, 2)),  # halves: the older one
+        ((0, 2, 4, 5, 6, 7), [("n0", "n2"), ("n0", "n3"), ("n1", "n2"), ("n1", "n3")], (4, 5, 6, 7)),  # the larger one
+        ((0, 1, 2, 4), [("n0", "n1"), ("n0", "n2")], (0, 1)),  # as many on either side
+        ((0, 2, 4, 6), [("n1", "n0"), ("n1", "n2"), ("n1", "n3")], (0, 4, 6)),  # one that none of the others reaches
+    ],
+)
+def test_as_many_workers_as_reach_each_other_are_formed(
+    workers: tuple[int, ...], pairs: list[tuple[str, str]], stay: tuple[int, ...]
+) -> None:
+    pool = Pool(replace(LIMITS, max=6)).run(*workers)
+    found = tuple(apart(1, one, other).apart[0] for one, other in pairs)
+    pool.see(Break(generation=1, reason="apart", apart=found))
+    pool.see(*recovered(*workers))
+    assert pool.view.workers == stay
 
 
 def test_nodes_apart_count_against_the_wait_for_enough_workers() -> None:

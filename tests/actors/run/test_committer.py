@@ -27,6 +27,7 @@ class Told:
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
+        self.avoid: tuple[str, ...] = ()
         self.held_again: list[int] = []  # steps of the shards that others were given in a repair
         self.repaired: Sequence[Any] | None = None  # answers to come, once others were given the shards
         self.gone: StuckCommit | None = None

@@ -75,6 +75,7 @@ class Source:
 
     def __init__(self) -> None:
         self.opened: list[int] = []
+        self.avoid: tuple[str, ...] = ()
 
     def open(self, first_step: int, token: object) -> dict[str, Any]:
         self.opened.append(first_step)
@@ -431,6 +432,7 @@ def test_a_run_goes_on_with_the_nodes_that_reach_each_other() -> None:
     assert "host0 does not reach host1 (10.0.0.2)" in run.told(GenerationEnded)[0].why
     (left_out,) = run.told(WorkersLeftOut)
     assert left_out.workers == ("w1",) and workers.names == ["w0", "w1"], "it waits, and may be tried again"
+    assert run.source.avoid == ("node of w1",) and len(run.source.opened) == 2, "nothing is decoded there any more"
     doors = [[(door.host, door.address) for door in task.doors] for task in workers.formed]
     assert doors[0] == doors[1] == [("host0", ("10.0.0.0", 4000)), ("host1", ("10.0.0.1", 4000))]
 
