@@ -31,6 +31,7 @@ class RayNode(TypedDict):
     Alive: bool
     Resources: dict[str, float]  # by Ray's names: "CPU", "GPU", "memory"
     NodeManagerAddress: str
+    NodeManagerHostname: str
     NodeManagerPort: int
 
 

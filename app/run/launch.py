@@ -47,6 +47,7 @@ from app.run.controller_process import (
     controller_loop,
     runtime_config,
 )
+from app.run.controller_watch import ControllerWatch
 from app.run.copies import keep_apart
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
@@ -265,6 +266,8 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
     from ray.train import RunConfig as TrainRun
     from ray.train.torch import TorchConfig, TorchTrainer
 
+    from actors.ray_calls import nodes
+
     own = folder / RAY_TRAIN
     shutil.rmtree(own, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
@@ -298,6 +301,7 @@ def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change])
             result.set_exception(error)
 
     threading.Thread(target=fit, name="ray-train", daemon=True).start()
+    ControllerWatch(folder, nodes, _note).start(result.done)
     wait_while_ray_lives(result)
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None

@@ -354,7 +354,7 @@ class DecodeWindow:
         avoid: Sequence[str],
     ) -> None:
         """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
-        self._elsewhere = {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
+        self._elsewhere: dict[str, Any] = {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
         self._work, self._config, self._gate, self._ended = work, config, gate, ended
         # blocks in order, then None; or the error that ended them
         self.references: queue.SimpleQueue[ray.ObjectRef[object] | Exception | None] = queue.SimpleQueue()

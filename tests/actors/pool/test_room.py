@@ -20,7 +20,14 @@ GPU_WORKER = Need(cpus=2, gpus=1)
 
 def node(name: str, gpus: int, cpus: int = 64, alive: bool = True) -> RayNode:
     resources = {"CPU": cpus, "GPU": gpus, "memory": 1e9}
-    return RayNode(NodeID=name, Alive=alive, Resources=resources, NodeManagerAddress="10.0.0.1", NodeManagerPort=1)
+    return RayNode(
+        NodeID=name,
+        Alive=alive,
+        Resources=resources,
+        NodeManagerAddress="10.0.0.1",
+        NodeManagerHostname=name,
+        NodeManagerPort=1,
+    )
 
 
 def requested(nodes: list[RayNode], count: int, need: Need = GPU_WORKER) -> list[str | None]:
