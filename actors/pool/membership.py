@@ -200,12 +200,7 @@ class Membership:
         self._breaks += not event.learned and not event.apart
         if event.apart:  # no worker of the generation has begun: the wait for one that can goes on
             self._waiting_since = self._waited_since
-        for pair, found in {
-            frozenset((one.node, other.node)): one for one in event.apart for other in one.others
-        }.items():
-            before, limits = self._apart.get(pair), self._limits
-            wait_s = limits.apart_s if before is None else min(2 * before.wait_s, limits.apart_longest_s)
-            self._apart[pair] = Apart(found=found, at=now, wait_s=wait_s)
+        self._keep_apart(event.apart, now)
         if self._breaks > self._limits.max_breaks:
             self._fail(
                 Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"
@@ -214,6 +209,7 @@ class Membership:
             self._break(event.reason, now)
 
     def _keep_apart(self, seen: Sequence[NodesApart], now: float) -> None:
+        """Two nodes that were apart before are left so for twice as long."""
         limits = self._limits
         for pair, found in {frozenset((one.node, other.node)): one for one in seen for other in one.others}.items():
             before = self._apart.get(pair)

@@ -10,6 +10,7 @@ import logging
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -18,9 +19,10 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
-from app.run.lock import FolderLock, holder, lock_path
+from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
+from app.run.succession import Succession
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, unwrap
@@ -51,8 +53,13 @@ def controller_loop(settings: ControllerStart) -> EndedRun | None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     end_when_terminated()  # Ray Train starts another one, which goes on from the keepers
     folder, token = Path(settings["run_dir"]), settings["token"]
-    with FolderLock(lock_path(folder, CONTROLLER)) as lock:
-        lock.take(CONTROLLER_S, log.warning)
+    with FolderLock(lock_path(folder, CONTROLLER)) as lock, closing(Succession(folder, token)) as succession:
+        try:
+            lock.take(0.0, log.warning)
+        except FolderHeld:
+            succession.ask()
+            lock.take(CONTROLLER_S, log.warning)
+        succession.heed(_end_at_once)
         try:
             outcome = _controlled(settings, _guard(folder, token, lock))
         except Superseded as error:
@@ -64,6 +71,11 @@ def controller_loop(settings: ControllerStart) -> EndedRun | None:
     except OSError as error:
         log.error("%s was not written: %s", folder / OUTCOME, error)
     return ended
+
+
+def _end_at_once() -> None:
+    """Whatever this process waits for may never come."""
+    os._exit(Exit.FAILURE)
 
 
 def _guard(folder: Path, token: str, lock: FolderLock) -> Callable[[], None]:
