@@ -136,6 +136,7 @@ class RayEngine:
         self.share = share or (0, self.config.feeders)
         self._leads = share is None
         self._others: list[ShareHandle] = []
+        self._avoid: Sequence[str] = ()
         self._gate: GateHandle | None = None
         self._blocks: Blocks | None = None
         self._held: dict[int, StepShare] = {}  # by step
@@ -144,6 +145,10 @@ class RayEngine:
     def start(self, first_step: int, avoid: Sequence[str] = ()) -> None:
         self._close_blocks()
         gate = self._gate = _start_gate()
+        if avoid != self._avoid:
+            self._avoid = avoid
+            while self._others:
+                kill(self._others.pop())
         if self._leads and not self._others:
             self._others = [self._other(number) for number in range(1, self.share[1])]
         self.dataset.rewind_draws(first_step)
@@ -193,7 +198,7 @@ class RayEngine:
         data = self.dataset
         actor: Any = ray.remote(ShareOfFeeder)  # its type says nothing of options and methods
         settings = (data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
-        handle: ShareHandle = actor.options(num_cpus=0).remote(*settings)
+        handle: ShareHandle = actor.options(num_cpus=0, **elsewhere(self._avoid)).remote(*settings)
         return handle
 
     def _close_blocks(self) -> None:
@@ -224,6 +229,11 @@ def _start_gate() -> GateHandle:
     actor: Any = ray.remote(Gate)  # its type says nothing of options and methods
     handle: GateHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote()
     return handle
+
+
+def elsewhere(avoid: Sequence[str]) -> dict[str, Any]:
+    """Options of Ray for what is not to be placed on these nodes."""
+    return {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
 
 
 class ShareOfFeeder:
@@ -354,7 +364,7 @@ class DecodeWindow:
         avoid: Sequence[str],
     ) -> None:
         """`ended` gets Ray Data's name of this execution, beside those of the windows before it."""
-        self._elsewhere: dict[str, Any] = {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
+        self._elsewhere = elsewhere(avoid)
         self._work, self._config, self._gate, self._ended = work, config, gate, ended
         # blocks in order, then None; or the error that ended them
         self.references: queue.SimpleQueue[ray.ObjectRef[object] | Exception | None] = queue.SimpleQueue()

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,9 @@ def _stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     started: list[RayEngine] = []
     usual = RayEngine.start
 
-    def start(engine: RayEngine, first_step: int) -> None:
+    def start(engine: RayEngine, first_step: int, avoid: Sequence[str] = ()) -> None:
         started.append(engine)
-        usual(engine, first_step)
+        usual(engine, first_step, avoid)
 
     monkeypatch.setattr(RayEngine, "start", start)
     yield
