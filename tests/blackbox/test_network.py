@@ -80,3 +80,13 @@ def test_a_host_that_is_cut_off_without_a_word_is_gone_on_without(place: HostedP
     assert wait_for_generation(run, 2, since, _GOES_ON_S), run.said()[-3000:]
     assert cut not in place.workers_of(run).values()
     assert_ends_as(truth, run)
+
+
+def test_a_run_whose_controllers_host_is_cut_off_goes_on_by_another(place: HostedPlace, run: Run, truth: Truth) -> None:
+    """The old controller lives on there and holds the folder, until the new one asks for it."""
+    cut, since = place.controller_of(run), time.time()
+    place.network.cut(cut)
+    assert wait_for_generation(run, 2, since, _GOES_ON_S), run.said()[-3000:]
+    assert cut not in place.workers_of(run).values()
+    assert "does not answer Ray any more" in run.said()
+    assert_ends_as(truth, run)
