@@ -73,7 +73,7 @@ def out_of_reach(doors: Mapping[Name, DoorAddress], within_s: float = WITHIN_S) 
 
 
 def _answered(addresses: Sequence[DoorAddress], within_s: float) -> list[bool]:
-    """Of each, whether it took a connection."""
+    """Whether each took a connection."""
     answered = [False] * len(addresses)
     until = time.monotonic() + within_s
     due = dict.fromkeys(range(len(addresses)), 0.0)  # who is to be asked, and when

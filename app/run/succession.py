@@ -31,7 +31,7 @@ class Asked:
 
 
 class Succession:
-    """Of one controller: first it may `ask` the one before it, then it will `heed` the one after it."""
+    """What one controller does of it: first it may `ask` the one before it, then it will `heed` the one after it."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self._path = folder.parent / f".{folder.name}.successor"
