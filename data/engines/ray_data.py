@@ -198,7 +198,7 @@ class RayEngine:
         data = self.dataset
         actor: Any = ray.remote(ShareOfFeeder)  # its type says nothing of options and methods
         settings = (data.config, data.geometry, data.seed, data.timed, (number, self.share[1]))
-        handle: ShareHandle = actor.options(num_cpus=0, **elsewhere(self._avoid)).remote(*settings)
+        handle: ShareHandle = actor.options(num_cpus=0, label_selector=elsewhere(self._avoid)).remote(*settings)
         return handle
 
     def _close_blocks(self) -> None:
@@ -231,9 +231,9 @@ def _start_gate() -> GateHandle:
     return handle
 
 
-def elsewhere(avoid: Sequence[str]) -> dict[str, Any]:
-    """Options of Ray for what is not to be placed on these nodes."""
-    return {"label_selector": {_NODE_LABEL: f"!in({','.join(avoid)})"}} if avoid else {}
+def elsewhere(avoid: Sequence[str]) -> dict[str, str] | None:
+    """Ray's selector of nodes for what is not to be placed on these."""
+    return {_NODE_LABEL: f"!in({','.join(avoid)})"} if avoid else None
 
 
 class ShareOfFeeder:
@@ -430,7 +430,7 @@ class DecodeWindow:
                 num_cpus=self._config.decode_cpus,
                 concurrency=self._config.decode_workers,
                 fn_kwargs={"gate": self._gate, "clip_timeout_s": self._config.clip_timeout_s},
-                **self._elsewhere,
+                label_selector=self._elsewhere,
             )
 
 

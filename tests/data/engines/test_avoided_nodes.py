@@ -42,7 +42,7 @@ def nodes() -> Iterator[set[str]]:
 
 
 def decoded_on(engine: RayEngine, folder: Path, avoid: tuple[str, ...]) -> set[str]:
-    """Ids of nodes, told in the second half of the steps, as tasks of a feeder that was ended may outlive it for a moment."""
+    """Ids of nodes, told in the second half of the steps: tasks of a feeder that was ended outlive it for a moment."""
     engine.start(0, avoid)
     for step in range(2 * STEPS):
         if step == STEPS:
