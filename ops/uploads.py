@@ -1,13 +1,22 @@
-"""Copies of small host tensors to a device: from pinned memory, several in one, without a wait of the host."""
+"""Copies of host tensors to a device: from pinned memory, several in one, without a wait of the host while what is
+under way is within bounds (`ops/upload_room.py`).
+
+    expect(device, largest)                # once: bytes of the largest upload that is to be far ahead of the device
+    ids, mask = upload([ids, mask], device)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
-from typing import TypeVar, cast
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+from ops.upload_room import BLOCK, SMALL, most_blocks
 
 _Parts = TypeVar("_Parts")
 _APART = 256  # bytes between two tensors, as PyTorch's allocator has them at least: kernels read whole words
@@ -18,7 +27,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device | str) -> list[Tensor
 
     A copy from ordinary memory would make the host wait until all that is queued has ended. The pinned memory may be
     used for something else at once: PyTorch gives it out again only when the copy has read it. What comes back shares
-    one piece of the device's memory.
+    one piece of the device's memory. A large upload may wait until the device has read one before (`LargeUploads`).
     """
     place = torch.device(device)
     return list(tensors) if place.type == "cpu" or not tensors else _together(tensors, place)
@@ -29,10 +38,13 @@ def _together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.numel() * tensor.element_size() // _APART) * _APART
-    staged = staging(end, device)
-    for tensor, start in zip(tensors, starts, strict=True):
-        _at(staged, start, tensor).copy_(tensor)
-    there = staged.to(device, non_blocking=True)
+    if end > SMALL:
+        there = _large(device).send([*zip(starts, map(_bytes, tensors))], end)
+    else:
+        staged = staging(end, device)
+        for tensor, start in zip(tensors, starts, strict=True):
+            _at(staged, start, tensor).copy_(tensor)
+        there = staged.to(device, non_blocking=True)
     return [_at(there, start, tensor) for tensor, start in zip(tensors, starts, strict=True)]
 
 
@@ -50,8 +62,8 @@ def _tensors(part: object) -> Iterator[Tensor]:
         for one in part.values() if isinstance(part, dict) else part:
             yield from _tensors(one)
     elif is_dataclass(part):
-        for field in fields(part):
-            yield from _tensors(getattr(part, field.name))
+        for one in fields(part):
+            yield from _tensors(getattr(part, one.name))
 
 
 def _with(part: object, there: dict[int, Tensor]) -> object:
@@ -80,3 +92,127 @@ def staging(size: int, device: torch.device) -> Tensor:
 def _at(memory: Tensor, start: int, like: Tensor) -> Tensor:
     """The place of a tensor like this one, from byte `start` on."""
     return memory[start : start + like.numel() * like.element_size()].view(like.dtype).view(like.shape)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes] of a host tensor."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+# Large ones ----------------------------------------------------------------------------------------------------------
+
+
+class Mark(Protocol):
+    """A place in what a device has queued, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+        ...
+
+    def synchronize(self) -> None:
+        """Returns when it has. Raises RuntimeError for a failure of the device."""
+        ...
+
+
+@dataclass(slots=True)
+class _Block:
+    """Pinned memory, and the copies from it that the device may not have made."""
+
+    memory: Tensor  # uint8 [BLOCK]
+    used: int = 0  # bytes, from its beginning, that have been given out
+    copies: list[Mark] = field(default_factory=list)
+
+    def is_read(self) -> bool:
+        return all(copy.query() for copy in self.copies)
+
+    def empty(self) -> None:
+        """Wait until the device has read it."""
+        for copy in self.copies:
+            copy.synchronize()
+        self.used, self.copies = 0, []
+
+
+class LargeUploads:
+    """Those to one device. They go in pieces of at most a block through at most `most` blocks of pinned memory, which
+    are made as they are needed and kept; a piece that finds none free waits until the device has read the oldest.
+
+    No bag locks up by such a wait: a host waits only for copies that it has queued before, and all members of a bag
+    queue copies and collectives in one order, so the first collective that has not run has all its hosts on their way.
+    """
+
+    def __init__(self, device: torch.device, copy: Callable[[Tensor, Tensor], Mark], most: int) -> None:
+        """`copy`: queues one, as `queue_copy`."""
+        self.most = most
+        self._device, self._copy = device, copy
+        self._blocks: deque[_Block] = deque()  # that which was begun last is the last one
+        self._lock = threading.Lock()  # an encode that outlasts its step has a thread of its own
+
+    def send(self, parts: Sequence[tuple[int, Tensor]], size: int) -> Tensor:
+        """uint8 [size] on the device, with each part, uint8 of the host, from its byte on."""
+        there = torch.empty(size, dtype=torch.uint8, device=self._device)
+        with self._lock:
+            for first in range(0, size, BLOCK):
+                piece = there[first : first + BLOCK]
+                block = self._with_room(len(piece))
+                staged = block.memory[block.used : block.used + len(piece)]
+                _fill(staged, parts, first)
+                block.used += len(piece)
+                block.copies.append(self._copy(piece, staged))
+        return there
+
+    def _with_room(self, size: int) -> _Block:
+        """The block that was begun last, where it has so many bytes left, else an empty one."""
+        if self._blocks and self._blocks[-1].used + size <= BLOCK:
+            return self._blocks[-1]
+        if len(self._blocks) < self.most and not (self._blocks and self._blocks[0].is_read()):
+            block = _Block(staging(BLOCK, self._device))
+        else:
+            block = self._blocks.popleft()
+            block.empty()
+        self._blocks.append(block)
+        return block
+
+
+def _fill(staged: Tensor, parts: Sequence[tuple[int, Tensor]], first: int) -> None:
+    """Bytes `first` on of what is sent, as many as there is room for."""
+    end = first + len(staged)
+    for start, part in parts:
+        low, high = max(start, first), min(start + len(part), end)
+        if low < high:
+            staged[low - first : high - first].copy_(part[low - start : high - start])
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The mark of a device that has made a copy when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def queue_copy(there: Tensor, staged: Tensor) -> Mark:
+    """Queue a copy to a device after what its stream has queued. What comes back is the place after it."""
+    there.copy_(staged, non_blocking=True)
+    if there.device.type != "cuda":
+        return _Made()
+    made = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter sleeps, without the GIL
+    made.record(torch.cuda.current_stream(there.device))
+    return cast(Mark, made)
+
+
+large_by_device: dict[torch.device, LargeUploads] = {}  # of this process
+
+
+def _large(device: torch.device) -> LargeUploads:
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in large_by_device:
+        large_by_device[device] = LargeUploads(device, queue_copy, most_blocks(0))
+    return large_by_device[device]
+
+
+def expect(device: torch.device, largest: int) -> None:
+    """Uploads to this device, the largest of so many bytes, may be as far ahead of it as `ops/upload_room.py` says."""
+    _large(device).most = most_blocks(largest)

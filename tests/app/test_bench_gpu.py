@@ -27,6 +27,7 @@ from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_
 from app.bench.gpu.targets import TARGETS, judged
 from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
+from ops import uploads
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
@@ -347,6 +348,15 @@ def test_an_upload_waits_unless_it_is_pinned_and_does_not_block(monkeypatch: pyt
         there.fill_(2.0)
         assert torch.tensor([3.0, 4.0], device=STAND_IN).tolist() == [1.0, 1.0]
     assert (counter.uploads, counter.downloads, counter.waits) == (1, 1, 2)
+
+
+def test_a_large_upload_waits_when_all_memory_for_such_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "BLOCK", 64)
+    monkeypatch.setattr(uploads, "SMALL", 0)
+    with as_on_a_gpu(), DispatchCounter() as counter:
+        for copies, waits in ((4, 0), (8, 4), (12, 8)):  # through four blocks
+            uploads.upload([torch.ones(256, dtype=torch.uint8)], STAND_IN)
+            assert (counter.uploads, counter.waits) == (copies, waits)
 
 
 @pytest.mark.parametrize("model", [WAN_1_3B, HUNYUAN_13B], ids=lambda config: config.architecture)

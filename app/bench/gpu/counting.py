@@ -4,7 +4,8 @@ The model is on PyTorch's meta device, which stands for the GPU: it has shapes b
 nothing. A worker alone runs on it (`actors.worker.executor`): noise, layout, forward, losses, backward, the end of the
 cascade, and the end of the step. Every op on it would be at least one kernel. The host waits where a value is read,
 where it waits for the stream, and in each copy to the device that is not both from pinned memory and without blocking:
-CUDA copies pageable memory in the stream's order, and PyTorch waits for it.
+CUDA copies pageable memory in the stream's order, and PyTorch waits for it. It also waits where large uploads have
+taken all memory that they may: the stand-in has read it when somebody waits for it.
 """
 
 from __future__ import annotations
@@ -202,7 +203,22 @@ class _TensorCount(TorchFunctionMode):
 
 def is_pinned(source: Tensor) -> bool:
     """Whether it is what stands for pinned memory, which PyTorch makes only beside a GPU."""
-    return source in _PINNED
+    return source in _PINNED or (source._base is not None and source._base in _PINNED)
+
+
+class _LateCopy:
+    """Where a copy from a block of pinned memory has been made: the device has come there when the host waits."""
+
+    def __init__(self, there: Tensor) -> None:
+        self._there, self._made = there.view(-1)[:1], False
+
+    def query(self) -> bool:
+        return self._made
+
+    def synchronize(self) -> None:
+        if not self._made:
+            self._there.item()  # which is counted as the wait that it stands for
+        self._made = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,12 +429,19 @@ def as_on_a_gpu() -> Iterator[None]:
         _PINNED[memory] = True
         return memory
 
+    def copied(there: Tensor, staged: Tensor) -> uploads.Mark:
+        uploads_as_ever(there, staged)
+        return _LateCopy(there)
+
+    uploads_as_ever = uploads.queue_copy
     with (
         patch.object(varlen, "choose", lambda q, lengths, table: flash),
         patch.object(noise, "normal", drawn),
         patch.object(sync, "_BUCKET_CPU", sync._BUCKET_CUDA),
         patch.object(sync, "check_weight", lambda *weights: None),
         patch.object(uploads, "staging", pinned),
+        patch.object(uploads, "queue_copy", copied),
+        patch.dict(uploads.large_by_device, clear=True),
         patch.object(torch, "autocast", quiet),
         patch.object(torch, "is_autocast_enabled", lambda device_type=None: False),
         patch.object(torch, "get_autocast_dtype", lambda device_type: torch.bfloat16),
