@@ -212,6 +212,7 @@ class WorkerInfo:
     parameters: str = "replicated"  # where it would have them, "replicated" or "node"
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_encoders_gib: float = 0.0  # that encoders which are not made yet will take of it, for all of its workers
+    uploads_gib: float = 0.0  # of its node's memory that what it sends to its device may hold
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
@@ -419,6 +420,7 @@ class WorkerSettings:
     cached: tuple[Module, ...] = ()  # of whose results the cache has some: their encoders are made when one is missing
     # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
     least_gib: tuple[float, ...] = ()
+    largest_upload: int = 0  # bytes of the pixels that a VAE takes to its device at once; 0: not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

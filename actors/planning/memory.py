@@ -34,6 +34,7 @@ from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
 from ops.node_routes import peers
 from ops.shards import EDGE, STAGE, bytes_per_weight, held_elements, padding, shard_bounds
+from ops.upload_room import uploads_gib
 
 if TYPE_CHECKING:
     from ops.models.forecast import EncoderNeed, Precision
@@ -86,6 +87,7 @@ class MemoryForecast:
     per_node: int = 8  # workers that a node has room for: it is filled before the next one gets any
     vae_dtype: str = "float32"  # what the VAE computes in there
     host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
+    host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
 
@@ -238,6 +240,11 @@ def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:
     return [(one.frames, one.height, one.width) for one in BucketTable.buckets_of(data.tables, geometry)]
 
 
+def largest_upload(clips: Sequence[PixelShape]) -> int:
+    """Bytes of the pixels, uint8, that a VAE takes to its device at once, of clips of these shapes."""
+    return max((3 * math.prod(clip) * clips_at_once(*clip) for clip in clips), default=0)
+
+
 def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForecast:
     """What is known of a resolved model by counting its weights: no encoder, no need of a cascade."""
     import torch
@@ -325,6 +332,7 @@ class Forecasts:
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
             host_encoders_gib=encoders.host_gib,
+            host_uploads_gib=uploads_gib(largest_upload(self._clips)) if self._cuda else 0.0,
             needs=Needs(
                 predicted={**dit.predicted, **encoders.predicted},
                 text_rows=dict(dit.text_rows),

@@ -23,7 +23,7 @@ from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import Demand, forecast, sizes_of
+from actors.planning.memory import Demand, clips_of, forecast, largest_upload, sizes_of
 from actors.planning.options import assumption, profile_of, tell_updates
 from actors.planning.room import GenerationRoom
 from actors.pool.device import WorkersDevice, workers_device
@@ -106,6 +106,7 @@ def start_controller(
         # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
         cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
         least_gib=least_gib,
+        largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
     )
     pool = RayPool(run, settings, monitor, worker_class)
     shortage = Shortage(

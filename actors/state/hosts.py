@@ -32,11 +32,13 @@ class HostNeed:
     store: float  # of the object store, in /dev/shm: pieces of copies on their way
     parameters: float = 0.0  # that are once there for GPUs
     encoders: float = 0.0  # that are once there for all workers, and not loaded yet
+    uploads: float = 0.0  # pinned, of what all workers send to their GPUs
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
 
     @property
     def total(self) -> float:
-        return self.state + self.gradient + self.parameters + self.encoders + self.samples + self.copies + self.store
+        of_model = self.state + self.gradient + self.parameters + self.encoders + self.samples
+        return of_model + self.uploads + self.copies + self.store
 
     def describe(self) -> str:
         """The parts in words, for a person."""
@@ -47,6 +49,7 @@ class HostNeed:
             "weights": self.parameters,
             "encoders": self.encoders,
             "weights of a sample": self.samples,
+            "uploads": self.uploads,
             "object store": self.store,
         }
         return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib)
@@ -63,11 +66,12 @@ def host_need(
     node_gradient: bool,
     weights_gib: float = 0.0,
     encoders_gib: float = 0.0,
+    uploads_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
     """What a node with `here` of all workers needs, whose state in all is `state_gib`, at `bytes_per_weight`.
-    `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `samples_gib` is what one aside
-    takes (`aside_gib`)."""
+    `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `uploads_gib` may be held
+    by what each worker sends to its GPU, `samples_gib` is what one aside takes (`aside_gib`)."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,
@@ -76,6 +80,7 @@ def host_need(
         store=store_gib(state_gib, bytes_per_weight, snapshot, here=here, workers=workers, nodes=nodes),
         parameters=weights_gib,
         encoders=encoders_gib,
+        uploads=here * uploads_gib,
         samples=samples_gib,
     )
 
@@ -133,6 +138,7 @@ def needs_of_hosts(
             node_gradient=_shares_host_memory(here[0]),
             weights_gib=max(info.host_weights_gib for info in infos),
             encoders_gib=max(info.host_encoders_gib for info in here),
+            uploads_gib=max(info.uploads_gib for info in here),
             samples_gib=samples_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))

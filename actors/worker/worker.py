@@ -63,6 +63,8 @@ from ops.reach import door_at
 from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
 from ops.sync import trainable
+from ops.upload_room import uploads_gib
+from ops.uploads import expect
 from ops.waiting import Patience, patient
 
 log = logging.getLogger(__name__)
@@ -93,6 +95,8 @@ class Worker:
         self._door = door_at(node_address())
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)
+        if self.device.type == "cuda":
+            expect(self.device, settings.largest_upload)
         self.executor = self._load()
         self.heartbeat.on_device = self.executor.on_device
         self.encoding = self._encoding()
@@ -129,6 +133,7 @@ class Worker:
             host_encoders_gib=self._late.host,
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             lends=self._home.lends,
+            uploads_gib=uploads_gib(self.settings.largest_upload) if self.device.type == "cuda" else 0.0,
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,

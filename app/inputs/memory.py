@@ -137,6 +137,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         node_gradient=found.places.gradients == "host",
         weights_gib=found.host_weights_gib,
         encoders_gib=found.host_encoders_gib,
+        uploads_gib=found.host_uploads_gib,
         samples_gib=_aside_gib(config, found),
     )
 

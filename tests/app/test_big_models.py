@@ -12,11 +12,12 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import Forecasts, MemoryForecast
+from actors.planning.memory import Forecasts, MemoryForecast, largest_upload
 from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
 from app.settings.config import RunConfig
 from ops.geometry import PixelShape
+from ops.upload_room import uploads_gib
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SEVERAL = {"wan2.2-t2v-a14b-both-lora-80gb"}  # GPUs of the size that it names, for both transformers
@@ -49,6 +50,7 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
         state_bytes=16,
         vae_gib=0.46,
         host_encoders_gib=text,
+        host_uploads_gib=uploads_gib(largest_upload(clips)),
         needs=needs,
     )
 
@@ -82,9 +84,10 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
 
 
 def host_gib(shown: str) -> tuple[float, float]:
-    """GiB that states take of a node's host memory, and encoders."""
-    ((taken, encoders),) = re.findall(r"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+)", shown)
-    return float(taken) - float(encoders), float(encoders)
+    """GiB that states take of a node's host memory, and encoders; uploads take the rest."""
+    found = re.findall(r"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+), uploads ([\d.]+)", shown)
+    ((taken, encoders, sent),) = found
+    return float(taken) - float(encoders) - float(sent), float(encoders)
 
 
 def free_gib(shown: str) -> float:

@@ -66,6 +66,15 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
     assert re.search(r"host memory of a node [\d.]+ of 64 \(two versions of the optimizer", capsys.readouterr().out)
 
 
+def test_uploads_to_the_gpus_are_counted_by_the_largest_clip(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pinned blocks for two uploads of it, on both GPUs of the node; four blocks at least."""
+    for table, gib in (("[1x32x48]", 2 * 4 * 32 / 1024), ("[41x1024x1024]", 2 * 2 * 4 * 32 / 1024)):
+        plan(tmp_path, 64.0, *WIDE, "model.dit.ffn_dim=64", f"data.buckets.table={table}")
+        assert f", uploads {gib:.2f})" in capsys.readouterr().out
+
+
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(
         PlanError,

@@ -164,6 +164,13 @@ def test_weights_that_a_node_holds_for_its_gpus_are_named() -> None:
         refuse_short_hosts([(node, need, without.total + 1)])
 
 
+def test_pinned_memory_of_uploads_counts_for_each_worker_of_a_node() -> None:
+    infos = [replace(info(f"w{i}", "aab"[i], 700.0), uploads_gib=0.6875) for i in range(3)]
+    first, second = (need for _, need, _ in needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig()))
+    assert (first.uploads, second.uploads) == (1.375, 0.6875) and "uploads 1.38" in first.describe()
+    assert first.total == pytest.approx(replace(first, uploads=0.0).total + 1.375)
+
+
 def test_encoders_that_are_not_loaded_yet_count_once_for_all_workers_of_a_node() -> None:
     infos = [replace(info(f"w{i}", "ab"[i // 2], 2000.0), host_encoders_gib=10.6 if i < 2 else 0.0) for i in range(4)]
     needs = [need for _, need, _ in needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())]
