@@ -7,15 +7,15 @@ MiB, took 512, and one more such block for each clip that was queued. So large u
 
 from __future__ import annotations
 
-BLOCK = 32 << 20  # bytes of a block, a power of two; a copy of so much takes 0.6 ms of PCIe 5, its launch a hundredth
+BLOCK = 32 << 20  # bytes of a block, a power of two; to copy one takes 0.6 ms of PCIe 5, to launch that a hundredth
 SMALL = 4 << 20  # bytes up to which an upload is none of them
 _LEAST = 4  # blocks: rows and index tensors of some cascades
 _AHEAD = 2  # of the largest uploads: one that the device reads or comes to next, and a whole one after it
 
 
 def most_blocks(largest: int) -> int:
-    """Blocks that may be there for uploads of which the largest has so many bytes. One that is larger yet goes through
-    them in turns, as the device reads it.
+    """Blocks that there may be for uploads of at most `largest` bytes. A larger one goes through them in turns, as the
+    device reads it.
 
     >>> most_blocks(0), most_blocks(129 * 720 * 1280 * 3)
     (4, 22)
@@ -24,5 +24,5 @@ def most_blocks(largest: int) -> int:
 
 
 def uploads_gib(largest: int) -> float:
-    """GiB of host memory that a worker's large uploads may hold."""
+    """GiB of host memory that a worker's large uploads may hold. `largest` as `most_blocks`."""
     return most_blocks(largest) * BLOCK / 2**30

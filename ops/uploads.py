@@ -161,7 +161,7 @@ class LargeUploads:
         return there
 
     def _with_room(self, size: int) -> _Block:
-        """The block that was begun last, where it has so many bytes left, else an empty one."""
+        """The block that was begun last, where it has `size` bytes left, else an empty one."""
         if self._blocks and self._blocks[-1].used + size <= BLOCK:
             return self._blocks[-1]
         if len(self._blocks) < self.most and not (self._blocks and self._blocks[0].is_read()):
@@ -214,5 +214,5 @@ def _large(device: torch.device) -> LargeUploads:
 
 
 def expect(device: torch.device, largest: int) -> None:
-    """Uploads to this device, the largest of so many bytes, may be as far ahead of it as `ops/upload_room.py` says."""
+    """Uploads to this device, of at most `largest` bytes, may be as far ahead of it as `ops/upload_room.py` says."""
     _large(device).most = most_blocks(largest)
