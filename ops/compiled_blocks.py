@@ -4,7 +4,9 @@
 
 Fused ops are calls in the compiled code; attention, with the exchanges of a bag, stays outside of it, and cuts a block
 into pieces. Rows, text and sequences of a micro-batch are of any number in one code. What is compiled apart: one
-sequence and several, with a gradient and without. So compiling ends with the first cascades.
+sequence and several, with a gradient and without. So compiling ends with the first cascades: whether autocast
+remembers weights is part of what code is made for, and it never does here, so a pass that keeps attention takes the
+same code as one that does not.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import TypeVar, cast
 import torch
 
 from ops.attention.opaque import leave_opaque
+from ops.kept_attention import casting_anew
 from ops.packing import Layout
 
 R = TypeVar("R")
@@ -56,7 +59,8 @@ class CompiledBlocks:
         def call(*inputs: object) -> R:
             if not _settled.get():
                 _settle()
-            return cast(R, self._call(block, *inputs))
+            with casting_anew():
+                return cast(R, self._call(block, *inputs))
 
         return call
 

@@ -9,7 +9,7 @@ checkpointing: https://pytorch.org/blog/activation-checkpointing-techniques).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -35,17 +35,18 @@ def _policy(context: object, op: object, *args: object, **kwargs: object) -> Che
 
 
 _Contexts = tuple[AbstractContextManager[object], AbstractContextManager[object]]
+_NOTHING = nullcontext()
 _selective: Callable[[], _Contexts] = partial(create_selective_checkpoint_contexts, _policy)
 
 
 def keeping_attention() -> _Contexts:
     """What torch.utils.checkpoint takes as `context_fn`: (for the forward, for the recomputation)."""
     forward, again = _selective()
-    return _casting_anew(forward), _casting_anew(again)
+    return casting_anew(forward), casting_anew(again)
 
 
 @contextmanager
-def _casting_anew(inner: AbstractContextManager[object]) -> Iterator[None]:
+def casting_anew(inner: AbstractContextManager[object] = _NOTHING) -> Iterator[None]:
     """Without autocast's memory of weights it has cast. Operators of both passes are matched by their number, and a
     block that runs twice in a forward would find its weights cast, but not in the backward."""
     before = torch.is_autocast_cache_enabled()
