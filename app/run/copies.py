@@ -15,10 +15,10 @@ _OWN = ("run_id", WANDB_ID, MLFLOW_ID)
 
 
 def keep_apart(folder: Path) -> str:
-    """Called before a run starts in its folder, which may not exist. A folder that was copied since its last start
-    loses the ids of the original, which is where it lay then and still has the same id; one that was moved keeps them.
-    Returns what to tell of it, or ""."""
-    if not folder.is_dir():
+    """Called before a run starts in its folder, which may not exist, or be empty and is left so. A folder that was
+    copied since its last start loses the ids of the original, which is where it lay then and still has the same id; one
+    that was moved keeps them. Returns what to tell of it, or ""."""
+    if not folder.is_dir() or not any(folder.iterdir()):
         return ""
     place, said = folder / PLACE, ""
     original = Path(place.read_text(encoding="utf-8").rstrip("\n")) if place.is_file() else folder

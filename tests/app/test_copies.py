@@ -12,6 +12,7 @@ from app.run.copies import keep_apart
 
 def started(folder: Path) -> str:
     folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").touch()
     keep_apart(folder)
     (folder / WANDB_ID).write_text("page")
     return run_id(folder)
@@ -37,6 +38,9 @@ def test_a_moved_folder_and_one_that_is_named_otherwise_stay_the_run_that_they_w
 
 
 def test_a_folder_of_an_earlier_version_and_one_that_is_not_there_are_left_as_they_are(tmp_path: Path) -> None:
-    assert keep_apart(tmp_path / "new") == "" and not (tmp_path / "new").exists()
+    new, empty = tmp_path / "new", tmp_path / "empty"
+    assert keep_apart(new) == "" and not new.exists()
+    empty.mkdir()
+    assert keep_apart(empty) == "" and not any(empty.iterdir()), "a start refuses a folder that holds something"
     ours = run_id(tmp_path)
     assert keep_apart(tmp_path) == "" and run_id(tmp_path) == ours
