@@ -36,6 +36,7 @@ class Succession:
     def __init__(self, folder: Path, token: str) -> None:
         self._path = folder.parent / f".{folder.name}.successor"
         self._mine = Asked(token=token, host=socket.gethostname(), pid=os.getpid())
+        self._asked = False
         self._end = threading.Event()
 
     def ask(self) -> None:
@@ -44,13 +45,15 @@ class Succession:
         try:
             part.write_text(json.dumps(asdict(self._mine)), encoding="utf-8")
             part.replace(self._path)
+            self._asked = True
         except OSError as error:  # a full disk: the other one ends when Ray notices
             log.warning("the controller before this one cannot be asked to end: %s", error)
 
     def heed(self, end: Callable[[], None], look_s: float = LOOK_S) -> None:
-        """From now on `end` this controller, from a thread, when the next one asks."""
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)  # what this one, or one that was killed since, has asked
+        """From now on `end` this controller, from a thread, when the next one asks, or has while this one waited."""
+        if not self._asked or self._read() == self._mine:
+            with suppress(OSError):
+                self._path.unlink(missing_ok=True)  # what this one, or one that was killed since, has asked
         threading.Thread(target=self._look, args=(end, look_s), name="succession", daemon=True).start()
 
     def close(self) -> None:
