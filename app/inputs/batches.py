@@ -125,7 +125,8 @@ def is_open(limits: BatchConfig) -> bool:
 def with_limits_of(config: RunConfig, folder: Path) -> RunConfig:
     """A resumed run's config: where it says `auto`, the numbers that the run has found."""
     kept = folder / "config.yaml"
-    if not kept.is_file() or not any(is_open(limits) for limits in batch_limits(config).values()):
+    named = {"data.batch": config.data.batch, **batch_limits(config)}  # those of the run are compared in any case
+    if not kept.is_file() or not any(map(is_open, named.values())):
         return config
     before = RunConfig.load(kept).data
     batch = _taken_up(config.data.batch, before.batch)

@@ -152,6 +152,8 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
         return bool(change.old) != bool(change.new)
     if change.key == "model.dit.lora_from":  # what came of the file is in the state, and no file is read into that
         return not change.old
+    if change.key.startswith("data.batch.") and _limited_nothing(old):
+        return False
     if change.key == "model.image":  # a section that may be absent is one value
         return not _same_encoder(change.old, change.new)
     match kind_of(change.key):
@@ -162,6 +164,11 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
         case "sources":
             return _without_places(change.old) != _without_places(change.new)
     return False
+
+
+def _limited_nothing(tree: SettingsTree) -> bool:
+    """Whether `data.batch` is auto and was given no numbers: then every segment had limits of its own."""
+    return bool(_value(tree, "data", "batch", "auto")) and not _value(tree, "data", "batch", "compute")
 
 
 def _ignored(change: Change, old: SettingsTree, new: SettingsTree) -> bool:

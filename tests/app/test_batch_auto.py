@@ -17,6 +17,8 @@ from app.inputs.account import print_buckets
 from app.inputs.batches import batch_limits, is_open, with_limits, with_limits_of
 from app.run import launch
 from app.settings.config import RunConfig
+from app.settings.resume import check_resume
+from app.settings.run_folder import prepare_run_dir, save_config
 from data.config import BatchConfig
 from data.types import Bucket
 from ops.geometry import Geometry
@@ -88,6 +90,23 @@ def test_a_resume_with_one_more_segment_takes_the_numbers_of_each_by_its_buckets
     new, *known = later.data.segments
     assert [one.batch for one in known] == [first.batch, last.batch]
     assert new.batch is not None and is_open(new.batch), "nothing was found for its buckets"
+
+
+def test_limits_of_the_run_that_no_segment_has_are_no_reason_to_refuse_a_resume(tmp_path: Path) -> None:
+    """An earlier version gave numbers to them, too; and a later segment without limits of its own gets them some."""
+    where, auto = f"run.dir={tmp_path}", "data.batch.auto=true"
+    fixed = "batch: {memory_tokens: 9000}"
+    text = f"data: {{segments: [{{until_step: 5, {fixed}}}, {{until_step: 0, {fixed}}}]}}\n"
+    own = load(tmp_path, text, where, auto)
+    numbers = ("data.batch.compute=5000.0", "data.batch.exponent=1.3")
+    made = prepare_run_dir(load(tmp_path, text, where, auto, *numbers))
+    (made / "metrics.jsonl").write_text('{"step": 9}\n')
+    resumed = with_limits_of(own, made)
+    assert resumed.data.batch.compute == 5000.0 and check_resume(resumed) == []
+
+    save_config(own, made)
+    more = load(tmp_path, text.replace(f"0, {fixed}", "0"), where, auto, *numbers)
+    assert {change.key for change in check_resume(more)} >= {"data.batch.compute", "data.segments"}
 
 
 def test_limits_of_the_run_are_for_the_buckets_of_the_segments_that_have_them(tmp_path: Path) -> None:
