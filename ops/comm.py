@@ -270,6 +270,8 @@ class Group:
         same place among their collectives. A host does not wait for its device, only for the other hosts.
 
         Raises Cancelled, GroupError, or TimeoutError, which names who has not come. Not of a group that was wrapped.
+        A store whose process is frozen, not dead, holds it beyond all three, as a look at it has no limit in PyTorch
+        2.13: that process is the controller's, with which Ray ends the workers.
         """
         if self.size == 1:
             return [list(numbers)]
