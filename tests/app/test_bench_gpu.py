@@ -27,13 +27,14 @@ from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_
 from app.bench.gpu.targets import TARGETS, judged
 from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
-from ops import uploads
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
 from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
 from ops.train_pass import packed_loss
+from ops.upload_room import BLOCK
+from ops.uploads import upload
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(device=torch.device("cpu"), rehearse=False)
@@ -331,7 +332,7 @@ def test_an_upload_waits_unless_it_is_pinned_and_does_not_block(monkeypatch: pyt
     pinned = torch.ones(4)
     monkeypatch.setattr(counting, "is_pinned", lambda source: source is pinned)
     there = torch.empty(4, device=STAND_IN)
-    for upload, waits in (
+    for copy, waits in (
         (lambda: pinned.to(STAND_IN, non_blocking=True), 0),
         (lambda: there.copy_(pinned, non_blocking=True), 0),
         (lambda: pinned.to(STAND_IN), 1),
@@ -341,7 +342,7 @@ def test_an_upload_waits_unless_it_is_pinned_and_does_not_block(monkeypatch: pyt
         (lambda: there[torch.tensor([0, 3])], 1),
     ):
         with DispatchCounter() as counter:
-            upload()
+            copy()
         assert (counter.uploads, counter.waits) == (1, waits)
     with DispatchCounter() as counter:
         there * torch.tensor(2.0)  # one number of the host goes with the launch
@@ -350,12 +351,11 @@ def test_an_upload_waits_unless_it_is_pinned_and_does_not_block(monkeypatch: pyt
     assert (counter.uploads, counter.downloads, counter.waits) == (1, 1, 2)
 
 
-def test_a_large_upload_waits_when_all_memory_for_such_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "BLOCK", 64)
-    monkeypatch.setattr(uploads, "SMALL", 0)
+def test_a_large_upload_waits_when_all_memory_for_such_is_under_way() -> None:
+    large = torch.ones(4 * BLOCK, dtype=torch.uint8)
     with as_on_a_gpu(), DispatchCounter() as counter:
         for copies, waits in ((4, 0), (8, 4), (12, 8)):  # through four blocks
-            uploads.upload([torch.ones(256, dtype=torch.uint8)], STAND_IN)
+            upload([large], STAND_IN)
             assert (counter.uploads, counter.waits) == (copies, waits)
 
 

@@ -109,7 +109,7 @@ def test_what_was_asked_before_this_controller_began_is_not_meant_for_it(tmp_pat
 
 
 def test_one_that_was_given_up_while_it_waited_ends_for_the_one_after_it(tmp_path: Path) -> None:
-    """Of three: the first holds the folder, the second asks and its host is cut off too, the third asks once."""
+    """Three of them: the first holds the folder, the second asks and its host is cut off too, the third asks once."""
     with closing(Succession(tmp_path / "run", "ours")) as second:
         second.ask()
         asked_from_elsewhere(tmp_path / "run", "ours", 3)
