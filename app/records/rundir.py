@@ -16,7 +16,7 @@ from actors.records.lines import RecordError
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
-from app.records.tails import JsonObject, num_lines, offset_of_newest
+from app.records.tails import JsonObject, next_line, num_lines, offset_of_newest
 from ops.typed import ConfigError
 
 R = TypeVar("R")
@@ -158,14 +158,15 @@ def _count(path: Path) -> int:
 def numbered_lines(
     path: Path, text_of: Callable[[str], str] = _whole, start: int = 0
 ) -> Iterator[tuple[int, JsonObject]]:
-    """Objects of a JSON-lines file with the number of each line, from 1; those from byte `start` on, where a line
-    begins.
+    """Objects of a JSON-lines file with the number of each line, from 1; those that begin at byte `start` or later.
+    (A live run may have moved another file to this place since `start` was found.)
 
     A torn last line (the writer died) is left out; a torn line before it raises ConfigError.
     """
     if not path.is_file():
         return
     torn: ConfigError | None = None
+    start = next_line(path, start)
     with path.open(encoding="utf-8") as file:
         file.seek(start)
         for number, line in enumerate(file, start=1 + (num_lines(path, start) if start else 0)):

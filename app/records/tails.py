@@ -75,6 +75,16 @@ def offset_of_newest(path: Path, lines: int) -> int:
     return 0
 
 
+def next_line(path: Path, start: int) -> int:
+    """Where the first line of a file begins that begins at byte `start` or later."""
+    if start == 0:
+        return 0
+    with path.open("rb") as file:
+        file.seek(start - 1)
+        file.readline()
+        return file.tell()
+
+
 def num_lines(path: Path, end: int | None = None) -> int:
     """Line breaks of a file, or of what stands before `end`."""
     found, left = 0, math.inf if end is None else end

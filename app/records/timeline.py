@@ -1,8 +1,8 @@
 """timeline.jsonl -> timeline.json, a trace for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 One group of lanes per worker: what it did ("measured") above what the plan foresaw ("planned"), and one group with the
-steps and the events of the run (joins, losses, recoveries). It has the newest steps, or those that are asked for, as
-far as a browser opens them: the timeline of a large run has five times as much.
+steps and the events of the run (joins, losses, recoveries). It has the newest steps, or those that are asked for, up to
+a size that a browser can be asked to open: the timeline of a large run has five times as much.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ COLOURS = {
 }
 
 
-MOST_SPANS = 100_000  # of a trace: 80 MB as JSON, which ui.perfetto.dev opens in seconds
+MOST_SPANS = 100_000  # of a trace: some 80 MB as JSON; not tried how much more a browser would open
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,16 @@ def test_what_is_not_shown_is_not_parsed(tmp_path: Path) -> None:
         list(run.newest_spans(5)[0])
 
 
+def test_a_timeline_that_is_moved_while_it_is_read_is_still_read_by_whole_lines(tmp_path: Path) -> None:
+    """The run goes on: what was the newest file is the older one now, in which another byte begins a line."""
+    run = long_timeline(tmp_path)
+    newest, _ = run.newest_spans(210)
+    lines = (tmp_path / TIMELINE).read_text().splitlines(keepends=True)
+    (tmp_path / OLDER_TIMELINE).write_text(lines[0].replace(" ", "", 1) + "".join(lines[1:]))
+    (tmp_path / TIMELINE).write_text("")
+    assert {span.step for span in newest} == {38, 39}
+
+
 def test_steps_are_shown_that_are_asked_for(tmp_path: Path) -> None:
     run = long_timeline(tmp_path)
     written = write_timeline(run, StepRange.parse("5-7"))
