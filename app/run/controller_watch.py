@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from actors.refs import RayNode
@@ -45,7 +46,7 @@ class ControllerWatch:
             return
         there = [node["Alive"] for node in self._nodes() if node["NodeManagerHostname"] == self._seen.host]
         if there and not any(there):
-            self._once(f"{self._seen.host} {self._seen.pid}", lambda: _lost(self._seen))
+            self._once(f"{self._seen.host} {self._seen.pid}", partial(_lost, self._seen.host))
 
     def _once(self, what: str, words: Callable[[], str]) -> None:
         if what not in self._told:
@@ -62,9 +63,8 @@ def _not_started(seconds: float, nodes: Sequence[RayNode]) -> str:
     )
 
 
-def _lost(stamp: Stamp | None) -> str:
-    assert stamp is not None
+def _lost(host: str) -> str:
     return (
-        f"{stamp.host}, where the controller runs, does not answer Ray any more. Another controller goes on elsewhere, "
-        f"once that one has let go of the run's folder: within some two minutes."
+        f"{host}, where the controller runs, does not answer Ray any more. Another controller goes on elsewhere, once "
+        f"that one has let go of the run's folder."
     )

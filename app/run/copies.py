@@ -25,7 +25,7 @@ def keep_apart(folder: Path) -> str:
     if not _is_same(original, folder) and (run := _id(folder)) and run == _id(original):
         for name in _OWN:
             (folder / name).unlink(missing_ok=True)
-        said = f"{folder} is a copy of {original}: it goes on from there as a run of its own"
+        said = f"{folder} is a copy of {original}: from here on it is a run of its own"
     place.write_text(f"{folder.resolve()}\n", encoding="utf-8")
     return said
 
