@@ -18,6 +18,7 @@ from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
+from ops.counted import first_of
 from ops.models.config import ModelConfig
 from ops.reach import DoorAddress
 from ops.sending import sent_often
@@ -432,9 +433,6 @@ class NodeDoor:
     address: DoorAddress | None  # None: nobody knows
 
 
-_NAMED = 4  # nodes in a sentence
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesApart:
     """A node that does not reach others, although all of them answer the controller."""
@@ -446,9 +444,7 @@ class NodesApart:
     def describe(self) -> str:
         """The words for a person, as a sentence without its full stop."""
         named = [f"{door.host} ({door.address[0]})" if door.address else door.host for door in self.others]
-        more = [f"{len(named) - _NAMED} others"] if len(named) > _NAMED + 1 else []
-        names = ", ".join([*named[:_NAMED], *more] if more else named)
-        return f"{self.host} does not reach {names} over the network, although all of them answer this run"
+        return f"{self.host} does not reach {first_of(named)} over the network, although all of them answer this run"
 
 
 class OutOfReach(RuntimeError):

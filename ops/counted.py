@@ -1,6 +1,8 @@
-"""A number with its noun, as people read it."""
+"""A number with its noun, and the first of many names, as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 def counted(number: int, noun: str) -> str:
@@ -11,3 +13,9 @@ def counted(number: int, noun: str) -> str:
 def noun_of(number: int, noun: str) -> str:
     """The noun alone, for a place where the number stands above it: 'step', 'steps'."""
     return noun + "s" * (number != 1)
+
+
+def first_of(names: Sequence[str], most: int = 4) -> str:
+    """'a, b', and of more than `most` names 'a, b, c, d and 60 more'."""
+    listed = ", ".join(names[:most])
+    return f"{listed} and {len(names) - most:,} more" if len(names) > most else listed

@@ -70,9 +70,8 @@ from actors.pool.membership_types import (
     View,
     Wait,
 )
-from ops.counted import counted
+from ops.counted import counted, first_of
 
-_MOST_NAMED = 4
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
 
 
@@ -517,5 +516,4 @@ def _infos_of(members: Sequence[Member]) -> tuple[WorkerInfo, ...]:
 
 def _named(workers: Sequence[int]) -> str:
     """The first of them by name, as people know them."""
-    listed = ", ".join(f"w{worker}" for worker in workers[:_MOST_NAMED])
-    return listed + (f" and {len(workers) - _MOST_NAMED} more" if len(workers) > _MOST_NAMED else "")
+    return first_of([f"w{worker}" for worker in workers])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, dataclass_transform
 
 from actors.records.lines import line_of, record_of
-from ops.counted import counted
+from ops.counted import counted, first_of
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -246,10 +246,7 @@ class ClusterSeen(RunEvent, event="cluster"):
         alike: dict[str, list[str]] = {}
         for host, words in self.nodes.items():
             alike.setdefault(words, []).append(host)
-        listed = "; ".join(
-            f"{', '.join(hosts[:4])}{f' and {len(hosts) - 4} more' if len(hosts) > 4 else ''}: {words}"
-            for words, hosts in alike.items()
-        )
+        listed = "; ".join(f"{first_of(hosts)}: {words}" for words, hosts in alike.items())
         set_of = ", ".join(f"{name} {value or 'not set'}" for name, value in self.nccl.items())
         return f"cluster{' (workers.cluster)' if self.from_file else ''}: {listed}{f'; {set_of}' if set_of else ''}"
 
@@ -388,13 +385,12 @@ class BatchesResized(RunEvent, event="batches"):
     applied: bool
 
     def describe(self) -> str:
-        listed = ", ".join(f"{bucket} {before} -> {now}" for bucket, (before, now) in list(self.sizes.items())[:6])
-        more = f" and {len(self.sizes) - 6} more" if len(self.sizes) > 6 else ""
+        listed = first_of([f"{bucket} {before} -> {now}" for bucket, (before, now) in self.sizes.items()], most=6)
         what = f"batch sizes from step {self.from_step} on" if self.applied else "better batch sizes would be"
         target = (
             f"{self.target_s:g} s a batch" if self.target_s else "as long as one clip of the longest bucket or launches"
         )
-        return f"{what}: {listed}{more} (measured costs, {target})"
+        return f"{what}: {listed} (measured costs, {target})"
 
 
 class DeviceAssumed(RunEvent, event="device_assumed"):

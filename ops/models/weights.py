@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ops.counted import first_of
 from ops.models.config import ModelConfig
 from ops.models.files import STEM, index_name, weight_files
 from ops.models.folders import component
@@ -108,12 +109,11 @@ def read_state(folder: Path) -> dict[str, Tensor]:
 def check_state(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], where: str) -> None:
     """Raises ValueError, one sentence, for the first kind of difference: missing, unexpected, shape, dtype."""
     missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    of_config = "Is it the transformer of this config?"
     if missing:
-        raise ValueError(f"{where} lacks {_some(missing)}, which the model has. Is it the transformer of this config?")
+        raise ValueError(f"{where} lacks {first_of(missing, most=3)}, which the model has. {of_config}")
     if unexpected:
-        raise ValueError(
-            f"{where} holds {_some(unexpected)}, which the model does not have. Is it the transformer of this config?"
-        )
+        raise ValueError(f"{where} holds {first_of(unexpected, most=3)}, which the model does not have. {of_config}")
     for name, tensor in expected.items():
         if found[name].shape != tensor.shape:
             raise ValueError(
@@ -195,11 +195,6 @@ def _shards(state: Mapping[str, Tensor], limit: int) -> list[dict[str, Tensor]]:
         shards[-1][name] = tensor.detach().cpu().contiguous()
         size += tensor.nbytes
     return shards
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
 def _dtype(tensor: Tensor) -> str:
