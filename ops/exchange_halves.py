@@ -26,20 +26,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ops.comm import Group
+from ops.halving import fills_halves, halves_of
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.packing import Exchange
 from ops.waiting import PendingCollective
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [N, h, d] -> [N, h, d]
-
-# What a half has at least, in rows and in scores (the squares of its sequences' lengths) of all its heads: tiles of 128
-# rows for all multiprocessors of a large GPU, and attention of some 0.1 ms, which hides more than two exchanges cost.
-_FILLS, _HIDES = 32_768, 2**27
-
-
-def halves_of(heads: int) -> tuple[slice, slice]:
-    """The halves of a rank's heads: the smaller one first, since its way there is not hidden."""
-    return slice(0, heads // 2), slice(heads // 2, heads)
 
 
 def worth_halving(exchange: Exchange, heads: int, group: Group) -> bool:
@@ -49,8 +41,7 @@ def worth_halving(exchange: Exchange, heads: int, group: Group) -> bool:
         return False
     if exchange.in_halves is not None:
         return exchange.in_halves
-    half = heads // 2
-    return group.on_device and sum(exchange.rows) * half >= _FILLS and exchange.scores * half >= _HIDES
+    return group.on_device and fills_halves(heads, sum(exchange.rows), exchange.scores)
 
 
 def attention_in_halves(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, group: Group, attend: Attend) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.flops import exchange_seconds, text_cost
+from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import device_speed
@@ -61,6 +62,7 @@ def profile_of(
         if model.dit.spatial_temporal:  # its form of costs, and bags of any size
             assumed = flop_profile(model, geometry, device, measured)
             profile.sliced, profile.num_heads = assumed.sliced, assumed.num_heads
+        profile.halved = HalvedHeads.of(model.dit, profile.device)
         profile.row_bytes = exchange_seconds(model.dit, 1.0)
         degrees = profile.candidate_degrees("dit")
     else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import typer
@@ -69,6 +69,7 @@ def ways_of(heads: int, degree: int) -> dict[str, float]:
 
 def priced(fit: Fit, load: Load, heads: int) -> Iterator[PricedWay]:
     """Ways for a clip at the load's degree."""
+    load = replace(load, exposed=1.0)  # what attention hides is taken off below
     terms = [c * x for c, x in zip(fit.coefficients, FORMS[fit.form].features(load, fit.exponent), strict=True)]
     parts = dict(zip(FORMS[fit.form].names, terms, strict=True))
     link, attention = parts["comm"] / load.exchanged, parts["alpha2"]

@@ -21,7 +21,9 @@ from actors.planning.observations import parts_of
 from ops.models.base.tiling import Tiling
 from ops.models.wan.config import WanConfig
 
-MODEL = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, gradient_checkpointing=True)
+MODEL = WanConfig(
+    num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, gradient_checkpointing=True, exchange="whole"
+)  # its bags hide no exchange
 TILING = Tiling(height=256, width=256, height_stride=192, width_stride=192)  # of its VAE
 NODES = (4, 4)
 SLOW_WORKER, SLOW_SPEED = 2, 0.6

@@ -78,8 +78,9 @@ class CostForm:
 
 
 def _arachne(load: Load, exponent: float) -> tuple[float, ...]:
-    """Arachne Eq. 9: (alpha1 B S + alpha2 B S^2) / k + V_comm / BW(k), plus a launch constant."""
-    return 1.0, load.batch * load.rows, load.batch * load.pairs, load.sent
+    """Arachne Eq. 9: (alpha1 B S + alpha2 B S^2) / k + V_comm / BW(k), plus a launch constant. V_comm as far
+    as no attention hides it."""
+    return 1.0, load.batch * load.rows, load.batch * load.pairs, load.sent * load.exposed
 
 
 def _arachne_calls(load: Load, exponent: float) -> tuple[float, ...]:

@@ -19,6 +19,7 @@ from actors.plan.costs.exchange import CallLatency, ExchangePoint
 from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
 from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.forms import FORMS_OF, JOINT, Load, TextCost
+from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import Handoff, HandoffEstimate, HandoffPoint
 from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Needs
@@ -75,6 +76,7 @@ class KnownCosts:
     num_heads: int | None = None
     tiling: Tiling = field(default_factory=Tiling)  # of the VAE
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
+    halved: HalvedHeads | None = None  # of a DiT whose bags deal out heads; None: unknown, they travel whole
     text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
@@ -115,7 +117,8 @@ class KnownCosts:
             self._calls = CallLatency.of(self.exchanges)
         sent = exchanged(self.num_heads, degree) if self.num_heads else 1.0
         call_s = self._calls.seconds(degree) if self._calls is not None else 0.0
-        return replace(load, exchanged=sent, call_s=call_s, by_ulysses=True)
+        exposed = self.halved.exposed(load) if self.halved is not None else 1.0
+        return replace(load, exchanged=sent, exposed=exposed, call_s=call_s, by_ulysses=True)
 
     def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
         tokens = self.tokens(frames, height, width)

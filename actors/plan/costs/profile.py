@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
+from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs
 from actors.plan.costs.point import LivePoint, PartShape, PointKey
@@ -79,6 +80,7 @@ class Profile(CascadePrices):
             num_heads=heads,
             row_bytes=exchange_seconds(dit, 1.0),
             sliced=SlicedBlocks.of(dit, fits["dit"]),
+            halved=HalvedHeads.of(dit, device),
             text_cost=text_cost(dit),
             degrees={"text": (1,), "vae": (1,), "dit": tuple(degrees) or dit.degrees(max_degree)},
             geometry=geometry or Geometry(patch=dit.patch),
