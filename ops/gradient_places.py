@@ -26,12 +26,13 @@ GradientsOf = Callable[[Sequence[nn.Parameter], Sequence[Slot], torch.dtype], Gr
 _SUM_ELEMENTS = 1 << 21  # of the gradient, whose sum starts together: enough to fill a link, few enough to start early
 
 
-def gradients_in(memory: GradientMemory, sum_elements: int | None = None) -> GradientsOf:
-    """What makes them. `sum_elements` of own gradients are summed together; None: the usual number."""
+def gradients_in(memory: GradientMemory, sum_elements: int | None = None, gathers: bool | None = None) -> GradientsOf:
+    """What makes them. `sum_elements` of own gradients are summed together; None: the usual number. `gathers`: as
+    `OwnGradients`."""
 
     def made(parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> Gradients:
         if memory == "own":
-            return OwnGradients(parameters, layout, dtype, sum_elements or _SUM_ELEMENTS)
+            return OwnGradients(parameters, layout, dtype, sum_elements or _SUM_ELEMENTS, gathers=gathers)
         return NodeGradients(parameters, layout, _sums(memory, layout[-1].hi, dtype, parameters[0]))
 
     return made

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm import Group
+from ops.gathered_gradients import GatheredGradients
 from ops.shards import Bounds, Slot, padding
 from ops.waiting import PendingCollective
 
@@ -60,9 +61,9 @@ def cut_buckets(layout: Sequence[Slot], elements: int) -> list[ReduceBucket]:
 class OwnGradients:
     """The `Gradients` of a worker that has a whole gradient of its own.
 
-    Parameters of its precision have parts of it as `.grad`; what backward leaves of lower precision is added to it.
-    After `finish` the own range of the bounds is the sum over the group. A backward pass calls `received` while its
-    caller waits for it.
+    On a CPU parameters of its precision have parts of it as `.grad`; all else that backward leaves is added to it, on a
+    device small gradients together. After `finish` the own range of the bounds is the sum over the group. A backward
+    pass calls `received` while its caller waits for it.
     """
 
     place = "memory of each worker"
@@ -77,12 +78,16 @@ class OwnGradients:
         sum_elements: int,
         *,
         ahead_bytes: int = _AHEAD_BYTES,
+        gathers: bool | None = None,
     ) -> None:
         """`sum_elements` of the gradient are summed together on the CPU; a sum starts while the parts of those before
-        it that are not added yet take less than `ahead_bytes`."""
+        it that are not added yet take less than `ahead_bytes`. `gathers`: small gradients are added together (None: on
+        a device, whose host has other things to do)."""
         self._parameters, self._layout, self._dtype, self._sum_elements = parameters, layout, dtype, sum_elements
         self._ahead_bytes = ahead_bytes
-        self._in_place = parameters[0].dtype == dtype  # backward adds by itself
+        gathers = parameters[0].device.type != "cpu" if gathers is None else gathers
+        self._gathered = GatheredGradients([slot.name for slot in layout], self._count) if gathers else None
+        self._in_place = parameters[0].dtype == dtype and not gathers  # backward adds by itself
         self._allocate()
         self._cut(Group.solo(), [(0, layout[-1].hi)])
 
@@ -110,6 +115,8 @@ class OwnGradients:
     def begin_step(self) -> None:
         """Zero the gradient."""
         self.flat.zero_()
+        if self._gathered is not None:
+            self._gathered.drop()
         if self._in_place:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 if parameter.device == view.device:  # others come by `add`
@@ -117,17 +124,21 @@ class OwnGradients:
 
     def received(self, index: int) -> None:
         """Add what lies beside the sum. Raises RuntimeError after the sum of the bucket has begun."""
-        if not self._in_place:
-            parameter = self._parameters[index]
-            assert parameter.grad is not None, "backward has just made it"
-            self._views[index].add_(parameter.grad)
-            parameter.grad = None
-        self._count(index)
+        if self._in_place:
+            self._count(index)
+            return
+        parameter = self._parameters[index]
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None, "backward has just made it"
+        self.add(index, gradient)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """As `Gradients.add`. Raises RuntimeError after the sum of the bucket has begun."""
-        self._views[index].add_(gradient)
-        self._count(index)
+        if self._gathered is not None and self._gathered.takes(gradient):
+            self._gathered.take(index, gradient, self._flat_views)
+        else:
+            self._views[index].add_(gradient)
+            self._count(index)
 
     def watch(self) -> None:
         """Start buckets of the sum inside the next backward, as they become final."""
@@ -201,5 +212,6 @@ class OwnGradients:
         # its memory under a tensor's own name: torch.compile gives sizes of a base to a gradient that is a view, and
         # guards on them that no input of the code has
         self._views = [self.flat[slot.lo : slot.hi].view(slot.shape).data for slot in self._layout]
+        self._flat_views = [self.flat[slot.lo : slot.hi] for slot in self._layout]
         for parameter in self._parameters:
             parameter.grad = None

@@ -178,7 +178,13 @@ def pass_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
         slice_by(dit, WHOLE)
-        sync = FlatSync(dit, OptimizerConfig(), 1, parameters=_FetchedParameters if fetched else "replicated")
+        sync = FlatSync(
+            dit,
+            OptimizerConfig(),
+            1,
+            gradients=gradients_in("own", gathers=precision.cuda),
+            parameters=_FetchedParameters if fetched else "replicated",
+        )
         if fetched:
             sync.form(Group.solo(), None)
         sync.begin_step()

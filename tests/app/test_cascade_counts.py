@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from app.bench.gpu.counting import counted_bag, counted_step
+import pytest
+import torch
+
+from app.bench.gpu.counting import STAND_IN, counted_bag, counted_step
+from app.bench.gpu.models import build
 from ops.models.base.config import DiTConfig
 from tests.families.registry import VARIANTS
 
@@ -28,3 +32,13 @@ def test_a_cascade_of_a_bag_waits_for_nothing_either(config: DiTConfig) -> None:
     """Hosts tell each other how long their texts are, without their devices: before, each waited twice for its own."""
     for member in counted_bag(config):
         assert (member.uploads, member.downloads, member.waits) == (2, 0, 0)
+
+
+def test_gradients_of_a_block_reach_the_sum_by_few_launches() -> None:
+    """Small ones by three: a copy into one piece, its cast, an addition. Before, each by one of its own."""
+    config = VARIANTS["wan"]
+    more = counted_step(replace(config, num_layers=config.num_layers + 1)).cascade.kernels
+    block = more - counted_step(config).cascade.kernels
+    parameters = len(list(build(config, STAND_IN, torch.bfloat16).all_blocks()[0].parameters()))
+    assert parameters == 27
+    assert block <= 106 - (parameters - 3), "106 with an addition for each"

@@ -51,6 +51,7 @@ PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), Packed
 SMALL_PICTURE = PackedSequence((1, 16, 26), 512)  # 256 x 416
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
+_CHUNK, _CHUNKS, _TENSORS = 65_536, 320, 64
 _PATIENCE_S = 600.0  # of members of a bag, which do the same
 _PINNED = WeakIdKeyDictionary()
 MAKES = (torch.tensor, torch.as_tensor)  # their copy to a device is not dispatched
@@ -139,7 +140,7 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
         out = func(*args, **given)
         there = there or any(isinstance(t, Tensor) and t.device == STAND_IN for t in tree_leaves(out))
         if there and not func.is_view and not name.startswith(FREE):
-            self.kernels += 1
+            self.kernels += _launches(name, args)
         return out
 
     def launched(self) -> None:
@@ -178,6 +179,19 @@ class DispatchCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # Py
             "device to host": self.downloads,
             "synchronisations": self.waits,
         }
+
+
+def _launches(name: str, args: tuple[object, ...]) -> int:
+    """Kernels of one op: one, but of lists of tensors as many as ATen's `multi_tensor_apply` makes: each takes at most
+    64 tensors of either list, and 320 chunks of 65,536 elements. Lists of several dtypes go tensor by tensor."""
+    if not name.startswith("aten._foreach_"):
+        return 1
+    lists = [one for one in args if isinstance(one, list | tuple)]
+    tensors = [one for one in lists[0] if isinstance(one, Tensor)]
+    if len({one.dtype for one in tree_leaves(lists) if isinstance(one, Tensor)}) > 1:
+        return len(tensors)
+    chunks = sum(-(-one.numel() // _CHUNK) for one in tensors)
+    return max(-(-len(tensors) // _TENSORS), -(-chunks // _CHUNKS))
 
 
 class _TensorCount(TorchFunctionMode):
