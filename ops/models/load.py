@@ -102,7 +102,8 @@ def _stored_weights(path: str, experts: Sequence[DiTConfig]) -> Callable[[str], 
 
 def check_factors(config: DiTConfig) -> None:
     """Raises FileNotFoundError or ValueError, one sentence, unless the factors of `lora_from` are those of a resolved
-    config: their names, shapes and rank. Reads their file, which is small, and no weights."""
+    config: their names, shapes and rank, and not in its weights already. Reads their file, which is small, and no
+    weights."""
     from ops.models.experts import transformers
     from ops.models.lora import read_factors
 
@@ -111,6 +112,24 @@ def check_factors(config: DiTConfig) -> None:
     _check_files_of_experts(config)
     for one, expert in zip(config.experts, transformers(dit_skeleton(config)), strict=True):
         read_factors(expert, one)
+        _check_not_merged(one)
+
+
+def _check_not_merged(config: DiTConfig) -> None:
+    """Raises ValueError for factors out of the very export whose weights are trained: they would count twice."""
+    from ops.models.folders import component
+    from ops.models.lora import file_of_factors
+    from ops.models.recipe import EXPORTED
+
+    file = file_of_factors(config)
+    if config.path and (file.parent / EXPORTED).is_file():
+        folder = component(config.path, config.part)
+        if file.parent.resolve() in (folder.resolve(), folder.resolve().parent):
+            raise ValueError(
+                f"model.dit.lora_from {file} holds factors that the weights of model.dit.path {config.path} have in "
+                f"them, as heddle export merges them: they would count twice. Set model.dit.path to the weights that "
+                f"they were trained on, or leave lora_from out."
+            )
 
 
 def _begin_with_files(module: nn.Module, config: DiTConfig, dtype: torch.dtype) -> None:

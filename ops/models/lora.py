@@ -257,7 +257,7 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     """
     if not config.lora_from:
         return {}
-    file = _factor_file(Path(config.lora_from).expanduser(), config.expert_name)
+    file = file_of_factors(config)
     try:
         stored, declared = load_file(file), _declared_scale(file)
     except SafetensorError as error:
@@ -303,8 +303,10 @@ def factor_file(expert: str) -> str:
     return f"pytorch_lora_weights{'_' if expert else ''}{expert}.safetensors"
 
 
-def _factor_file(path: Path, expert: str) -> Path:
-    """The file itself, or in a folder that of the expert, or of a run of that expert alone."""
+def file_of_factors(config: DiTConfig) -> Path:
+    """`config.lora_from` itself, or in a folder that of the expert, or of a run of that expert alone. Raises
+    FileNotFoundError."""
+    path, expert = Path(config.lora_from or "").expanduser(), config.expert_name
     names = dict.fromkeys([factor_file(expert), factor_file("")])
     found = [path / name for name in names if (path / name).is_file()] or [path / factor_file(expert)]
     file = found[0] if path.is_dir() else path

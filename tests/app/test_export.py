@@ -35,7 +35,7 @@ from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.models.load import build_dit, build_text
+from ops.models.load import build_dit, build_text, check_factors
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
@@ -242,6 +242,22 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     factors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
     name = "blocks.0.attn1.to_q.lora_A.weight"
     assert torch.equal(factors[f"transformer.{name}"], module.state_dict()[name])
+
+
+def test_factors_go_on_from_an_export_on_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:
+    base, out = publish(tmp_path / "base"), tmp_path / "out"
+    config = pipeline_run(base, lora_rank=2, lora_alpha=4.0)
+    export.export(write_checkpoint(tmp_path / "run", config), out)
+    dit = replace(resolve(config.model)[0].dit, lora_from=str(out))
+    check_factors(dit)
+    begun = build_dit(dit, 0).state_dict()
+    found, exported = merged(begun, lora_scale(dit)), merged(trained(config, 2).state_dict(), lora_scale(dit))
+    torch.testing.assert_close(found, exported)
+    for weights in (out, out / "transformer"):  # have them merged already: they would count twice
+        with pytest.raises(ValueError, match=r"model\.dit\.lora_from \S+ holds factors that the weights of .* twice"):
+            check_factors(replace(dit, path=str(weights)))
+    with pytest.raises(ValueError, match="count twice"):
+        check_factors(replace(dit, path=str(out), lora_from=str(out / "pytorch_lora_weights.safetensors")))
 
 
 def test_hunyuan_transformer_is_compared_by_its_own_class(tmp_path: Path) -> None:
