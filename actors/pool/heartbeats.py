@@ -22,10 +22,11 @@ class Stall:
 
     def __str__(self) -> str:
         late, waiting = self.first_late, ", ".join(self.waiting) or "nobody"
+        verb = "wait" if len(self.waiting) > 1 else "waits"
         until = f", at most {late.limit_s:g} s" if late.limit_s else ""
         return (
             f"stall: {late.worker} has been in {late.activity!r} (phase {late.phase}, step {late.step}) for "
-            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} wait for it{until}"
+            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} {verb} for it{until}"
         )
 
 

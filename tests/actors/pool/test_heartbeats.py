@@ -64,7 +64,9 @@ def test_the_late_worker_is_the_one_the_others_wait_for() -> None:
     ]
     stall = Watch(CONFIG).look(report(100, *beats), ["w0", "w1", "w2"]).stall
     assert stall is not None and stall.first_late.worker == "w1" and stall.waiting == ("w0", "w2")
-    assert "dit of w1" in str(stall) and "planned 1.0 s" in str(stall)
+    assert "dit of w1" in str(stall) and str(stall).endswith("planned 1.0 s; w0, w2 wait for it")
+    assert str(replace(stall, waiting=())).endswith("nobody waits for it")
+    assert str(replace(stall, waiting=("w0",))).endswith("w0 waits for it")
 
 
 def test_among_waiting_workers_the_one_with_the_fewest_collectives_is_late() -> None:
