@@ -95,7 +95,11 @@ class Planner:
             self._profile.observe_handoff(num_bytes, seconds)
 
     def best_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> dict[Bucket, int]:
-        """Clips per batch of every bucket, by the costs known now. Raises ValueError where they say nothing."""
+        """Clips per batch of every bucket, by the costs known now. Raises ValueError where they say nothing, or are
+        still from FLOPs alone: a planner that was started again has lost what it had learned since the last
+        checkpoint."""
+        if not self._profile.points("dit")[0]:
+            raise ValueError("no cascade of the DiT has been measured since the planner was started")
         return best_sizes(self._profile, buckets, limits, room_gib)
 
     def learned(self) -> Profile:

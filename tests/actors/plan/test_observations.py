@@ -15,6 +15,8 @@ from actors.plan.costs.topology import CrossNode, Topology, cross_of
 from actors.plan.types import Cluster, places_in
 from actors.planning.actor import Planner
 from actors.planning.observations import Observation, learn, observations
+from data.config import BatchConfig
+from data.types import Bucket
 from ops.models.wan.config import WanConfig
 
 IMAGE, CLIP = (1, 64, 96), (17, 64, 96)
@@ -48,6 +50,18 @@ def test_waiting_that_is_learnt_as_work_is_gone() -> None:
     for _ in range(20):
         planner.observe([span(0, 20.0, wait_s=10.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
     assert profile.seconds("dit", 2, *CLIP, 2) == pytest.approx(20.0)
+
+
+def test_batches_are_not_sized_by_a_planner_that_has_measured_nothing() -> None:
+    """One that was started again between two checkpoints: by FLOPs alone sizes would go back to those before all
+    measurements."""
+    profile = Profile.from_flops(WanConfig(num_heads=4))
+    planner, bucket = Planner(profile, PlannerConfig()), Bucket(*CLIP)
+    limits = BatchConfig(target_s=40.0, memory_tokens=1e9)
+    with pytest.raises(ValueError, match="no cascade of the DiT has been measured"):
+        planner.best_sizes([bucket], limits, math.inf)
+    planner.observe([span(0, 20.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
+    assert planner.best_sizes([bucket], limits, math.inf)[bucket] >= 1
 
 
 def test_first_runs_and_half_bags_are_left_out() -> None:
