@@ -1,4 +1,8 @@
-"""Functions that torch.compile leaves as they are: attention and its exchanges, by lengths that the host knows."""
+"""Functions that torch.compile leaves as they are: attention and its exchanges, by lengths that the host knows.
+
+What they give goes into code again, which is made for how a tensor lies in memory, and of a view for what it is a view
+of. That differs by degree and by backend, so compiled code gets rows one after the other in a tensor of their own.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,9 @@ from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
+from ops.kernels.base.autograd import Context
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,4 +39,30 @@ def leave_opaque() -> None:
     """From now on. Not before: it imports the compiler, which takes a second."""
     for name, function in _functions.items():
         if name not in _left:
-            _left[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            _left[name] = torch.compiler.disable(_giving_rows(function))  # type: ignore[no-untyped-call]
+
+
+def _giving_rows(function: Callable[..., object]) -> Callable[..., object]:
+    """The function with a contiguous tensor, which is no view, as its result. Without a copy where it is one already,
+    as blocks make it one next."""
+
+    @wraps(function)
+    def call(*given: object, **named: object) -> object:
+        result = function(*given, **named)
+        assert isinstance(result, Tensor), f"{function} gives one tensor"
+        rows = result.contiguous()
+        return _Owned.apply(rows) if rows._is_view() else rows  # type: ignore[no-untyped-call]
+
+    return call
+
+
+class _Owned(torch.autograd.Function):
+    """The same memory, by a tensor that is no view of another."""
+
+    @staticmethod
+    def forward(ctx: Context, rows: Tensor) -> Tensor:
+        return rows.data
+
+    @staticmethod
+    def backward(ctx: Context, grad: Tensor) -> Tensor:
+        return grad

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from app.export.parity import parity_sample
+from ops.attention.opaque import leave_opaque, opaque
 from ops.comm import Group
 from ops.compiled_blocks import CompiledBlocks, check_compiler
 from ops.models.base.config import DiTConfig
@@ -138,6 +139,33 @@ def test_passes_that_keep_what_attention_gives_run_the_same_code(autocast: bool)
             assert torch.is_autocast_cache_enabled()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
+def test_code_behind_attention_is_one_however_its_result_lies_in_memory() -> None:
+    """As heads come back from a bag, from attention without one, and from one clip after the other."""
+
+    @opaque
+    def attended(x: Tensor, how: str) -> Tensor:
+        twice = 2 * x
+        ways = {
+            "own": twice,
+            "of several": torch.stack([twice, x]).unbind(0)[0],
+            "turned": twice.transpose(0, 1).contiguous().transpose(0, 1),
+            "a part": torch.cat([twice, x])[: len(x)],
+        }
+        return ways[how]
+
+    leave_opaque()
+    block = torch.compile(lambda x, how: attended(x + 1, how).flatten(1).sin(), dynamic=True, backend="aot_eager")
+    graphs = []
+    for rows, how in ((5, "own"), (7, "of several"), (4, "turned"), (6, "a part"), (3, "own")):
+        x = torch.randn(rows, 4, 8, requires_grad=True)
+        out = block(x, how)
+        out.sum().backward()
+        torch.testing.assert_close(out, (2 * (x + 1)).flatten(1).sin())
+        torch.testing.assert_close(x.grad, 2 * (2 * (x + 1)).cos())
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[-1] == 2, "before it and behind it"
 
 
 def test_attention_is_not_looked_into_and_fused_ops_are_calls() -> None:
