@@ -312,7 +312,8 @@ def file_of_factors(config: DiTConfig) -> Path:
     file = found[0] if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(
-            f"model.dit.lora_from {file} does not exist. Give the file of the factors, or its folder."
+            f"model.dit.lora_from {file} does not exist. Give the file of the factors, or its folder; or null for a "
+            f"--resume, whose checkpoint has what came of them."
         )
     return file
 
