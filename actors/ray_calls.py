@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -109,6 +110,25 @@ def object_store_gib(node_id: str) -> float | None:
 def resources(*, free: bool) -> dict[str, float]:
     """What the cluster offers, or of it what is unused now, by Ray's names: "CPU", "GPU"."""
     found: dict[str, float] = _ray.available_resources() if free else _ray.cluster_resources()
+    return found
+
+
+def free_outside(nodes: Sequence[str]) -> dict[str, float]:
+    """What is unused now on all nodes but these, which are named by their ids."""
+    if not nodes:
+        return resources(free=True)
+    found: Counter[str] = Counter()
+    for node, free in free_by_node().items():
+        found.update({} if node in nodes else free)
+    return dict(found)
+
+
+def free_by_node() -> Mapping[str, Mapping[str, float]]:
+    """What is unused now, by the ids of the nodes that live."""
+    from ray._private import state  # Ray's own sum over nodes is by this, too
+
+    untyped: Any = state
+    found: Mapping[str, Mapping[str, float]] = untyped.available_resources_per_node()
     return found
 
 

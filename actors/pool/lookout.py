@@ -26,7 +26,7 @@ from actors.pool.membership_types import (
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.workers import PoolNews, uses_gpu
-from actors.ray_calls import get, resources
+from actors.ray_calls import free_outside, get
 from actors.records.events import (
     MonitorRestarted,
     PoolResized,
@@ -70,6 +70,7 @@ class Lookout:
         self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
+        self.shunned: tuple[str, ...] = ()  # ids of nodes on which no worker is wanted
         self._doing: dict[str, Progress] = {}  # at the last look
         # What a restarted monitor must get.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
@@ -186,8 +187,8 @@ class Lookout:
         return [Resize(min=self._config.min, max=target)]
 
     def _room(self) -> int:
-        """How many more workers the cluster could start right now."""
-        free = resources(free=True)
+        """How many more workers the cluster could start right now, on nodes that are not shunned."""
+        free = free_outside(self.shunned)
         room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))

@@ -19,11 +19,14 @@ Words for parting, each for one thing in all rooms:
     remove      pool, monitor or keepers know it no more, its process is ended (Pool.remove, Monitor.remove)
     release     the data of a committed step may leave the memory (StepSource.release); never of workers
 
-Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; numbers of generations
-only grow; after a bounded number of generations in a row that finish no step, whatever ended them, the run fails; a
-worker that is gone never comes back under its number; late events about it are ignored; whenever enough workers that
-reach each other and have the memory to train together are ready and no survivor is still expected to answer, the next
-`observe` forms a generation of them.
+Workers whose nodes the others do not reach count for nothing: others are asked for in their place, on nodes within
+reach, and once these have come, those beyond are let go.
+
+Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; no more than `max` are
+kept; numbers of generations only grow; after a bounded number of generations in a row that finish no step, whatever
+ended them, the run fails; a worker that is gone never comes back under its number; late events about it are ignored;
+whenever enough workers that reach each other and have the memory to train together are ready and no survivor is still
+expected to answer, the next `observe` forms a generation of them.
 """
 
 from __future__ import annotations
@@ -134,6 +137,7 @@ class Membership:
             requested=self._requested,
             limits=self._limits,
             changed=changed,
+            shunned=self._apart_from({member.node for member in self._within_reach()}, also_tried=False),
         )
 
     # Events -----------------------------------------------------------------------------------------------------
@@ -312,14 +316,17 @@ class Membership:
         return ""
 
     def _shrink(self) -> None:
-        """Above max, the least useful go: first those still starting, last the oldest active ones."""
+        """Above max, the least useful go: first those beyond reach, then those still starting, last the oldest active
+        ones."""
         if len(self._members) <= self._limits.max:
             return
-        staying = [member for member in self._members.values() if not member.leaving]
+        staying = self._staying()
+        within = {member.worker for member in self._within_reach()}
         order = {"starting": 0, "ready": 1, "recovering": 2, "active": 3}
-        staying.sort(key=lambda member: (order[member.phase], -member.worker))
+        staying.sort(key=lambda member: (member.worker in within, order[member.phase], -member.worker))
         for member in staying[: max(0, len(staying) - self._limits.max)]:
-            self._update(member.worker, leaving=f"the pool holds at most {self._limits.max}")
+            why = "" if member.worker in within else ", and others have come in place of those beyond its reach"
+            self._update(member.worker, leaving=f"the pool holds at most {self._limits.max}{why}")
 
     def _drain(self) -> None:
         for member in [m for m in self._members.values() if m.leaving and m.phase != "active"]:
@@ -376,9 +383,16 @@ class Membership:
                 lost[other] -= sizes[worst]
         return [member for member in members if member.node not in out], first
 
-    def _apart_from(self, nodes: set[str]) -> tuple[str, ...]:
-        """Nodes that some of these do not reach."""
-        pairs = [pair for pair, apart in self._apart.items() if not apart.tried and pair & nodes]
+    def _staying(self) -> list[Member]:
+        return [member for member in self._members.values() if not member.leaving]
+
+    def _within_reach(self) -> list[Member]:
+        """The members that stay, without those that wait beyond the reach of the others."""
+        return self._reaching(self._staying())[0]
+
+    def _apart_from(self, nodes: set[str], also_tried: bool) -> tuple[str, ...]:
+        """Nodes that some of these do not reach. With `also_tried` those that may be tried again, too."""
+        pairs = [pair for pair, apart in self._apart.items() if pair & nodes and (also_tried or not apart.tried)]
         return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
 
     def _try_apart(self, now: float) -> None:
@@ -469,7 +483,7 @@ class Membership:
                 infos=infos,
                 reason=reason,
                 clean=clean,
-                apart=self._apart_from({member.node for member in members}),
+                apart=self._apart_from({member.node for member in members}, also_tried=True),
             )
         )
 
@@ -494,7 +508,7 @@ class Membership:
     def _request(self, now: float) -> None:
         if self._requested and now - self._requested_at >= self._limits.request_s:
             self._requested = 0  # they did not come; ask again
-        here = sum(not m.leaving for m in self._members.values()) + self._requested
+        here = len(self._within_reach()) + self._requested
         count = min(self._limits.max - here, max(self._limits.min - here, self._available))
         if count > 0:
             self._requested += count

@@ -122,7 +122,7 @@ class NodeDeath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
-    """The cluster could start this many further workers right now."""
+    """The cluster could start this many further workers right now, on nodes that are not shunned."""
 
     available: int
 
@@ -235,7 +235,7 @@ class Form:
     infos: tuple[WorkerInfo, ...]  # theirs, in the same order
     reason: str
     clean: bool
-    apart: tuple[str, ...] = ()  # nodes that some of these do not reach, in order
+    apart: tuple[str, ...] = ()  # nodes that some of these did not reach and have not trained with since, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,7 +265,8 @@ class Replacement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """Start this many workers. More than the cluster has free right now only as far as `min` needs them."""
+    """Start this many workers, on no node of `View.shunned`. More than the cluster has free right now only as far as
+    `min` needs them."""
 
     count: int
 
@@ -332,6 +333,7 @@ class View:
     requested: int
     limits: Limits
     changed: bool  # state, generation or workers differ from the view before
+    shunned: tuple[str, ...] = ()  # nodes that those of the others do not reach: no worker is asked for there, in order
 
     @property
     def change_pending(self) -> bool:

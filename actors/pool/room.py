@@ -7,10 +7,11 @@ eight inside one. Ray's own strategies deal, or fill a node only half.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.refs import RayNode
+from data.engines.placement import NODE_LABEL, elsewhere
 
 _SLACK = 1e-6  # fractions of a core add up to a whole one
 
@@ -48,8 +49,10 @@ def nodes_with_room(nodes: Iterable[RayNode], taken: Iterable[str], need: Need, 
     return [next(free, None) for _ in range(count)]
 
 
-def where(node: str | None) -> dict[str, object]:
-    """Ray's actor options: on this node if it is free at that time, else on any that is."""
+def where(node: str | None, shunned: Sequence[str] = ()) -> dict[str, object]:
+    """Ray's actor options: on this node if it is free at that time, else on any that is, but for those that are
+    shunned."""
+    others = elsewhere(shunned)
     if node is None:
-        return {"scheduling_strategy": "SPREAD"}
-    return {"label_selector": {"ray.io/node-id": node}, "fallback_strategy": [{"label_selector": {}}]}
+        return {"scheduling_strategy": "SPREAD"} | ({"label_selector": others} if others else {})
+    return {"label_selector": {NODE_LABEL: node}, "fallback_strategy": [{"label_selector": others or {}}]}

@@ -71,6 +71,7 @@ class Pool(ABC):
     def __init__(self) -> None:
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
+        self.shunned: tuple[str, ...] = ()  # ids of nodes for which no worker is asked
 
     @abstractmethod
     def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
@@ -152,7 +153,8 @@ class RayPool(Pool):
         workers = self._settings.workers
         need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
         fill = workers.placement == "fill"
-        wished = nodes_with_room(nodes(), self._taken(), need, len(names)) if fill else [None] * len(names)
+        wanted = [node for node in nodes() if node["NodeID"] not in self.shunned] if fill else []
+        wished = nodes_with_room(wanted, self._taken(), need, len(names)) if fill else [None] * len(names)
         for name, node in zip(names, wished, strict=True):
             handle: WorkerHandle = self._actor.options(
                 name=f"{self._run}/{name}",
@@ -161,7 +163,7 @@ class RayPool(Pool):
                 num_gpus=need.gpus,
                 max_restarts=0,
                 runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
-                **where(node),
+                **where(node, self.shunned),
             ).remote(name, self._settings, self._monitor)
             yield PoolMember(
                 name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node

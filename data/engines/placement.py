@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+NODE_LABEL = "ray.io/node-id"  # Ray gives every node its id as a label
+
+
+def elsewhere(avoid: Sequence[str]) -> dict[str, str] | None:
+    """Ray's selector of nodes for what is not to be placed on these."""
+    return {NODE_LABEL: f"!in({','.join(avoid)})"} if avoid else None
 
 
 def beside_me() -> NodeAffinitySchedulingStrategy:

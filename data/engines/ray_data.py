@@ -47,7 +47,7 @@ from data.decode import decode_job
 from data.engines.blocks import fault_from_json, fault_to_json, to_block
 from data.engines.child import decode_isolated
 from data.engines.gate import Gate, GateHandle, RemoteMethod
-from data.engines.placement import beside_me, kill
+from data.engines.placement import beside_me, elsewhere, kill
 from data.errors import DataIOError
 from data.ledger import LedgerRecord
 from data.types import DataItem, DecodeJob, NeedsPixels
@@ -58,7 +58,6 @@ log = logging.getLogger(__name__)
 StepShare = tuple[list["ray.ObjectRef[object]"], list[str]]  # of a step: references to its blocks, faults found in them
 
 EXECUTION_END_S = 25.0
-_NODE_LABEL = "ray.io/node-id"  # Ray gives every node its id as a label
 LOGS_WATCHED = 8  # windows whose log files are removed repeatedly; see `remove_logs`
 
 
@@ -229,11 +228,6 @@ def _start_gate() -> GateHandle:
     actor: Any = ray.remote(Gate)  # its type says nothing of options and methods
     handle: GateHandle = actor.options(num_cpus=0, scheduling_strategy=beside_me()).remote()
     return handle
-
-
-def elsewhere(avoid: Sequence[str]) -> dict[str, str] | None:
-    """Ray's selector of nodes for what is not to be placed on these."""
-    return {_NODE_LABEL: f"!in({','.join(avoid)})"} if avoid else None
 
 
 class ShareOfFeeder:

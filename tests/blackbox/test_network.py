@@ -72,6 +72,30 @@ def test_two_hosts_that_do_not_reach_each_other_are_not_trained_on_together(
         assert host.shared_memory() == []
 
 
+def test_a_free_host_takes_the_place_of_one_out_of_reach(tmp_path: Path, truth: Truth) -> None:
+    if why := why_not():
+        pytest.skip(why)
+    with (
+        closing(HostedPlace(tmp_path, STEPS, hosts=5)) as place,
+        closing(Run(place, "hosted", SETTINGS)) as run,
+    ):
+        run.start()
+        assert run.wait_for_step(5, START_S), run.said()[-2000:]
+        before = place.workers_of(run)
+        assert len(before) == 3, "of four hosts"
+        main = place.controller_of(run)
+        one, other = [host for host in before.values() if host is not main][:2]
+        since = time.time()
+        one.deafen([other])
+        other.deafen([one])
+        assert wait_for_generation(run, 3, since, _GOES_ON_S), run.said()[-3000:]
+        after = set(place.workers_of(run).values())
+        assert len(after & {one, other}) == 1 and len(after - set(before.values())) == 1
+        (drained, *_) = run.events("drain")
+        assert before[drained["worker"]] in {one, other} - after and "beyond its reach" in drained["why"]
+        assert_ends_as(truth, run)
+
+
 def test_a_host_that_is_cut_off_without_a_word_is_gone_on_without(place: HostedPlace, run: Run, truth: Truth) -> None:
     main = place.controller_of(run)
     cut = next(host for host in place.workers_of(run).values() if host is not main)

@@ -98,6 +98,11 @@ def of(kind: type, decisions: list[Decision]) -> list:
     return [decision for decision in decisions if isinstance(decision, kind)]
 
 
+def apart(generation: int, node: str, *others: str) -> Break:
+    found = NodesApart(node=node, host=node, others=tuple(NodeDoor(node=o, host=o, address=None) for o in others))
+    return Break(generation=generation, reason=found.describe(), apart=(found,))
+
+
 def test_start_requests_min_without_resources_and_up_to_max_with_them() -> None:
     pool = Pool()
     assert of(Request, pool.see(Tick())) == [Request(count=2)]
@@ -491,11 +496,6 @@ def test_a_run_that_shrinks_below_its_memory_waits_and_says_why() -> None:
     assert fail.code == 75 and "2 workers that cannot train together (0 is alone)" in fail.reason
 
 
-def apart(generation: int, node: str, *others: str) -> Break:
-    found = NodesApart(node=node, host=node, others=tuple(NodeDoor(node=o, host=o, address=None) for o in others))
-    return Break(generation=generation, reason=found.describe(), apart=(found,))
-
-
 def recovered(*workers: int) -> list[Event]:
     return [RecoveredWorker(worker=worker) for worker in workers]
 
@@ -593,6 +593,53 @@ def test_nodes_apart_count_against_the_wait_for_enough_workers() -> None:
     assert pool.now <= LIMITS.wait_s + 2 * LIMITS.apart_waiting_s
 
 
+def two_of_four_out_of_reach() -> Pool:
+    """Workers 2 and 3 wait on n1, which n0 does not reach."""
+    pool = Pool().run(0, 1, 2, 3)
+    pool.see(FirstStep(), apart(1, "n0", "n1"), *recovered(0, 1, 2, 3))
+    assert pool.view.workers == (0, 1)
+    return pool
+
+
+def test_others_take_the_place_of_workers_out_of_reach_which_are_then_let_go() -> None:
+    pool = two_of_four_out_of_reach()
+    assert pool.view.shunned == ("n1",), "a worker there would wait, too"
+    assert of(Request, pool.see(Resources(available=9))) == [Request(count=2)]
+    assert of(Drain, pool.see(Tick())) == [], "they may be within reach again before others have come"
+    found = pool.see(*joined(4))
+    assert [(drain.worker, "beyond its reach" in drain.reason) for drain in of(Drain, found)] == [(3, True)]
+    assert pool.view.change_pending
+    found = pool.see(*joined(5), Boundary(step=4))
+    assert [drain.worker for drain in of(Drain, found)] == [2]
+    assert pool.view.workers == (0, 1, 4, 5)
+    assert of(Request, pool.see(Resources(available=9))) == []
+    pool.see(FirstStep(), Tick(), Boundary(step=5), after=LIMITS.apart_s)
+    assert pool.view.shunned == () and pool.view.workers == (0, 1, 4, 5), "nobody is left to be tried"
+    pool.see(Death(worker=5), *recovered(0, 1, 4))
+    (form,) = of(Form, pool.see(Tick(), *joined(2 + 1000), Boundary(step=6)))
+    assert form.apart == ("n1",), "what is decoded there can still not be fetched, as far as anybody knows"
+    pool.see(LeaveNotice(worker=1002))
+    (form,) = of(Form, pool.see(Arrival(worker=1003, node="n1"), loaded(1003), Boundary(step=7)))
+    assert form.apart == () and 1003 in form.workers, "a worker there finds out"
+
+
+def test_workers_within_reach_again_keep_their_place_and_others_that_come_late_are_let_go() -> None:
+    pool = two_of_four_out_of_reach()
+    assert of(Request, pool.see(Resources(available=2))) == [Request(count=2)]
+    pool.see(Tick(), Boundary(step=4), after=LIMITS.apart_s)
+    assert pool.view.workers == (0, 1, 2, 3) and pool.view.shunned == ()
+    found = pool.see(FirstStep(), *joined(4, 5), Boundary(step=5))
+    assert sorted(drain.worker for drain in of(Drain, found)) == [4, 5]
+    assert pool.view.workers == (0, 1, 2, 3) and of(Request, pool.see(Resources(available=9))) == []
+
+
+def test_workers_out_of_reach_do_not_count_for_the_least_either() -> None:
+    pool = Pool().run(0, 2)
+    found = pool.see(apart(1, "n0", "n1"), *recovered(0, 2))
+    assert of(Request, found) == [Request(count=1)], "also where no room is known: it may be made"
+    assert of(Form, pool.see(*joined(1)))[0].workers == (0, 1)
+
+
 def test_before_anything_has_run_the_planner_says_what_is_missing() -> None:
     """No worker that may come is known to help: its refusal ends the run with the changes that would."""
     assert Pool(shortage=lambda infos: "all are too small").run(0, 1).view.workers == (0, 1)
@@ -619,6 +666,7 @@ EVENTS = st.one_of(
     st.builds(Boundary, step=st.just(0)),
     st.builds(FirstStep),
     st.builds(Break, generation=st.integers(0, 6), reason=st.just("x")),
+    st.builds(lambda number, nodes: apart(number, *nodes), st.integers(0, 6), st.permutations("abc")),
     st.builds(Tick),
 )
 

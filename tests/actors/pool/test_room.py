@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from actors.pool.room import Need, nodes_with_room, where
+from actors.ray_calls import free_outside
 from actors.refs import RayNode
 from app.bench.lab import patiently
 
@@ -100,6 +101,19 @@ def test_ray_follows_the_wish_and_passes_it_over_where_others_are(cluster: Clust
     assert ray.get([s.node.remote() for s in strangers]) == [full, full]
     ours = [made.options(**where(full)).remote(), made.options(**where(other)).remote()]
     assert ray.get([one.node.remote() for one in ours], timeout=120) == [other, other]
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_ray_places_nobody_on_a_node_that_is_shunned(cluster: Cluster) -> None:
+    made: Any = Somebody
+    shunned = next(n["NodeID"] for n in ray.nodes() if "taken" in n["Resources"])
+    other = next(n["NodeID"] for n in ray.nodes() if n["Resources"].get("CPU") and n["NodeID"] != shunned)
+    assert free_outside([])["CPU"] == 4 and free_outside([shunned])["CPU"] == 2
+    ours = [made.options(**where(wish, [shunned])).remote() for wish in (None, other)]
+    assert ray.get([one.node.remote() for one in ours], timeout=120) == [other, other]
+    more = [made.options(**where(wish, [shunned])).remote() for wish in (None, other)]
+    assert ray.wait([one.node.remote() for one in more], timeout=5)[0] == [], "they wait for room"
 
 
 def test_a_thousand_workers_are_placed_by_one_look_at_every_node() -> None:
