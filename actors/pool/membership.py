@@ -66,6 +66,7 @@ from actors.pool.membership_types import (
     Resize,
     Resources,
     Shortfall,
+    Starvation,
     State,
     StepDispatch,
     Suspect,
@@ -96,6 +97,7 @@ class Membership:
         self._available = 0
         self._planned_s = 0.0
         self._loading = 0
+        self._starves = False
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
@@ -172,6 +174,8 @@ class Membership:
                 self._planned_s = event.limit_s
             case Loading():
                 self._loading = event.count
+            case Starvation():
+                self._starves = event.starves
             case Resize():
                 self._limits = replace(self._limits, min=event.min, max=event.max)
             case FirstStep():
@@ -397,8 +401,9 @@ class Membership:
 
     def _try_apart(self, now: float) -> None:
         """Networks are mended: after a while nodes that did not reach each other are tried together again."""
+        waits = self._state == "waiting" or self._starves
         for pair, apart in self._apart.items():
-            wait_s = min(apart.wait_s, self._limits.apart_waiting_s) if self._state == "waiting" else apart.wait_s
+            wait_s = min(apart.wait_s, self._limits.apart_waiting_s) if waits else apart.wait_s
             if not apart.tried and now - apart.at >= wait_s:
                 self._apart[pair] = replace(apart, tried=True)
                 self._others = True

@@ -34,7 +34,7 @@ class Limits:
     # run workers.suspect_s, and the first time they may just have been late.
     apart_s: float = 60.0
     apart_longest_s: float = 600.0
-    apart_waiting_s: float = 30.0  # the same, always, while the run waits for workers anyway
+    apart_waiting_s: float = 30.0  # the same, always, while the run waits anyway: for workers, or for CPUs that decode
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
 
@@ -177,6 +177,13 @@ class FirstStep:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Starvation:
+    """The run waits for clips that cannot be decoded, as no CPU is free on the nodes within reach; or no more so."""
+
+    starves: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Resize:
     """The user changed the size of the pool."""
 
@@ -204,6 +211,7 @@ Event = (
     | Break
     | StepDispatch
     | Loading
+    | Starvation
     | FirstStep
     | Resize
     | Tick

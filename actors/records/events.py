@@ -301,6 +301,29 @@ class WorkersLeftOut(RunEvent, event="left_out"):
         return f"{', '.join(self.workers)} {'waits' if one else 'wait'} until others come or go: {self.why}"
 
 
+class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
+    """The run waits for clips, and no CPU is free to decode them where that may be done."""
+
+    cpus: float  # `data.engine.decode_cpus`
+    nodes_avoided: int  # nothing is decoded on these, which workers do not reach
+    cpus_avoided: float  # free there
+
+    def describe(self) -> str:
+        share = "1 CPU" if self.cpus == 1 else f"{self.cpus:g} CPUs"
+        within = " within reach of the workers" if self.nodes_avoided else ""
+        told = f"waiting for clips: no node{within} has {share} free to decode them (data.engine.decode_cpus). "
+        if self.nodes_avoided:
+            one = self.nodes_avoided == 1
+            told += (
+                f"{counted(self.nodes_avoided, 'node')} out of reach {'has' if one else 'have'} {self.cpus_avoided:g} "
+                f"free, but nothing is decoded there. "
+            )
+        return (
+            f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale), or "
+            f"resume with a lower workers.cpus_per_worker or data.engine.decode_cpus"
+        )
+
+
 class PlanAdapted(RunEvent, event="adapted"):
     """The workers cannot follow the planner's settings, so plans follow the nearest ones; empty: they can again."""
 

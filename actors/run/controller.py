@@ -23,10 +23,11 @@ from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues
 from actors.plan.types import PlanError
 from actors.planning.client import PlannerClient
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Boundary, Break, Tick
+from actors.pool.membership_types import Boundary, Break, Starvation, Tick
 from actors.records.events import RunStarted, RunStopping, SpeedsLearned
 from actors.run.asides import AsideTurns
 from actors.run.committer import Committer
+from actors.run.decode_room import DecodeRoom
 from actors.run.ending import Ending
 from actors.run.generations import GenerationManager
 from actors.run.misfits import Misfits
@@ -87,6 +88,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
+        self._decode_room = DecodeRoom(self.config.data.engine, self.events.tell)
 
     @property
     def left(self) -> str:
@@ -216,7 +218,7 @@ class Controller:
                 waited_s = time.perf_counter() - waiting_since
                 self.committer.account.waited_for_data(waited_s)
                 self.steps.waited_for_data(waited_s)
-            if not ready:
+            if self._starts_or_ends_starving(ready or bool(runner.running)) or not ready:
                 return
             try:
                 step = runner.dispatch()
@@ -228,6 +230,19 @@ class Controller:
             self.generations.dispatched(runner.running)
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
+
+    def _starts_or_ends_starving(self, fed: bool) -> bool:
+        """Whether it is news that the next step's clips cannot be decoded, or can again. `fed`: nothing waits for
+        them."""
+        before = self._decode_room.lacks
+        if fed:
+            self._decode_room.came()
+        else:
+            self._decode_room.awaited(self.source.avoid, time.monotonic())
+        if self._decode_room.lacks == before:
+            return False
+        self.generations.observe(Starvation(starves=self._decode_room.lacks))  # may end the generation
+        return True
 
     def _await_a_fit(self, runner: StepRunner, error: PlanError) -> None:
         """These workers cannot run the next step: others may come. Raises StopRun when none have for too long."""

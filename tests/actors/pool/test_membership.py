@@ -39,6 +39,7 @@ from actors.pool.membership_types import (
     Resize,
     Resources,
     Shortfall,
+    Starvation,
     StepDispatch,
     Suspect,
     Tick,
@@ -633,6 +634,17 @@ def test_workers_within_reach_again_keep_their_place_and_others_that_come_late_a
     assert pool.view.workers == (0, 1, 2, 3) and of(Request, pool.see(Resources(available=9))) == []
 
 
+def test_a_run_without_cpus_that_decode_tries_the_nodes_out_of_reach_sooner() -> None:
+    pool = two_of_four_out_of_reach()
+    pool.see(Tick(), Starvation(starves=True), after=LIMITS.apart_waiting_s - 1)
+    assert not pool.view.change_pending
+    pool.see(Starvation(starves=False), Tick(), after=2)
+    assert not pool.view.change_pending, "its clips come"
+    pool.see(Starvation(starves=True))
+    (form,) = of(Form, pool.see(Boundary(step=4)))
+    assert form.workers == (0, 1, 2, 3) and form.apart == ()
+
+
 def test_workers_out_of_reach_do_not_count_for_the_least_either() -> None:
     pool = Pool().run(0, 2)
     found = pool.see(apart(1, "n0", "n1"), *recovered(0, 2))
@@ -657,6 +669,7 @@ EVENTS = st.one_of(
     st.builds(RecoveredWorker, worker=WORKERS),
     st.builds(LifeSign, worker=WORKERS),
     st.builds(LeaveNotice, worker=WORKERS),
+    st.builds(Starvation, starves=st.booleans()),
     st.builds(Loading, count=st.integers(0, 3)),
     st.builds(Suspect, worker=WORKERS),
     st.builds(Death, worker=WORKERS),

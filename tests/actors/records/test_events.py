@@ -80,6 +80,9 @@ WORDS = {  # a value for every field that an event has
     "nodes": {"h": "2 GPUs, NVLink AA, numa 00, rails AB"},
     "nccl": {"NCCL_IB_HCA": "mlx5", "NCCL_SOCKET_IFNAME": ""},
     "from_file": True,
+    "cpus": 1.0,
+    "nodes_avoided": 1,
+    "cpus_avoided": 6.0,
 }
 
 
@@ -116,7 +119,7 @@ def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> N
 def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
     assert {name for name, kind in KINDS.items() if kind.disturbs} == {
         "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost",
-        "memory",
+        "memory", "decode_wait",
     }  # fmt: skip
 
 
