@@ -1,4 +1,5 @@
-"""One line of metrics.jsonl: what a committed step cost and gave. Every field of a line is a field here."""
+"""One line of metrics.jsonl: what a committed step cost and gave. Every field of a line is a field here, and so are the
+figures of single workers, which lie in workers.jsonl."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
-"""Numbers of a run: metrics.jsonl for programs, trackers for curves.
+"""Numbers of a run: metrics.jsonl for programs, trackers for curves, and workers.jsonl for figures of single workers.
 
     with Metrics(folder) as metrics:
         metrics.step(record)                      # a StepMetrics; every step once, in order
 
 A step that comes a second time (the run resumed before it, or recovered from a loss) replaces its line and every later
-one, and carries `"recomputed": true`: the file never holds a step twice. Lines are in the order of their steps, so only
-the end of the file is ever read or cut, however many steps a run has.
+one, and carries `"recomputed": true`: no file holds a step twice. Lines are in the order of their steps, so only the
+end of a file is ever read or cut, however many steps a run has.
+
+metrics.jsonl has the whole history, some 1.2 kB a step however many workers there are. Figures of 1,024 workers take a
+hundred times as much: of these there are the newest steps, in two files, as of the timeline.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +25,7 @@ from typing import IO, TypeGuard
 
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
+from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, cut_torn_line, number_in
 from app.records.trackers import Trackers
 
@@ -59,6 +64,47 @@ _MOST_CURVES = 64  # of workers in a chart. 1,024 workers have 5,120, a quarter 
 PER_WORKER = "_by_worker"  # how the names of mappings from workers end; the others are of buckets
 
 
+_WORKERS_BYTES = 128 * 2**20
+
+
+class StepFile:
+    """A JSON-lines file with one object per step, in their order. With more than `most_bytes` it becomes the `older`
+    one, in the place of the one before. Nothing changes before the first `write`: a start that is refused leaves the
+    files as they are."""
+
+    def __init__(self, path: Path, older: Path | None = None, most_bytes: int = 0) -> None:
+        self._path, self._older, self._most_bytes = path, older, most_bytes
+        found = (_last_step(file) for file in self._files)
+        self.last = next((step for step in found if step >= 0), -1)  # -1 without one
+        self._open: IO[str] | None = None
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        """Those that there may be, the newest lines first."""
+        return (self._path,) if self._older is None else (self._path, self._older)
+
+    def write(self, step: int, line: Mapping[str, object]) -> None:
+        """The line of this step, in place of any that is there and of all later ones."""
+        if self._open is None:
+            cut_torn_line(self._path)
+            self._open = self._path.open("a", encoding="utf-8")
+        if step <= self.last:
+            for file in self._files:
+                if file.is_file():
+                    os.truncate(file, _offset_of(file, step))
+        self.last = step
+        self._open.write(json.dumps(line) + "\n")
+        self._open.flush()
+        if self._older is not None and self._path.stat().st_size > self._most_bytes:
+            self.close()
+            os.replace(self._path, self._older)
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
 class Metrics:
     """The one writer of a run's metrics."""
 
@@ -67,40 +113,37 @@ class Metrics:
         run_dir: str | Path,
         track: Sequence[str] = ("tensorboard",),
         config: Mapping[str, object] | None = None,
+        *,
+        workers_bytes: int = _WORKERS_BYTES,
     ) -> None:
-        """`track` names trackers (`app.records.trackers`), which get the run's `config`."""
-        self.path = Path(run_dir) / "metrics.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.touch()
-        self._last = _last_step(self.path)
+        """`track` names trackers (`app.records.trackers`), which get the run's `config`. Figures of single workers that
+        take more than `workers_bytes` become OLDER_WORKERS, in the place of the ones before."""
+        folder = Path(run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).touch()
+        self._steps = StepFile(folder / METRICS)
+        self._workers = StepFile(folder / WORKERS, older=folder / OLDER_WORKERS, most_bytes=workers_bytes)
         self._replaced_up_to = -1
-        self._file: IO[str] | None = None  # opened for the first step: a start that is refused leaves the file as it is
-        self._trackers = Trackers(track, Path(run_dir), config)
+        self._trackers = Trackers(track, folder, config)
 
     def step(self, record: StepMetrics) -> StepMetrics:
         """Write one step. Returns the record as written: marked as recomputed if it replaces an earlier one."""
-        if self._file is None:
-            cut_torn_line(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-        if record.step <= self._last:
-            self._drop_from(self._file, record.step)
+        if record.step <= (last := self._steps.last):
+            self._replaced_up_to = max(self._replaced_up_to, last)
+            self._trackers.forget(record.step)
         if record.step <= self._replaced_up_to:
             record = replace(record, recomputed=True)
-        self._last = record.step
-        self._file.write(json.dumps(record.line()) + "\n")
-        self._file.flush()
+        line = record.line()
+        of_workers = {name: line.pop(name) for name in list(line) if name.endswith(PER_WORKER)}
+        if of_workers:
+            self._workers.write(record.step, {"step": record.step, "time": record.time} | of_workers)
+        self._steps.write(record.step, line)  # at last: with this line the step counts
         self._trackers.log(record.step, record.time, scalars(record))
         return record
 
-    def _drop_from(self, file: IO[str], step: int) -> None:
-        """Cut the file before `step`, and have the trackers forget this step and all later ones."""
-        self._replaced_up_to = max(self._replaced_up_to, self._last)
-        file.truncate(_offset_of(self.path, step))
-        self._trackers.forget(step)
-
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._workers.close()
+        self._steps.close()
         self._trackers.close()
 
     def __enter__(self) -> Metrics:

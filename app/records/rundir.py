@@ -20,8 +20,10 @@ from app.records.tails import JsonObject, next_line, num_lines, offset_of_newest
 from ops.typed import ConfigError
 
 R = TypeVar("R")
+METRICS = "metrics.jsonl"
+WORKERS, OLDER_WORKERS = "workers.jsonl", "workers.1.jsonl"  # figures of single workers, of the newest steps
 TIMELINE, OLDER_TIMELINE = "timeline.jsonl", "timeline.1.jsonl"
-_BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that this program has written
+_BY_WORKER = re.compile(r', "\w+_by_worker": \{[^{}]*\}')  # as it stands in a line that version 0.2 has written
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +60,10 @@ class RunDir:
             value = value.get(name) if isinstance(value, dict) else None
         return value
 
-    def metrics(self, by_worker: bool = True) -> Records[StepMetrics]:
-        """One record per step, in step order, as the file has them. Without `by_worker` the figures of single workers
-        are left out, which are four fifths of a line where there are 64 of them: a month of such lines is 1.3 GB."""
-        return Records((self.path / "metrics.jsonl",), metrics_of, _whole if by_worker else _without_workers)
+    def metrics(self) -> Records[StepMetrics]:
+        """One record per step, in step order, as the file has them. Figures of single workers, which earlier versions
+        wrote there, are left out: they are four fifths of a line where there are 64 of them."""
+        return Records((self.path / METRICS,), metrics_of, _without_workers)
 
     def events(self) -> Records[RunEvent]:
         return Records((self.path / "events.jsonl",), event_of)

@@ -118,7 +118,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
     values = {key: Values() for key in ("step_s", "idle_ratio", "tokens_per_s", "tflops")}
     flops = flops_by_step(run)
     seconds, number, losses = 0.0, 0, StepLosses()
-    for number, line in enumerate(run.metrics(by_worker=False), start=1):
+    for number, line in enumerate(run.metrics(), start=1):
         losses.add(line)
         seconds += line.step_s if math.isfinite(line.step_s) else 0.0
         rate = (

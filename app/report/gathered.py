@@ -24,7 +24,7 @@ class RunFacts:
 def read_facts(run: RunDir) -> RunFacts:
     """Go through the records of a run, one at a time. Raises ConfigError where there is no step."""
     steps = StepTotals(run.metrics().count())
-    for line in run.metrics(by_worker=False):
+    for line in run.metrics():
         steps.add(line)
     if steps.first is None:
         raise ConfigError(

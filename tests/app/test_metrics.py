@@ -16,6 +16,7 @@ from actors.records.metrics_line import StepMetrics, metrics_of
 from app.records.follow import Tail
 from app.records.metrics import PER_WORKER, Metrics, scalars
 from app.records.progress import ProgressLine, clock, figures
+from app.records.rundir import RunDir
 from app.records.trackers import TensorBoardTracker
 
 
@@ -149,6 +150,63 @@ def test_going_back_over_many_chunks_finds_the_step(tmp_path: Path) -> None:
             metrics.step(line(step, loss=2.0))
     assert steps(tmp_path) == list(range(9))
     assert [line["step"] for line in written(tmp_path) if line.get("recomputed")] == [7, 8]
+
+
+WORKERS = 1024
+
+
+def of_workers(folder: Path) -> list[int]:
+    """Steps whose figures of single workers are there, in the order of the files."""
+    texts = [(folder / name).read_text() for name in ("workers.1.jsonl", "workers.jsonl") if (folder / name).exists()]
+    return [json.loads(text)["step"] for text in "".join(texts).splitlines()]
+
+
+def write_of_workers(folder: Path, *numbers: int, most_bytes: int = 10**9) -> None:
+    with Metrics(folder, track=(), workers_bytes=most_bytes) as metrics:
+        for number in numbers:
+            values = {f"w{n}": number + n / 1000 for n in range(WORKERS)}
+            metrics.step(line(number, tflops_by_worker=values, exposed_by_worker=values))
+
+
+def test_a_thousand_workers_make_no_line_of_the_metrics_longer_and_have_a_file_of_their_own(tmp_path: Path) -> None:
+    write_of_workers(tmp_path, 0, 1)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "_by_worker" not in text and len(text) < 2 * 1500 and steps(tmp_path) == [0, 1]
+    found = json.loads((tmp_path / "workers.jsonl").read_text().splitlines()[1])
+    assert found["step"] == 1 and found["time"] == written(tmp_path)[1]["time"]
+    assert found["tflops_by_worker"]["w7"] == 1.007 and len(found["exposed_by_worker"]) == WORKERS
+
+
+def test_figures_of_workers_are_those_of_the_newest_steps_in_two_files_of_bounded_size(tmp_path: Path) -> None:
+    most = 200_000
+    write_of_workers(tmp_path, *range(40), most_bytes=most)
+    sizes = [(tmp_path / name).stat().st_size for name in ("workers.1.jsonl", "workers.jsonl")]
+    one = sizes[0] // len((tmp_path / "workers.1.jsonl").read_text().splitlines())
+    assert most < sizes[0] <= most + one and sizes[1] <= most + one
+    kept = of_workers(tmp_path)
+    assert kept == list(range(kept[0], 40)) and 10 < len(kept) < 25
+    assert steps(tmp_path) == list(range(40)), "the others have the whole history"
+
+
+@pytest.mark.parametrize("again", [37, 31, 3])
+def test_steps_that_are_computed_again_replace_those_of_both_files(tmp_path: Path, again: int) -> None:
+    """In the newer file, in the older one, and before both."""
+    write_of_workers(tmp_path, *range(40), most_bytes=200_000)
+    kept = of_workers(tmp_path)
+    newer = json.loads((tmp_path / "workers.jsonl").read_text().splitlines()[0])["step"]
+    assert kept[0] < 31 < newer <= 37
+    write_of_workers(tmp_path, *range(again, 42))
+    assert of_workers(tmp_path) == list(range(min(kept[0], again), 42))
+    assert steps(tmp_path) == list(range(42))
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_the_figures_of_workers_in_their_file(tmp_path: Path) -> None:
+    old = line(0, tflops_by_worker={"w0": 1.0}).line()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
+    write_of_workers(tmp_path, 1, 2)
+    assert steps(tmp_path) == [0, 1, 2] and of_workers(tmp_path) == [1, 2]
+    (tmp_path / "config.yaml").write_text("run: {name: old}\n")
+    assert [found.tflops_by_worker for found in RunDir.open(tmp_path).metrics()] == [{}, {}, {}]
 
 
 def test_nan_is_written_as_null(tmp_path: Path) -> None:
