@@ -210,19 +210,21 @@ def write_timeline(run: RunDir, steps: StepRange | None = None, most: int = MOST
     spans, older = (run.spans(), False) if steps else run.newest_spans(most)
     shown = _Shown(spans, steps, most, skip_first=older)
     path = run.path / "timeline.json"
-    torn = path.with_name(f"{path.name}.torn")
-    with torn.open("w", encoding="utf-8") as file:
-        file.write('{"traceEvents": [')
-        for number, entry in enumerate(_entries(shown, run.events(), to_the_end=steps is None)):
-            file.write((", " if number else "") + json.dumps(entry))
-        file.write('], "displayTimeUnit": "ms"}')
-    if steps and not shown.count:
-        torn.unlink()
-        raise ConfigError(
-            f"the timeline of {run.path} has no step from {steps.first} to {steps.last}; it keeps the newest steps, "
-            f"now from {shown.oldest} on. Leave --steps out, or give some of these."
-        )
-    os.replace(torn, path)
+    torn = path.with_name(f"{path.name}.{os.getpid()}.torn")  # of this report: another may be made at the same time
+    try:
+        with torn.open("w", encoding="utf-8") as file:
+            file.write('{"traceEvents": [')
+            for number, entry in enumerate(_entries(shown, run.events(), to_the_end=steps is None)):
+                file.write((", " if number else "") + json.dumps(entry))
+            file.write('], "displayTimeUnit": "ms"}')
+        if steps and not shown.count:
+            raise ConfigError(
+                f"the timeline of {run.path} has no step from {steps.first} to {steps.last}; it keeps the newest "
+                f"steps, now from {shown.oldest} on. Leave --steps out, or give some of these."
+            )
+        os.replace(torn, path)
+    finally:
+        torn.unlink(missing_ok=True)
     return WrittenTimeline(path=path, first=shown.first, last=shown.last, whole=not (older or steps or shown.cut))
 
 
@@ -230,21 +232,31 @@ class _Shown:
     """The windows that are drawn, gone through once; then it says which they were."""
 
     def __init__(self, spans: Iterable[SpanRecord], steps: StepRange | None, most: int, skip_first: bool) -> None:
-        """`skip_first`: the first window may be a part of one."""
+        """`skip_first`: the first window may be a part of one, and is shown only where there is no other."""
         self._spans, self._steps, self._most, self._skip_first = spans, steps, most, skip_first
         self.first = self.last = self.oldest = -1
         self.count = 0
         self.cut = False
 
     def __iter__(self) -> Iterator[StepWindow]:
+        part: StepWindow | None = None
         for number, window in enumerate(windows(self._spans)):
             self.oldest = window.step if number == 0 else self.oldest
-            if (self._skip_first and number == 0) or (self._steps and not self._steps.has(window.step)):
+            if self._skip_first and number == 0:
+                part = window
+                continue
+            part = None
+            if self._steps and not self._steps.has(window.step):
                 continue
             if self.count and self.count + len(window.spans) > self._most:
                 self.cut = True
                 return
-            self.count += len(window.spans)
-            self.first = window.step if self.first < 0 else self.first
-            self.last = window.step
-            yield window
+            yield self._shown(window)
+        if part is not None:
+            yield self._shown(part)
+
+    def _shown(self, window: StepWindow) -> StepWindow:
+        self.count += len(window.spans)
+        self.first = window.step if self.first < 0 else self.first
+        self.last = window.step
+        return window

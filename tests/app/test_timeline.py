@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actors.records.span_record import SpanRecord, span_of
+from app.records import timeline
 from app.records.rundir import OLDER_TIMELINE, TIMELINE, RunDir
 from app.records.timeline import (
     MEASURED,
@@ -107,6 +111,32 @@ def test_of_a_long_timeline_the_newest_whole_steps_are_shown(tmp_path: Path, mos
     steps = [entry["name"] for entry in slices(json.loads(written.path.read_text())["traceEvents"], RUN_PID, 0)]
     assert steps == [f"step {step}" for step in range(first, 40)]
     assert (written.first, written.last, written.whole) == (first, 39, first == 0)
+
+
+def test_a_step_of_more_spans_than_are_shown_is_shown_in_part(tmp_path: Path) -> None:
+    written = write_timeline(long_timeline(tmp_path), most=7)
+    entries = json.loads(written.path.read_text())["traceEvents"]
+    assert [entry["name"] for entry in slices(entries, RUN_PID, 0)] == ["step 39"]
+    assert sum(entry.get("name", "").startswith("dit") and entry["ph"] == "X" for entry in entries) >= 7
+    assert (written.first, written.last, written.whole) == (39, 39, False)
+
+
+def test_two_reports_at_once_write_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is written while the first is not finished."""
+    run, pid, inner = long_timeline(tmp_path), os.getpid(), list[Path]()
+
+    def entries(shown: Any, *more: Any, **named: Any) -> Iterator[Any]:
+        yield from whole(shown, *more, **named)
+        if not inner:
+            inner.append(tmp_path)
+            monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+            inner.append(write_timeline(run).path)
+            monkeypatch.setattr(os, "getpid", lambda: pid)
+
+    whole = timeline._entries
+    monkeypatch.setattr(timeline, "_entries", entries)
+    written = write_timeline(run)
+    assert len(json.loads(written.path.read_text())["traceEvents"]) > 400 and list(tmp_path.glob("*.torn")) == []
 
 
 def test_what_is_not_shown_is_not_parsed(tmp_path: Path) -> None:
