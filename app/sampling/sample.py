@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
@@ -115,8 +117,9 @@ def run(
 
 
 def _writable(out: Path) -> None:
-    """Raises ConfigError before the work begins when its files could not be written."""
+    """Raises ConfigError before the work begins when its files could not be written. Leaves nothing."""
     folder = out.parent if out.suffix else out
+    missing = list(takewhile(lambda above: not above.exists(), (folder, *folder.parents)))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -125,6 +128,9 @@ def _writable(out: Path) -> None:
         raise ConfigError(
             f"--out {out} cannot be written ({error.strerror or error}); choose a folder that you may write."
         ) from None
+    with suppress(OSError):  # somebody has put a file there meanwhile
+        for made in missing:
+            made.rmdir()
 
 
 def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:

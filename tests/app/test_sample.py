@@ -242,6 +242,14 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_work() -> None:
         run(Path("no-checkpoint-is-looked-at"), ["a"], Path("/proc/x.mp4"))
 
 
+@pytest.mark.parametrize("out", ["new/deep", "new/x.mp4", "there/new"])
+def test_what_is_refused_leaves_no_folder(tmp_path: Path, out: str) -> None:
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError):
+        run(tmp_path / "no-checkpoint", ["a"], tmp_path / out)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "there"]
+
+
 def test_a_prompt_that_is_too_long_is_cut_or_refused() -> None:
     text = TextConfig(max_length=8)
     prompts = ["a disc", "a red circle", "a red circle"]
