@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from data.kinds import SourceKind
 from ops.ranges import SECONDS, above, between, check_numbers
@@ -78,6 +78,8 @@ class SourceConfig:
 class BucketsConfig:
     """Which shapes a clip may take: an explicit table, one generated from pixel budgets and ratios, or Open-Sora's."""
 
+    PLACE: ClassVar[str] = "data.buckets"  # as its errors name it; in a segment they name that (`ops.typed.build`)
+
     table: tuple[str, ...] = ()  # explicit: FRAMESxHEIGHTxWIDTH, for example 17x480x832
     resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)
     ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")  # generated: width:height
@@ -108,6 +110,8 @@ class BucketsConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:
     """Batch size of a bucket of S = text + video tokens: max(1, min(M_mem / S, M_comp / S^p)), rounded down."""
+
+    PLACE: ClassVar[str] = "data.batch"  # the same
 
     memory_tokens: float = 32768  # M_mem: tokens that fit the device at once
     compute: float = 0.0  # M_comp: S^p units an item may cost; 0: no limit by compute

@@ -176,7 +176,9 @@ class Names:
 
 
 def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") -> T:
-    """A dataclass from a mapping node. Raises ConfigError for the first key, type or rule that does not hold."""
+    """A dataclass from a mapping node. Raises ConfigError for the first key, type or rule that does not hold.
+
+    A section that may stand in several places names the one that its own rules speak of as `PLACE`."""
     names = names or Names(known=tuple(dotted_names(cls)))
     if node.value == AUTO and any(f.name == AUTO for f in dataclasses.fields(cls)):  # type: ignore[arg-type]
         node = as_auto(node)
@@ -199,7 +201,9 @@ def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") 
     try:
         return cls(**values)
     except ValueError as error:
-        raise ConfigError(f"{str(error).rstrip('.')}{_broken(str(error), node.value, path, node).at()}.") from None
+        usual = getattr(cls, "PLACE", path)
+        rule = re.sub(rf"\b{re.escape(usual)}\b", path, str(error)) if path != usual else str(error)
+        raise ConfigError(f"{rule.rstrip('.')}{_broken(rule, node.value, path, node).at()}.") from None
 
 
 def _broken(message: str, children: Mapping[str, Node], path: str, section: Node) -> Node:

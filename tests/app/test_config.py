@@ -372,6 +372,22 @@ def test_an_interrupted_synthetic_set_is_made_again(tmp_path: Path, monkeypatch:
     assert len(list((tmp_path / "koala" / "videos").iterdir())) == 2
 
 
+@pytest.mark.parametrize(
+    ("segment", "named"),
+    [
+        ("batch: {exponent: 9}", "data.segments.0.batch.exponent 9.0 is outside 1..3"),
+        ("batch: {recalibrate: on}", "Set data.segments.0.batch.target_s to its seconds"),
+        ("buckets: {table: [2x3]}", "data.segments.0.buckets.table '2x3' is not"),
+    ],
+)
+def test_a_rule_that_a_segment_breaks_names_the_segment(segment: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)) as caught:
+        RunConfig.load(
+            ROOT / "configs/runs/demo.yaml", [f"data.segments=[{{until_step: 10, {segment}}}, {{until_step: 0}}]"]
+        )
+    assert "data.batch" not in str(caught.value)
+
+
 def test_a_setting_of_another_model_family_is_refused_by_its_name() -> None:
     plain = ROOT / "configs" / "runs" / "demo.yaml"
     with pytest.raises(ConfigError, match=r"num_single_layers is a setting of architecture .*flux.*hunyuan.*is wan"):
