@@ -132,8 +132,7 @@ class PlannerConfig:
             bag_peers=between(0, 1 << 16),
         )
         try:
-            if self.topology:
-                bags_of(self.topology)
+            bags_of(self.topology)
         except ValueError as error:
             raise ValueError(f"planner.{error}") from None
         if self.budget_s > SECONDS or self.lookahead > 64:
