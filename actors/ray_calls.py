@@ -125,10 +125,7 @@ def free_outside(nodes: Sequence[str]) -> dict[str, float]:
 
 def free_by_node() -> Mapping[str, Mapping[str, float]]:
     """What is unused now, by the ids of the nodes that live."""
-    from ray._private import state  # Ray's own sum over nodes is by this, too
-
-    untyped: Any = state
-    found: Mapping[str, Mapping[str, float]] = untyped.available_resources_per_node()
+    found: Mapping[str, Mapping[str, float]] = _ray._private.state.available_resources_per_node()  # summed by Ray, too
     return found
 
 
