@@ -17,6 +17,7 @@ from app.device.choice import pick_device
 from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run, published_scheduler
 from app.settings.config import RunConfig, names
+from app.settings.written_by import explained
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -252,7 +253,8 @@ def run_config(meta: dict[str, object], folder: Path) -> RunConfig:
     text = meta.get("config")
     if not isinstance(text, str):
         raise CheckpointError(f"{folder}: meta.json holds no config; it was not written by a training run.")
-    return build(RunConfig, parse(text, "meta.json"), names())
+    with explained(text):
+        return build(RunConfig, parse(text, "meta.json"), names())
 
 
 def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None:

@@ -37,6 +37,7 @@ from app.settings.rules import (
     check_schedule,
 )
 from app.settings.sections import RunSection, SampleConfig, TrackerName
+from app.settings.written_by import explained, header
 from data.config import DataConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -63,12 +64,15 @@ class RunConfig:
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         """Read, merge the files under `base:`, apply `key=value` overrides, check. Raises ConfigError."""
-        return cls._of(with_attention_table(with_prompts_of_file(override(read(path), overrides))))
+        node = with_attention_table(with_prompts_of_file(override(read(path), overrides)))
+        with explained(Path(path).read_text(encoding="utf-8")):
+            return cls._of(node)
 
     @classmethod
     def from_yaml(cls, text: str) -> RunConfig:
         """The inverse of `to_yaml`. Raises ConfigError."""
-        return cls._of(parse(text))
+        with explained(text):
+            return cls._of(parse(text))
 
     @classmethod
     def _of(cls, node: Node) -> RunConfig:
@@ -78,7 +82,7 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """The resolved config; loading it again gives an equal RunConfig."""
-        return yaml.safe_dump(as_plain(self), sort_keys=False, allow_unicode=True, width=120)
+        return header() + yaml.safe_dump(as_plain(self), sort_keys=False, allow_unicode=True, width=120)
 
 
 def names() -> Names:

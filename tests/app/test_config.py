@@ -18,6 +18,7 @@ from app.settings.config import RunConfig, from_here, names
 from app.settings.elsewhere import ELSEWHERE
 from app.settings.notes import notes
 from app.settings.run_folder import prepare_run_dir, run_dir
+from app.settings.written_by import header
 from data.config import SourceConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
@@ -208,7 +209,8 @@ def test_the_config_of_a_run_says_which_numbers_its_folders_decide(tmp_path: Pat
     assert "#   model.dit.num_layers: 3" in comments and f"num_layers: {config.model.dit.num_layers}" in text
     assert RunConfig.load(made / "config.yaml") == config, "a resumed run is compared by what was set"
     (folder / "config.json").unlink()
-    assert prepare_run_dir(config, overwrite=True) and "#" not in (made / "config.yaml").read_text()
+    said = (prepare_run_dir(config, overwrite=True) / "config.yaml").read_text()
+    assert [line for line in said.splitlines() if line.startswith("#")] == [header().strip()]
 
 
 def test_a_name_is_as_long_as_the_files_named_after_it_may_be(tmp_path: Path) -> None:
