@@ -73,6 +73,11 @@ class Pool(ABC):
         self._serial = 0
         self.shunned: tuple[str, ...] = ()  # ids of nodes for which no worker is asked
 
+    def taken(self) -> list[str]:
+        """The node of every worker that is there, or was asked for and is not there yet."""
+        places = (m.info.node if m.info else m.wished for m in self._members.values())
+        return [node for node in places if node]
+
     @abstractmethod
     def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
         """Ask for more workers, one after the other; for fewer where it makes no sense to ask for all yet."""
@@ -154,7 +159,7 @@ class RayPool(Pool):
         need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
         fill = workers.placement == "fill"
         wanted = [node for node in nodes() if node["NodeID"] not in self.shunned] if fill else []
-        wished = nodes_with_room(wanted, self._taken(), need, len(names)) if fill else [None] * len(names)
+        wished = nodes_with_room(wanted, self.taken(), need, len(names)) if fill else [None] * len(names)
         for name, node in zip(names, wished, strict=True):
             handle: WorkerHandle = self._actor.options(
                 name=f"{self._run}/{name}",
@@ -179,11 +184,6 @@ class RayPool(Pool):
         kill(member.handle)
         if frozen and member.info is not None:
             kill_process(member.info.node, member.info.pid, member.info.born)
-
-    def _taken(self) -> list[str]:
-        """The node of every worker that is there, or was asked for and is not there yet."""
-        places = (m.info.node if m.info else m.wished for m in self._members.values())
-        return [node for node in places if node]
 
 
 def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:

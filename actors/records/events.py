@@ -302,21 +302,21 @@ class WorkersLeftOut(RunEvent, event="left_out"):
 
 
 class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
-    """The run waits for clips, and no CPU is free to decode them where that may be done."""
+    """The run waits for clips, and workers leave no CPU to decode them where that may be done."""
 
     cpus: float  # `data.engine.decode_cpus`
     nodes_avoided: int  # nothing is decoded on these, which workers do not reach
-    cpus_avoided: float  # free there
+    cpus_avoided: float  # beside workers there
 
     def describe(self) -> str:
         share = "1 CPU" if self.cpus == 1 else f"{self.cpus:g} CPUs"
-        within = " within reach of the workers" if self.nodes_avoided else ""
-        told = f"waiting for clips: no node{within} has {share} free to decode them (data.engine.decode_cpus). "
+        node = "no node within reach" if self.nodes_avoided else "no node"
+        told = f"waiting for clips: {node} has {share} beside its workers to decode them (data.engine.decode_cpus). "
         if self.nodes_avoided:
             one = self.nodes_avoided == 1
             told += (
                 f"{counted(self.nodes_avoided, 'node')} out of reach {'has' if one else 'have'} {self.cpus_avoided:g} "
-                f"free, but nothing is decoded there. "
+                f"of them, but nothing is decoded there. "
             )
         return (
             f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale), or "

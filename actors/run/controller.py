@@ -88,7 +88,7 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
-        self._decode_room = DecodeRoom(self.config.data.engine, self.events.tell)
+        self._decode_room = DecodeRoom(self.config.data.engine, self.config.workers.cpus_per_worker, self.events.tell)
 
     @property
     def left(self) -> str:
@@ -238,7 +238,7 @@ class Controller:
         if fed:
             self._decode_room.came()
         else:
-            self._decode_room.awaited(self.source.avoid, time.monotonic())
+            self._decode_room.awaited(self.source.avoid, self.generations.pool.taken(), time.monotonic())
         if self._decode_room.lacks == before:
             return False
         self.generations.observe(Starvation(starves=self._decode_room.lacks))  # may end the generation
