@@ -7,8 +7,8 @@ A step that comes a second time (the run resumed before it, or recovered from a 
 one, and carries `"recomputed": true`: no file holds a step twice. Lines are in the order of their steps, so only the
 end of a file is ever read or cut, however many steps a run has.
 
-metrics.jsonl has the whole history, some 1.2 kB a step however many workers there are. Figures of 1,024 workers take a
-hundred times as much: of these there are the newest steps, in two files, as of the timeline.
+metrics.jsonl has the whole history, 0.9 kB a step in the demo, however many workers there are. Figures of 1,024 workers
+take 83 kB: of these there are the newest steps, in two files, as of the timeline.
 """
 
 from __future__ import annotations
