@@ -33,6 +33,7 @@ PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset li
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 RETRY_S = 0.05  # before the second attempt; doubled before each further one
+_file_systems: dict[tuple[str, str, str], pafs.FileSystem] = {}  # of this process, by scheme, bucket and options
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,14 @@ def absolute(paths: str) -> str:
 
 
 def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
-    """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it.
+    """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it, OSError when one
+    cannot be reached: PyArrow asks in which region a bucket is.
 
     What follows the bucket is a name as a listing gives it, also with spaces, `%`, `#` or `?`, without escapes; options
     of PyArrow (`?region=...`) may follow it.
+
+    URIs of one bucket share a file system until storage fails. PyArrow makes another one at each call, with connections
+    and credentials of its own: 24 clips and their captions cost 57 connections and 57 fetches of a role's credentials.
     """
     scheme, _, path = uri.partition("://")
     plain = scheme == "hf" or scheme.startswith("fsspec+")  # these PyArrow takes by the letter, others it unquotes
@@ -74,7 +79,8 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     options = found[0] if found else ""
     bucket, slash, name = path.removesuffix(options).partition("/")
     try:
-        return pafs.FileSystem.from_uri(uri if plain else f"{scheme}://{bucket}{slash}{quote(name)}{options}")
+        made, inside = pafs.FileSystem.from_uri(uri if plain else f"{scheme}://{bucket}{slash}{quote(name)}{options}")
+        return _file_systems.setdefault((scheme, "" if plain else bucket, options), made), inside
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
@@ -84,13 +90,16 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
     """`action()` again after an OSError, up to `retries` times; DataIOError after that. `retry_s` pass before the
-    second attempt, twice as many seconds before each further one."""
+    second attempt, twice as many seconds before each further one. Raises DataError for a name that cannot be opened."""
     for attempt in range(retries + 1):
         try:
             return action()
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             raise
+        except pa.ArrowInvalid as error:  # such as a key with an empty part, a//b.mp4
+            raise DataError(f"{what}: {error}. PyArrow opens no file of this name; rename it.") from error
         except OSError as error:
+            _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
             if attempt == retries:
                 raise DataIOError(
                     f"{what}: {error} ({retries + 1} attempts). The storage failed, not the data; "
@@ -231,16 +240,14 @@ def stat(uri: str, retries: int = 4) -> FileStat | None:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return FileStat(uri, info.st_size, info.st_mtime_ns) if not os.path.isdir(local_path(uri)) else None
-    filesystem, path = resolve(uri)
-    found = retried(f"stat {uri}", lambda: filesystem.get_file_info(path), retries)
+    found = _about(uri, retries)
     return FileStat(uri, found.size, found.mtime_ns or 0) if found.type == pafs.FileType.File else None
 
 
 def is_folder(uri: str) -> bool:
     if is_local(uri):
         return os.path.isdir(local_path(uri))
-    filesystem, path = resolve(uri)
-    return retried(f"stat {uri}", lambda: filesystem.get_file_info(path)).type == pafs.FileType.Directory
+    return _about(uri).type == pafs.FileType.Directory
 
 
 def list_files(uri: str, recursive: bool = True) -> list[FileStat]:
@@ -311,11 +318,24 @@ def _list_local(folder: str, recursive: bool, above: tuple[str, ...] = ()) -> It
                 yield FileStat(entry.path, info.st_size, info.st_mtime_ns)
 
 
+def _about(uri: str, retries: int = 4) -> pafs.FileInfo:
+    """What PyArrow knows of a remote URI, also of one where nothing is."""
+
+    def ask() -> pafs.FileInfo:
+        filesystem, path = resolve(uri)
+        return filesystem.get_file_info(path)
+
+    return retried(f"stat {uri}", ask, retries)
+
+
 def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
-    filesystem, path = resolve(uri)
-    base = path.rstrip("/")
-    selector = pafs.FileSelector(base, recursive=recursive)
-    for info in retried(f"list {uri}", lambda: filesystem.get_file_info(selector)):
+    def ask() -> tuple[str, list[pafs.FileInfo]]:
+        filesystem, path = resolve(uri)
+        base = path.rstrip("/")
+        return base, filesystem.get_file_info(pafs.FileSelector(base, recursive=recursive))
+
+    base, infos = retried(f"list {uri}", ask)
+    for info in infos:
         inside = info.path.strip("/").removeprefix(base.strip("/")).lstrip("/")  # fsspec adds a leading slash
         if info.type == pafs.FileType.File and not any(piece.startswith(".") for piece in inside.split("/")):
             yield FileStat(f"{uri.rstrip('/')}/{inside}", info.size, info.mtime_ns or 0)

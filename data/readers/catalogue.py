@@ -100,6 +100,8 @@ class Catalogue:
                     known = media.probe(opened, 0, opened.size, media.suffix_of(file.uri), limits)
             except BadSample as fault:
                 known = fault
+            except DataError as error:  # a name that is listed and cannot be opened
+                known = BadSample(Reason.UNSAFE_NAME, str(error))
             self._probes[file.uri, ranged] = known
             if len(self._probes) > PROBES_KEPT:
                 self._probes.popitem(last=False)

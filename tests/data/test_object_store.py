@@ -1,0 +1,79 @@
+"""Data in a bucket: PyArrow's S3 client against a service of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from data import storage
+from data.errors import DataIOError
+from data.ledger import Reason
+from data.storage import list_files, read_range, stat
+from tests.data.making import clip, index_of
+from tests.data.object_store import ObjectStore, object_store
+
+AWS = {
+    "AWS_ACCESS_KEY_ID": "the-first-key",
+    "AWS_SECRET_ACCESS_KEY": "a secret that nobody prints",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    with object_store() as service:
+        for name, value in (AWS | {"AWS_ENDPOINT_URL": service.endpoint}).items():
+            monkeypatch.setenv(name, value)
+        storage._file_systems.clear()
+        yield service
+        storage._file_systems.clear()
+
+
+def pairs(store: ObjectStore, *names: str) -> None:
+    for name in names:
+        store.objects[f"set/clips/{name}.mp4"] = clip()
+        store.objects[f"set/clips/{name}.txt"] = name.encode()
+
+
+def test_clips_of_a_bucket_share_their_connections(store: ObjectStore, tmp_path: Path) -> None:
+    pairs(store, *(f"{number:02d}" for number in range(12)))
+    index, _ = index_of("s3://set/clips", tmp_path, kind="pairs")
+    assert index.num_ok == 12
+    assert len(store.of("GET")) >= 24 and store.connections <= 2
+
+
+def test_an_attempt_after_a_failure_has_the_credentials_of_then(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of credentials is renewed in a long run; the client alone reads it again after minutes."""
+    file = tmp_path / "credentials"
+    file.write_text("[default]\naws_access_key_id = the-first-key\naws_secret_access_key = secret\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    store.objects["set/a"] = b"abc"
+    assert read_range("s3://set/a", 0, -1) == b"abc"
+    store.fault = lambda asked: (403, "AccessDenied") if asked.signed_by == "the-first-key" else None
+    with pytest.raises(DataIOError):
+        stat("s3://set/a", retries=0)
+    file.write_text(file.read_text().replace("first", "second"))
+    assert read_range("s3://set/a", 0, -1, retries=0) == b"abc"
+
+
+def test_a_key_with_an_empty_part_is_refused_and_the_others_are_read(store: ObjectStore, tmp_path: Path) -> None:
+    pairs(store, "a", "b//c", "d e #+%20?")
+    index, ledger = index_of("s3://set/clips", tmp_path, kind="pairs")
+    assert index.num_ok == 2 and ledger.rejected == {Reason.UNSAFE_NAME: 1}
+    assert len(list_files("s3://set/clips")) == 6
+
+
+def test_a_region_that_cannot_be_asked_for_is_storage_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def down(uri: str) -> None:
+        raise OSError("When resolving region for bucket 'set': no network")
+
+    monkeypatch.setattr(storage, "resolve", down)
+    for ask in (lambda uri: stat(uri, 0), list_files):
+        with pytest.raises(DataIOError, match="resolving region"):
+            ask("s3://set/a")
