@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.fs as pafs
@@ -33,7 +32,8 @@ PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset li
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 RETRY_S = 0.05  # before the second attempt; doubled before each further one
-_file_systems: dict[tuple[str, str, str], pafs.FileSystem] = {}  # of this process, by scheme, bucket and options
+# file systems of this process and the path of their root, by scheme, bucket and options
+_file_systems: dict[tuple[str, str, str], tuple[pafs.FileSystem, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +74,23 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     and credentials of its own: 24 clips and their captions cost 57 connections and 57 fetches of a role's credentials.
     """
     scheme, _, path = uri.partition("://")
-    plain = scheme == "hf" or scheme.startswith("fsspec+")  # these PyArrow takes by the letter, others it unquotes
+    plain = scheme == "hf" or scheme.startswith("fsspec+")  # file systems of Python, which PyArrow takes as they are
     found = OPTIONS.search(path)
     options = found[0] if found else ""
-    bucket, slash, name = path.removesuffix(options).partition("/")
+    bucket, _, name = path.removesuffix(options).partition("/")
     try:
-        made, inside = pafs.FileSystem.from_uri(uri if plain else f"{scheme}://{bucket}{slash}{quote(name)}{options}")
-        return _file_systems.setdefault((scheme, "" if plain else bucket, options), made), inside
+        if plain:
+            return pafs.FileSystem.from_uri(uri)
+        known = _file_systems.get((scheme, bucket, options))
+        if known is None:
+            known = _file_systems[scheme, bucket, options] = pafs.FileSystem.from_uri(f"{scheme}://{bucket}/{options}")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
             f"hdfs:// or hf://."
         ) from error
+    system, root = known
+    return system, f"{root.rstrip('/')}/{name}".rstrip("/")
 
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:

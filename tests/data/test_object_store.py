@@ -38,11 +38,19 @@ def pairs(store: ObjectStore, *names: str) -> None:
         store.objects[f"set/clips/{name}.txt"] = name.encode()
 
 
-def test_clips_of_a_bucket_share_their_connections(store: ObjectStore, tmp_path: Path) -> None:
+def test_clips_of_a_bucket_share_connections_and_the_credentials_of_a_role(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{store.endpoint}/role")
+    store.objects["role"] = (
+        b'{"AccessKeyId": "a", "SecretAccessKey": "b", "Token": "c", "Expiration": "2099-01-01T00:00:00Z"}'
+    )
     pairs(store, *(f"{number:02d}" for number in range(12)))
     index, _ = index_of("s3://set/clips", tmp_path, kind="pairs")
     assert index.num_ok == 12
-    assert len(store.of("GET")) >= 24 and store.connections <= 2
+    assert len(store.of("GET")) >= 24 and len({asked.connection for asked in store.asked}) <= 3
+    assert sum(asked.path == "role" for asked in store.asked) <= 2
 
 
 def test_an_attempt_after_a_failure_has_the_credentials_of_then(
