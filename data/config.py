@@ -17,6 +17,7 @@ from data.kinds import SourceKind
 from ops.ranges import SECONDS, above, between, check_numbers
 
 SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+SECRET = re.compile(r"://[^/:=@]+:[^@]+@")  # s3://KEY:SECRET@bucket; options before a bucket hold an = first
 # Open-Sora's nine ratios (width:height) and their transposes
 OPEN_SORA_RATIOS = (
     "2.39:1",
@@ -62,6 +63,13 @@ class SourceConfig:
                 f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
                 f"Give local paths or a file system URI."
             )
+        for part in (self.path, self.media):
+            if SECRET.search(part):
+                raise ValueError(
+                    f"data.sources: a URI with a secret before @{part.rpartition('@')[2]}, which logs and the run's "
+                    f"config.yaml would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and "
+                    f"AWS_SECRET_ACCESS_KEY, or by a role."
+                )
         if self.synthetic and (self.kind != "webdataset" or "/shards/" not in self.path):
             raise ValueError(
                 f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "

@@ -32,8 +32,8 @@ PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset li
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
 RETRY_S = 0.05  # before the second attempt; doubled before each further one
-# file systems of this process and the path of their root, by scheme, bucket and options
-_file_systems: dict[tuple[str, str, str], tuple[pafs.FileSystem, str]] = {}
+# file systems of this process and the path of their root, by scheme and bucket
+_file_systems: dict[tuple[str, str], tuple[pafs.FileSystem, str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,16 @@ def local_path(uri: str) -> str:
 
 
 def absolute(paths: str) -> str:
-    """The same with the local paths of `a::b` made absolute: files are named alike wherever a command is started."""
+    """The same with the local paths of `a::b` made absolute: files are named alike wherever a command is started.
+
+    PyArrow's options of a URI (`s3://bucket/a.tar?endpoint_override=HOST`) go before its bucket, as
+    `s3://endpoint_override=HOST@bucket/a.tar`: files below it have them too, and its `?` is no glob.
+    """
 
     def located(part: str) -> str:
+        if not is_local(part) and (found := OPTIONS.search(part)):
+            scheme, _, rest = part.removesuffix(found[0]).partition("://")
+            return f"{scheme}://{found[0][1:].replace('/', '%2F')}@{rest}"
         kept = not part or not is_local(part) or part.lstrip().startswith(PIPES) or ABSOLUTE_IN_BRACES.search(part)
         return part if kept else os.path.abspath(local_path(part))
 
@@ -67,23 +74,23 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     """File system and path of a remote URI. Raises DataError when no PyArrow file system serves it, OSError when one
     cannot be reached: PyArrow asks in which region a bucket is.
 
-    What follows the bucket is a name as a listing gives it, also with spaces, `%`, `#` or `?`, without escapes; options
-    of PyArrow (`?region=...`) may follow it.
+    What follows the bucket is a name as a listing gives it, also with spaces, `%`, `#` or `?`, without escapes. Options
+    of PyArrow stand before the bucket (`absolute`).
 
     URIs of one bucket share a file system until storage fails. PyArrow makes another one at each call, with connections
     and credentials of its own: 24 clips and their captions cost 57 connections and 57 fetches of a role's credentials.
     """
     scheme, _, path = uri.partition("://")
     plain = scheme == "hf" or scheme.startswith("fsspec+")  # file systems of Python, which PyArrow takes as they are
-    found = OPTIONS.search(path)
-    options = found[0] if found else ""
-    bucket, _, name = path.removesuffix(options).partition("/")
+    bucket, _, name = path.partition("/")
     try:
         if plain:
             return pafs.FileSystem.from_uri(uri)
-        known = _file_systems.get((scheme, bucket, options))
+        known = _file_systems.get((scheme, bucket))
         if known is None:
-            known = _file_systems[scheme, bucket, options] = pafs.FileSystem.from_uri(f"{scheme}://{bucket}/{options}")
+            options, _, plainly = bucket.rpartition("@")
+            place = f"{plainly}/?{options}" if "=" in options else f"{bucket}/"
+            known = _file_systems[scheme, bucket] = pafs.FileSystem.from_uri(f"{scheme}://{place}")
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "

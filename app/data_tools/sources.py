@@ -34,7 +34,8 @@ def sources_of(
     path = "::".join(paths or [])  # a shell expands braces and globs before we see them
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(KINDS)}")
-    source = SourceConfig(path=path, kind=kind or guess_kind(path), media=media)
+    source = SourceConfig(path=path, media=media)
+    source = replace(source, kind=kind or guess_kind(path))
     return (replace(source, caption=caption) if caption else source,), LimitsConfig()
 
 

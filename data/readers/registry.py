@@ -33,7 +33,7 @@ def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
 def guess_kind(path: str) -> str:
     """The kind of a source from its files: tars, MosaicML's shards, tables with Koala's or Panda's columns,
     other tables, or media."""
-    path = path.split("::")[0]
+    path = storage.absolute(path.split("::")[0])
     if path.endswith((".tar", ".tar.gz")):
         return "webdataset"  # also when nothing is there: its reader says so in terms of shards
     if not storage.is_folder(path):

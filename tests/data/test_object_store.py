@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from data import storage
+from data.config import SourceConfig
 from data.errors import DataIOError
 from data.ledger import Reason
+from data.readers.registry import guess_kind
 from data.storage import list_files, read_range, stat
-from tests.data.making import clip, index_of
+from tests.data.making import clip, good, index_of, shard
 from tests.data.object_store import ObjectStore, object_store
 
 AWS = {
@@ -85,3 +87,24 @@ def test_a_region_that_cannot_be_asked_for_is_storage_that_failed(monkeypatch: p
     for ask in (lambda uri: stat(uri, 0), list_files):
         with pytest.raises(DataIOError, match="resolving region"):
             ask("s3://set/a")
+
+
+@pytest.mark.parametrize("path", ["clips", "clips/{a,b}.tar", "clips/?.tar", "clips/a.tar::s3://set/clips/b.tar"])
+def test_a_service_named_behind_the_uri_is_the_one_that_is_asked(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    store.objects |= {f"set/clips/{name}.tar": shard(good(2)) for name in "ab"}
+    options = f"?endpoint_override={store.endpoint.removeprefix('http://')}&scheme=http"
+    given = "::".join(part + options for part in f"s3://set/{path}".split("::"))
+    assert guess_kind(given) == "webdataset"
+    index, _ = index_of(given, tmp_path)
+    assert index.num_ok == 4
+    row = index.row(3)
+    assert read_range(row.path, row.offset, row.size)[4:8] == b"ftyp"
+
+
+def test_a_secret_in_a_uri_is_refused_and_not_printed() -> None:
+    with pytest.raises(ValueError, match=r"a secret before @set/a\.tar") as refused:
+        SourceConfig(path="s3://some-key:some/secret=@set/a.tar")
+    assert "some" not in str(refused.value)

@@ -86,8 +86,11 @@ def test_what_follows_the_bucket_is_the_name(uri: str, path: str) -> None:
 
 
 def test_options_of_pyarrow_stand_behind_the_name() -> None:
-    system, path = resolve("s3://bucket/my clips/a?.tar?region=eu-west-3&endpoint_override=localhost:9000")
-    assert (path, system.region) == ("bucket/my clips/a?.tar", "eu-west-3")
+    given = absolute("s3://bucket/my clips/a?.tar?region=eu-west-3&endpoint_override=localhost:9000")
+    assert storage.name_of(given) == "a?.tar"
+    for uri, inside in ((given, "my clips/a?.tar"), (storage.join(storage.parent(given), "b#.mp4"), "my clips/b#.mp4")):
+        system, path = resolve(uri)
+        assert (path, system.region) == (f"bucket/{inside}", "eu-west-3")
 
 
 def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
