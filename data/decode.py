@@ -28,7 +28,7 @@ from data.captions import read_caption
 from data.errors import DataIOError
 from data.ledger import BadSample, Fault, Reason
 from data.media_info import CropBox, square_width
-from data.storage import ByteRange, ReadFile, open_file, read_range
+from data.storage import ByteRange, ReadFile, kept_open, open_file, read_range
 from data.types import Batch, Clip, DecodeJob
 
 if TYPE_CHECKING:
@@ -60,6 +60,11 @@ Frames = Iterator[tuple[float, DecodedFrame]]  # seconds from the start of the v
 
 def decode_job(job: DecodeJob) -> Batch:
     """The batch of an item. A bad clip keeps its slot: black, `ok` False, its fault listed. Raises DataIOError only."""
+    with kept_open():
+        return _decode(job)
+
+
+def _decode(job: DecodeJob) -> Batch:
     decoder = load_decoder(job.decoder)
     video = _memory.array(job.shape)
     batch = Batch(item=job.item, video=video, captions=[], ok=[], keys=[clip.key for clip in job.clips])
@@ -145,7 +150,7 @@ def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> n
         source: MediaStream = ByteRange(file, clip.offset, clip.size)
         size = file.size if clip.size < 0 else clip.size
         if size < WHOLE_BELOW_BYTES:
-            source = io.BytesIO(source.read())
+            source = io.BytesIO(file.pread(clip.offset, size, alone=True))
         try:
             return decode_video(source, clip, job, pixels)
         except av.error.FFmpegError as error:

@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -122,6 +123,30 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
     raise AssertionError("unreachable")
 
 
+class _Kept(threading.local):
+    """Remote files that a thread keeps open."""
+
+    def __init__(self) -> None:
+        self.wanted, self.files = False, dict[str, pa.NativeFile]()
+
+
+_kept = _Kept()
+
+
+@contextlib.contextmanager
+def kept_open() -> Iterator[None]:
+    """Within it, this thread asks once for each remote file that it opens: clips and captions of a shard cost a request
+    each, not two."""
+    _kept.wanted = True
+    try:
+        yield
+    finally:
+        _kept.wanted = False
+        for file in _kept.files.values():
+            file.close()
+        _kept.files.clear()
+
+
 class ReadFile:
     """One file opened for reads at offsets. Remote reads go through one cached block. `retries` and `retry_s` are those
     of `retried`."""
@@ -134,8 +159,9 @@ class ReadFile:
         self._block, self._block_start = b"", 0
         self.size = retried(f"open {uri}", self._open, retries, retry_s=retry_s)
 
-    def pread(self, offset: int, count: int) -> bytes:
-        """The bytes [offset, offset + count), fewer only at the end of the file."""
+    def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
+        """The bytes [offset, offset + count), fewer only at the end of the file. `alone`: no read near them follows, so
+        that nothing around them is fetched."""
         count = min(count, self.size - offset)
         if count <= 0:
             return b""
@@ -145,14 +171,15 @@ class ReadFile:
                 if len(data) == count:
                     self.bytes_read += count
                     return data
-        return self._pread_slowly(offset, count)
+        return self._pread_slowly(offset, count, 0 if alone else BLOCK_BYTES)
 
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         if self._remote is not None:
-            self._remote.close()
+            if self._remote is not _kept.files.get(self.uri):
+                self._remote.close()
             self._remote = None
 
     def __enter__(self) -> ReadFile:
@@ -165,37 +192,42 @@ class ReadFile:
         if is_local(self.uri):
             self._fd = os.open(local_path(self.uri), os.O_RDONLY | os.O_CLOEXEC)
             return os.fstat(self._fd).st_size
-        filesystem, path = resolve(self.uri)
-        self._remote = filesystem.open_input_file(path)
+        self._remote = _kept.files.get(self.uri)
+        if self._remote is None:
+            filesystem, path = resolve(self.uri)
+            self._remote = filesystem.open_input_file(path)
+            if _kept.wanted:
+                _kept.files[self.uri] = self._remote
         return self._remote.size()
 
-    def _pread_slowly(self, offset: int, count: int) -> bytes:
+    def _pread_slowly(self, offset: int, count: int, block: int) -> bytes:
         start = offset - self._block_start
         if start >= 0 and start + count <= len(self._block):
             return self._block[start : start + count]
 
         def read() -> bytes:
             try:
-                return self._read_block(offset, count)
+                return self._read_block(offset, count, block)
             except OSError:
+                _kept.files.pop(self.uri, None)
                 self.close()  # the next attempt must not inherit a half advanced handle
                 raise
 
         return retried(f"read {self.uri} at {offset}", read, self.retries, retry_s=self._retry_s)
 
-    def _read_block(self, offset: int, count: int) -> bytes:
+    def _read_block(self, offset: int, count: int, block: int) -> bytes:
         if self._fd < 0 and self._remote is None:
             self._open()
         wanted = count
         if self._remote is not None:
-            wanted = min(max(count, BLOCK_BYTES), self.size - offset)
+            wanted = min(max(count, block), self.size - offset)
             data = self._remote.read_at(wanted, offset)
         else:
             data = os.pread(self._fd, count, offset)
         if len(data) < count:
             raise OSError(f"got {len(data)} of {count} bytes; the file had {self.size} bytes when it was opened")
         self.bytes_read += len(data)
-        if self._remote is not None and count < BLOCK_BYTES:
+        if self._remote is not None and count < block:
             self._block, self._block_start = data, offset
         return data[:count]
 
@@ -241,7 +273,7 @@ def open_file(uri: str, retries: int = 4) -> ReadFile:
 def read_range(uri: str, offset: int, size: int, retries: int = 4) -> bytes:
     """Bytes [offset, offset + size) of a file; size -1 means to its end."""
     with ReadFile(uri, retries) as file:
-        return file.pread(offset, file.size - offset if size < 0 else size)
+        return file.pread(offset, file.size - offset if size < 0 else size, alone=True)
 
 
 def stat(uri: str, retries: int = 4) -> FileStat | None:

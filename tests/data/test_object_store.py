@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 
 from data import storage
-from data.config import SourceConfig
+from data.config import LimitsConfig, SourceConfig
+from data.decode import decode_job
 from data.errors import DataIOError
 from data.ledger import Reason
 from data.readers.registry import guess_kind
 from data.storage import list_files, read_range, stat
+from data.types import Bucket, DecodeJob
 from tests.data.making import clip, good, index_of, shard
 from tests.data.object_store import ObjectStore, object_store
 
@@ -108,3 +110,21 @@ def test_a_secret_in_a_uri_is_refused_and_not_printed() -> None:
     with pytest.raises(ValueError, match=r"a secret before @set/a\.tar") as refused:
         SourceConfig(path="s3://some-key:some/secret=@set/a.tar")
     assert "some" not in str(refused.value)
+
+
+def test_a_clip_and_its_caption_cost_a_request_each_and_their_own_bytes(store: ObjectStore, tmp_path: Path) -> None:
+    store.objects["set/a.tar"] = shard(good(4))
+    index, _ = index_of("s3://set/a.tar", tmp_path)
+    store.asked.clear()
+    rows = [index.row(number) for number in range(4)]
+    clips = tuple(row.clip() for row in rows)
+    bucket, limits = Bucket(9, 48, 64), LimitsConfig()
+    job = DecodeJob(
+        item="", bucket=bucket, clips=clips, fps=0, crop=False, limits=limits, decoder="data.decode:decode_clip"
+    )
+    batch = decode_job(job)
+    assert batch.captions == [f"caption {number}" for number in range(4)] and all(batch.ok)
+    own = {(row.offset, row.size) for row in rows} | {(row.captions[0].offset, row.captions[0].size) for row in rows}
+    assert len(store.of("HEAD")) == 1
+    ranges = [asked.range.split("-") for asked in store.of("GET")]
+    assert sorted((int(first), int(last) - int(first) + 1) for first, last in ranges) == sorted(own)
