@@ -32,6 +32,7 @@ BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one 
 PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
+REFUSED = ("ACCESS_DENIED", "HTTP status 400", "HTTP status 401", "HTTP status 403")  # 400: a token that has expired
 RETRY_S = 0.05  # before the second attempt; doubled before each further one
 # file systems of this process and the path of their root, by scheme and bucket
 _file_systems: dict[tuple[str, str], tuple[pafs.FileSystem, str]] = {}
@@ -114,9 +115,14 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
         except OSError as error:
             _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
             if attempt == retries:
+                refused = any(sign in str(error) for sign in REFUSED)
                 raise DataIOError(
-                    f"{what}: {error} ({retries + 1} attempts). The storage failed, not the data; "
-                    f"resume when it answers again."
+                    f"{what}: {error} ({retries + 1} attempts). "
+                    + (
+                        "Credentials of this process are missing, expired or not enough; renew them, then resume."
+                        if refused
+                        else "The storage failed, not the data; resume when it answers again."
+                    )
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, error, attempt + 1, retries + 1)
             time.sleep(retry_s * 2**attempt)

@@ -128,3 +128,11 @@ def test_a_clip_and_its_caption_cost_a_request_each_and_their_own_bytes(store: O
     assert len(store.of("HEAD")) == 1
     ranges = [asked.range.split("-") for asked in store.of("GET")]
     assert sorted((int(first), int(last) - int(first) + 1) for first, last in ranges) == sorted(own)
+
+
+@pytest.mark.parametrize(("status", "code"), [(403, "AccessDenied"), (400, "ExpiredToken")])
+def test_credentials_that_are_refused_are_named_as_the_cause(store: ObjectStore, status: int, code: str) -> None:
+    store.fault = lambda asked: (status, code)
+    with pytest.raises(DataIOError, match=r"s3://set/a.*Credentials of this process are missing, expired") as failed:
+        stat("s3://set/a", retries=0)
+    assert "secret" not in str(failed.value)
