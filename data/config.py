@@ -38,6 +38,15 @@ OPEN_SORA_RATIOS = (
 )
 
 
+def check_no_secret(path: str) -> None:
+    """Raises ValueError, without the secret, for a URI that holds one."""
+    if SECRET.search(path):
+        raise ValueError(
+            f"data.sources: a URI with a secret before @{path.rpartition('@')[2]}, which logs and the run's config.yaml"
+            f" would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a role."
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
     """Where samples come from. `weight` is a share of the mixture; all weights sum to 1, or none is given."""
@@ -63,13 +72,12 @@ class SourceConfig:
                 f"data.sources path {self.path!r}: pipe: runs a shell command and is refused. "
                 f"Give local paths or a file system URI."
             )
-        for part in (self.path, self.media):
-            if SECRET.search(part):
-                raise ValueError(
-                    f"data.sources: a URI with a secret before @{part.rpartition('@')[2]}, which logs and the run's "
-                    f"config.yaml would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and "
-                    f"AWS_SECRET_ACCESS_KEY, or by a role."
-                )
+        check_no_secret(self.path)
+        check_no_secret(self.media)
+        if "://" in self.index:
+            raise ValueError(
+                f"data.sources index {self.index!r} is a URI; an index is a local or shared folder. Give its path."
+            )
         if self.synthetic and (self.kind != "webdataset" or "/shards/" not in self.path):
             raise ValueError(
                 f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "

@@ -178,10 +178,11 @@ def convert(
 ) -> None:
     """Write any source as WebDataset shards (.mp4 .txt .json)."""
     from app.data_tools.printing import print_ledger
-    from app.data_tools.sources import ProgressBar, open_indexes, sources_of
+    from app.data_tools.sources import ProgressBar, check_folder_here, open_indexes, sources_of
     from data.ledger import Ledger
     from data.tools.convert import convert as write
 
+    check_folder_here(out, "OUT")
     sources, limits = sources_of([path], None, None, kind, media, caption)
     ledger = Ledger(limits, out / "bad.jsonl")
     (source,) = open_indexes(sources, limits, cache, ledger, workers)

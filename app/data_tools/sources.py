@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from app.settings.config import RunConfig, from_here
-from data.config import LimitsConfig, SourceConfig
+from data.config import LimitsConfig, SourceConfig, check_no_secret
 from data.kinds import KINDS
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from data.dataset.index import Index
     from data.ledger import Ledger
+
+URI_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 def sources_of(
@@ -34,9 +37,15 @@ def sources_of(
     path = "::".join(paths or [])  # a shell expands braces and globs before we see them
     if kind and kind not in KINDS:
         raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(KINDS)}")
-    source = SourceConfig(path=path, media=media)
-    source = replace(source, kind=kind or guess_kind(path))
+    check_no_secret(path)
+    source = SourceConfig(path=path, kind=kind or guess_kind(path), media=media)
     return (replace(source, caption=caption) if caption else source,), LimitsConfig()
+
+
+def check_folder_here(folder: Path | None, option: str) -> None:
+    """Raises BadParameter for a URI, which a Path holds with one slash less: it would become folders of this name."""
+    if folder is not None and URI_AS_PATH.match(str(folder)):
+        raise typer.BadParameter(f"{option} {folder} is a URI; files go to local or shared folders. Give a path.")
 
 
 def open_indexes(
@@ -51,6 +60,7 @@ def open_indexes(
     unless `allow_empty`."""
     from data.dataset.index_build import build_index
 
+    check_folder_here(cache, "--cache")
     with ProgressBar("indexing") as progress:
         return [
             build_index(

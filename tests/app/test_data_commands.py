@@ -209,3 +209,12 @@ def test_exit_code_and_one_sentence_for_refused_data(tmp_path):
     assert answer.returncode == 4 and not (tmp_path / "executed").exists()
     assert answer.stderr.startswith("error: ") and "pipe: runs a shell command" in answer.stderr
     assert answer.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("given", [["index", "--cache", "s3://set/index"], ["convert", "s3://set/shards"]])
+def test_a_uri_to_write_to_is_refused_and_no_folder_of_its_name_is_made(folder: Path, given: list[str]) -> None:
+    answer = RUNNER.invoke(app, [given[0], str(folder), *given[1:]])
+    assert answer.exit_code == 2 and "is a URI" in answer.output
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["shards"]
+    with pytest.raises(ValueError, match="an index is a local or shared folder"):
+        SourceConfig(path=str(folder), index="s3://set/index")
