@@ -43,7 +43,7 @@ def check_no_secret(path: str) -> None:
     if SECRET.search(path):
         raise ValueError(
             f"data.sources: a URI with a secret before @{path.rpartition('@')[2]}, which logs and the run's config.yaml"
-            f" would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or by a role."
+            f" would show. Give it by the environment, for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a role."
         )
 
 
