@@ -7,14 +7,13 @@ import logging
 import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 import yaml
 
-from app.run.cluster import ClusterAddress, let_in, must_answer
+from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.lock import holder, lock_path
 from app.run.operator import OperatorHandle, monitor_of
 from app.run.outcomes import read_outcome
@@ -172,9 +171,11 @@ def monitor(run: Path) -> OperatorHandle:
 
     from actors.names import NAMESPACE
 
-    start = partial(ray.init, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
-    if not ray.is_initialized():
-        let_in(partial(start, address=address), address, "set RAY_ADDRESS to the run's cluster")
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise not_let_in(address, "set RAY_ADDRESS to the run's cluster") from None
     try:
         return monitor_of(run)
     except LookupError as error:

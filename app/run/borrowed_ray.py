@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
-from app.run.cluster import ROOT, let_in, must_answer, shut_down_ray, start_ray_here
+from app.run.cluster import ROOT, must_answer, not_let_in, shut_down_ray, start_ray_here
 from app.run.signals import unwinds_on_signal
 
 
@@ -30,7 +30,10 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     address = address or os.environ.get("RAY_ADDRESS")
     if address:
         must_answer(address)
-        let_in(partial(start, address=address), address, "leave --cluster and RAY_ADDRESS out")
+        try:
+            start(address=address)
+        except ConnectionError:
+            raise not_let_in(address, "leave --cluster and RAY_ADDRESS out") from None
     else:
         start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
     try:

@@ -7,12 +7,11 @@ import logging
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,46 +51,6 @@ def must_answer(address: str) -> None:
             f"no Ray cluster answers at RAY_ADDRESS={address} ({error.strerror or error}). Start it, or "
             f"unset RAY_ADDRESS to use this machine."
         ) from None
-
-
-def let_in(start: Callable[[], object], address: str, otherwise: str) -> None:
-    """Join the cluster at `address` by `start`, which calls `ray.init`. Raises `not_let_in` where Ray does not get in.
-
-    Ray's C++ part says every second of twenty that its token is refused, past all of Python's logging: what comes on
-    standard error meanwhile is shown afterwards, and not at all before that sentence."""
-    try:
-        with _standard_error_after():
-            start()
-    except ConnectionError:
-        raise not_let_in(address, otherwise) from None
-
-
-@contextmanager
-def _standard_error_after() -> Iterator[None]:
-    """What this process and its C++ parts write on standard error comes when the block has ended, and goes to the
-    debug log where the block ends by a ConnectionError."""
-    if sys.stderr is None:
-        yield
-        return
-    sys.stderr.flush()
-    screen, refused = os.dup(2), False
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except ConnectionError:
-            refused = True
-            raise
-        finally:
-            sys.stderr.flush()
-            os.dup2(screen, 2)
-            os.close(screen)
-            kept.seek(0)
-            written = kept.read()
-            if refused:
-                log.debug("Ray said: %s", written.decode(errors="replace"))
-            elif written:
-                os.write(2, written)
 
 
 def not_let_in(address: str, otherwise: str) -> ConfigError:
@@ -149,8 +108,11 @@ def connect(config: RunConfig) -> None:
     )
     if is_on_a_cluster():
         must_answer(os.environ.get("RAY_ADDRESS", ""))
-        address = f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}"
-        let_in(partial(start, address="auto"), address, "unset RAY_ADDRESS to train on this machine")
+        try:
+            start(address="auto")
+        except ConnectionError:
+            address = f"RAY_ADDRESS={os.environ.get('RAY_ADDRESS', 'auto')}"
+            raise not_let_in(address, "unset RAY_ADDRESS to train on this machine") from None
         return
     workers = config.workers
     spare = 2.0  # the controller, decoding, and Ray's own tasks

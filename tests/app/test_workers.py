@@ -18,7 +18,7 @@ from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop, warn_if_quiet
-from app.run.cluster import ClusterAddress, let_in, must_answer, not_let_in
+from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.outcomes import ended_run, write_outcome
@@ -240,23 +240,3 @@ def test_a_run_is_found_where_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
     assert address_of(tmp_path) == "auto", "its own has ended"
     (tmp_path / "cluster.json").write_text('{"address": ')
     assert address_of(tmp_path) == "auto"
-
-
-@pytest.mark.parametrize("refused", [True, False])
-def test_what_ray_writes_of_a_refused_token_is_not_shown_before_the_sentence_that_says_it(
-    capfd: pytest.CaptureFixture[str], refused: bool
-) -> None:
-    said = "gcs_client.cc:210: Failed to get cluster ID from GCS server: Unauthenticated"
-
-    def start() -> None:
-        os.write(2, 20 * f"{said}\n".encode())
-        if refused:
-            raise ConnectionError("Failed to connect to Ray cluster")
-
-    if refused:
-        with pytest.raises(ConfigError, match="Ray does not get in"):
-            let_in(start, "10.0.0.1:6379", "unset it")
-    else:
-        let_in(start, "10.0.0.1:6379", "unset it")
-    os.write(2, b"afterwards\n")
-    assert capfd.readouterr().err.splitlines() == [*([] if refused else 20 * [said]), "afterwards"]
