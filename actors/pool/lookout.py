@@ -51,6 +51,8 @@ class Starts(Protocol):
     @property
     def pending(self) -> list[str]: ...
     @property
+    def misplaced(self) -> list[str]: ...
+    @property
     def names(self) -> list[str]: ...
     def poll(self) -> PoolNews: ...
     def remove(self, name: str) -> None: ...
@@ -80,7 +82,13 @@ class Lookout:
         events = self._starts()
         report = self._report()
         if report is not None:
-            events += [*self._hanging_starts(report), *self._loads(report), *self._heartbeats(report), *self._wish()]
+            events += [
+                *self._hanging_starts(report),
+                *self._recalled(report),
+                *self._loads(report),
+                *self._heartbeats(report),
+                *self._wish(),
+            ]
         return [*events, Resources(available=self._room())]
 
     def try_again(self) -> None:
@@ -148,6 +156,15 @@ class Lookout:
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
                 events.append(self._failed_start(name, why))
         return events
+
+    def _recalled(self, report: MonitorReport) -> list[Event]:
+        """Workers that still wait for resources, and would take them on a node that is shunned now, or not on one that
+        is no more: they are asked for again, if still wanted. Ray does not move them."""
+        waiting = [name for name in self._pool.misplaced if name not in report.seen]
+        for name in waiting:
+            self._pool.remove(name)
+            self._monitor.remove.remote(name)
+        return [Shortfall(count=len(waiting))] if waiting else []
 
     def _loads(self, report: MonitorReport) -> list[Event]:
         seen = [report.seen[name].progress for name in self._pool.pending if name in report.seen]

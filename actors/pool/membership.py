@@ -78,6 +78,8 @@ from ops.counted import counted, first_of
 
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
 
+_ANEW = "nodes that were out of reach may decode again"
+
 
 class Membership:
     """The pool of one run. `generation` continues the numbers of an earlier controller of the same run."""
@@ -98,6 +100,7 @@ class Membership:
         self._planned_s = 0.0
         self._loading = 0
         self._starves = False
+        self._anew = False  # the running generation is to be formed again, of the same workers
         self._requested = 0
         self._requested_at = 0.0
         self._waiting_since: float | None = None
@@ -139,6 +142,7 @@ class Membership:
             requested=self._requested,
             limits=self._limits,
             changed=changed,
+            anew=self._anew,
             shunned=self._apart_from({member.node for member in self._within_reach()}, also_tried=False),
         )
 
@@ -329,7 +333,7 @@ class Membership:
         order = {"starting": 0, "ready": 1, "recovering": 2, "active": 3}
         staying.sort(key=lambda member: (member.worker in within, order[member.phase], -member.worker))
         for member in staying[: max(0, len(staying) - self._limits.max)]:
-            why = "" if member.worker in within else ", and others have come in place of those beyond its reach"
+            why = "" if member.worker in within else ", and the others do not reach it"
             self._update(member.worker, leaving=f"the pool holds at most {self._limits.max}{why}")
 
     def _drain(self) -> None:
@@ -342,14 +346,16 @@ class Membership:
         """The change at a step boundary: leavers go, ready ones come."""
         staying = [m for m in self._with("active", "ready") if not m.leaving]
         if {m.worker for m in staying} == set(self._workers):
+            if self._anew:
+                self._form(staying, _ANEW, clean=True, now=now)
             return
         reaching, apart = self._reaching(staying)
         staying, why = self._fitting(reaching)
         why = why or apart
-        if {m.worker for m in staying} == set(self._workers):
+        if {m.worker for m in staying} == set(self._workers) and not self._anew:
             self._leave_out(why)
             return
-        reason = self._describe_change(staying) + (f" ({why})" if why else "")
+        reason = (self._describe_change(staying) or _ANEW) + (f" ({why})" if why else "")
         if len(staying) < self._limits.min:
             self._out.append(End(generation=self._generation, reason=reason, clean=True))
             self._stop("waiting", "ready", reason, now)
@@ -400,11 +406,18 @@ class Membership:
         return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
 
     def _try_apart(self, now: float) -> None:
-        """Networks are mended: after a while nodes that did not reach each other are tried together again."""
+        """Networks are mended: after a while nodes that did not reach each other are tried together again. Where one
+        has no worker left that could find out, clips are decoded there again, if they are nowhere else."""
         waits = self._state == "waiting" or self._starves
-        for pair, apart in self._apart.items():
+        here = {member.node for member in self._members.values()}
+        for pair, apart in list(self._apart.items()):
             wait_s = min(apart.wait_s, self._limits.apart_waiting_s) if waits else apart.wait_s
-            if not apart.tried and now - apart.at >= wait_s:
+            if now - apart.at < wait_s:
+                continue
+            if self._starves and not pair <= here:
+                del self._apart[pair]
+                self._anew = True
+            elif not apart.tried:
                 self._apart[pair] = replace(apart, tried=True)
                 self._others = True
 
@@ -477,7 +490,7 @@ class Membership:
         self._workers = tuple(m.worker for m in members)
         for worker in self._workers:
             self._update(worker, phase="active", since=now)
-        self._formed, self._clean, self._proven = True, True, False
+        self._formed, self._clean, self._proven, self._anew = True, True, False, False
         self._waited_since, self._waiting_since = self._waiting_since, None
         self._announced = self._enough_since = None
         infos = _infos_of(members)

@@ -341,12 +341,13 @@ class View:
     requested: int
     limits: Limits
     changed: bool  # state, generation or workers differ from the view before
+    anew: bool = False  # the generation is to be formed again, of the same workers
     shunned: tuple[str, ...] = ()  # nodes that those of the others do not reach: no worker is asked for there, in order
 
     @property
     def change_pending(self) -> bool:
-        """Whether another set of workers than the running generation's is wanted: steps make room for a boundary."""
-        return any(
+        """Whether another generation than the running one is wanted: steps make room for a boundary."""
+        return self.anew or any(
             (member.leaving and member.phase == "active")
             or (member.phase == "ready" and not member.leaving and not member.left_out)
             for member in self.members

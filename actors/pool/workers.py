@@ -53,6 +53,7 @@ class PoolMember:
     info_ref: Ref[WorkerInfo]
     requested_at: float
     wished: str | None  # the node it was asked for
+    shunned: tuple[str, ...] = ()  # nodes on which it does not start
     info: WorkerInfo | None = None  # None while it waits for resources or loads its modules
 
 
@@ -91,6 +92,7 @@ class Pool(ABC):
         names = []
         for member in self._request([f"w{self._serial + n}" for n in range(count)]):
             self._serial += 1
+            member.shunned = self.shunned
             self._members[member.name] = member
             names.append(member.name)
         return names
@@ -123,6 +125,11 @@ class Pool(ABC):
     def pending(self) -> list[str]:
         """Workers that wait for resources or load their modules, oldest first."""
         return [m.name for m in self._members.values() if m.info is None]
+
+    @property
+    def misplaced(self) -> list[str]:
+        """Those of `pending` that were asked for while other nodes were shunned than now."""
+        return [name for name in self.pending if self._members[name].shunned != self.shunned]
 
     @property
     def names(self) -> list[str]:

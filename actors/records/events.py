@@ -316,11 +316,11 @@ class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
             one = self.nodes_avoided == 1
             told += (
                 f"{counted(self.nodes_avoided, 'node')} out of reach {'has' if one else 'have'} {self.cpus_avoided:g} "
-                f"of them, but nothing is decoded there. "
+                f"of them, but nothing is decoded there until they are tried again. "
             )
         return (
-            f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale), or "
-            f"resume with a lower workers.cpus_per_worker or data.engine.decode_cpus"
+            f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale, down to "
+            f"workers.min), or resume with a lower workers.cpus_per_worker or data.engine.decode_cpus"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Loading, Shortfall
 from actors.pool.monitor import Monitor
-from actors.pool.workers import PoolNews, weights_bytes
+from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
 from actors.records.events import WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
@@ -31,6 +31,7 @@ class Starting:
     def __init__(self, *pending: str, names: Sequence[str] = (), lost: tuple[str, str] | None = None) -> None:
         self.pending, self.names, self.removed = list(pending), [*pending, *names], list[str]()
         self._lost = (lost,) if lost is not None else ()
+        self.misplaced: list[str] = []
 
     def poll(self) -> PoolNews:
         return PoolNews(lost=self._lost)
@@ -39,6 +40,53 @@ class Starting:
         self.removed.append(name)
         self.pending.remove(name)
         self.names.remove(name)
+
+
+class Asking(Pool):
+    """Workers that Ray has no room for."""
+
+    def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
+        handle: Any = Handle()
+        for name in names:
+            yield PoolMember(name=name, handle=handle, info_ref=handle, requested_at=0.0, wished=None)
+
+    def _end(self, member: PoolMember, frozen: bool) -> None: ...
+
+    def poll(self) -> PoolNews:
+        return PoolNews()
+
+
+def test_workers_that_wait_for_room_are_asked_for_anew_when_other_nodes_are_shunned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray keeps to the nodes of the first request: a place that is free again would stay so, and the run wait. A worker
+    that loads has its place."""
+    monitor, pool = Monitor(), Asking()
+    handle: Any = Handle(collect=monitor.collect)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(CONFIG, pool, handle, silent)
+    pool.start(1)
+    pool.shunned = ("n1",)
+    pool.start(2)
+    monitor.beat(
+        Progress(
+            worker="w1",
+            generation=-1,
+            step=-1,
+            activity=LOADING,
+            phase="",
+            since=0.0,
+            predicted_s=0.0,
+            collectives=0,
+            waiting_in="",
+        )
+    )
+    assert Shortfall(count=1) in lookout.look() and pool.pending == ["w1", "w2"], "w0 might have started on n1"
+    assert not any(isinstance(event, Shortfall) for event in lookout.look())
+    pool.shunned = ()
+    assert Shortfall(count=1) in lookout.look() and pool.pending == ["w1"]
+    assert [name for (name,) in handle.remove.asked] == ["w0", "w2"]
 
 
 @pytest.mark.parametrize(

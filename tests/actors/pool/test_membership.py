@@ -608,7 +608,7 @@ def test_others_take_the_place_of_workers_out_of_reach_which_are_then_let_go() -
     assert of(Request, pool.see(Resources(available=9))) == [Request(count=2)]
     assert of(Drain, pool.see(Tick())) == [], "they may be within reach again before others have come"
     found = pool.see(*joined(4))
-    assert [(drain.worker, "beyond its reach" in drain.reason) for drain in of(Drain, found)] == [(3, True)]
+    assert [(drain.worker, "do not reach it" in drain.reason) for drain in of(Drain, found)] == [(3, True)]
     assert pool.view.change_pending
     found = pool.see(*joined(5), Boundary(step=4))
     assert [drain.worker for drain in of(Drain, found)] == [2]
@@ -643,6 +643,20 @@ def test_a_run_without_cpus_that_decode_tries_the_nodes_out_of_reach_sooner() ->
     pool.see(Starvation(starves=True))
     (form,) = of(Form, pool.see(Boundary(step=4)))
     assert form.workers == (0, 1, 2, 3) and form.apart == ()
+
+
+def test_a_run_without_cpus_that_decode_goes_back_to_nodes_that_no_worker_is_left_to_try() -> None:
+    pool = two_of_four_out_of_reach()
+    pool.see(Resources(available=9))
+    pool.see(*joined(4, 5), Boundary(step=4))
+    assert pool.view.workers == (0, 1, 4, 5) and not pool.view.change_pending
+    pool.see(FirstStep(), Tick(), after=LIMITS.apart_longest_s)
+    assert not pool.view.change_pending, "others decode"
+    pool.see(Starvation(starves=True))
+    assert pool.view.change_pending
+    (form,) = of(Form, pool.see(Boundary(step=5)))
+    assert form.workers == (0, 1, 4, 5) and form.apart == () and "decode again" in form.reason and form.clean
+    assert not pool.view.change_pending and of(Form, pool.see(Tick(), Boundary(step=6))) == []
 
 
 def test_workers_out_of_reach_do_not_count_for_the_least_either() -> None:
