@@ -1,12 +1,13 @@
 """Gradients of small parameters on their way into the sum of a step: those of a block are added together.
 
 On a GPU every addition is a launch, and a block of a transformer has 27 parameters or more, most of them vectors. What
-a backward pass leaves of these is held until another block gives some, until it is some megabytes, or until the pass
+a backward pass leaves of these is held until all of its block has come, until it is some megabytes, or until the pass
 ends; then three launches add all of it. Each number is added as it is, to the same one as ever.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -26,29 +27,30 @@ class GatheredGradients:
         """`names` of the parameters, which say what lies in one block. `added` gets the number of each whose gradient
         is in the sum now. A gradient of at most `small` elements is held, while all that are have at most `most`."""
         self._blocks = [_block_of(name) for name in names]
+        self._sizes = Counter(self._blocks)
         self._added, self._small, self._most = added, small, most
         self._held: dict[int, Tensor] = {}  # by parameter
         self._elements = 0
-        self._block = ""  # of what is held
+        self._block, self._come = "", 0  # of which some is held, and how many of its parameters have given a gradient
 
-    def takes(self, gradient: Tensor) -> bool:
-        """Whether it is worth holding."""
-        return gradient.numel() <= self._small
-
-    def take(self, index: int, gradient: Tensor, sums: Sequence[Tensor]) -> None:
+    def take(self, index: int, gradient: Tensor, sums: Sequence[Tensor]) -> bool:
         """Hold the gradient of parameter `index`, which goes into its sum no later than the end of the running backward
-        pass, before it returns. `sums`: of each parameter, flat."""
+        pass, before it returns; False for a large one, which does not. `sums`: of each parameter, flat."""
         other = self._held and next(iter(self._held.values())).dtype != gradient.dtype
         if index in self._held or other or self._blocks[index] != self._block:  # slices of a block give several
             self.add(sums)
-            self._block = self._blocks[index]
-        if not self._held:
-            queue = Variable._execution_engine.queue_callback  # as FSDP does
-            queue(lambda: self.add(sums))
-        self._held[index] = gradient
-        self._elements += gradient.numel()
-        if self._elements > self._most:
+            self._block, self._come = self._blocks[index], 0
+        self._come += 1
+        if small := gradient.numel() <= self._small:
+            if not self._held:
+                queue = Variable._execution_engine.queue_callback  # as FSDP does
+                queue(lambda: self.add(sums))
+            self._held[index] = gradient
+            self._elements += gradient.numel()
+        # A block's gradients may all be views of one tensor, which the next block makes another one of.
+        if self._elements > self._most or self._come == self._sizes[self._block]:
             self.add(sums)
+        return small
 
     def add(self, sums: Sequence[Tensor]) -> None:
         """Add what is held."""
@@ -65,7 +67,7 @@ class GatheredGradients:
 
     def drop(self) -> None:
         """The pass has failed: what is held is used no more."""
-        self._held, self._elements = {}, 0
+        self._held, self._elements, self._come = {}, 0, 0
 
 
 def _block_of(name: str) -> str:

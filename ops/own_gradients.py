@@ -134,9 +134,7 @@ class OwnGradients:
 
     def add(self, index: int, gradient: Tensor) -> None:
         """As `Gradients.add`. Raises RuntimeError after the sum of the bucket has begun."""
-        if self._gathered is not None and self._gathered.takes(gradient):
-            self._gathered.take(index, gradient, self._flat_views)
-        else:
+        if self._gathered is None or not self._gathered.take(index, gradient, self._flat_views):
             self._views[index].add_(gradient)
             self._count(index)
 
