@@ -46,7 +46,7 @@ class Node:
 class UnknownKey(ConfigError):
     """A key that no setting has; `node` is what was written under it."""
 
-    def __init__(self, key: str, node: Node, sentence: str) -> None:
+    def __init__(self, sentence: str, key: str = "", node: Node = Node(None)) -> None:
         super().__init__(sentence)
         self.key, self.node = key, node
 
@@ -200,7 +200,7 @@ def build(cls: type[T], node: Node, names: Names | None = None, path: str = "") 
         if key not in fields:
             if names.others:
                 continue
-            raise UnknownKey(full, child, _unknown(full, child, names, list(fields)))
+            raise UnknownKey(_unknown(full, child, names, list(fields)), full, child)
         values[key] = _value(hints[key], child, names, full)
     for key, f in fields.items():
         required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tomllib
 from pathlib import Path
 
@@ -19,6 +20,13 @@ def text_of(version: str) -> str:
     """A config that this version has written, with a key that is not known here."""
     text = RunConfig.load(ROOT / "configs/runs/demo.yaml").to_yaml().replace(VERSION, version)
     return text.replace("\nworkers:\n", "\nworkers:\n  lanes: 3\n")
+
+
+def test_an_unknown_key_of_another_process_keeps_its_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"workers\.lanes") as refused:
+        RunConfig.from_yaml(text_of(VERSION))
+    sent = pickle.loads(pickle.dumps(refused.value))
+    assert type(sent) is type(refused.value) and str(sent) == str(refused.value)
 
 
 def test_the_version_is_that_of_the_package() -> None:
