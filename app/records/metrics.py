@@ -85,19 +85,25 @@ class StepFile:
 
     def write(self, step: int, line: Mapping[str, object]) -> None:
         """The line of this step, in place of any that is there and of all later ones."""
+        self.cut(step)
         if self._open is None:
             cut_torn_line(self._path)
             self._open = self._path.open("a", encoding="utf-8")
-        if step <= self.last:
-            for file in self._files:
-                if file.is_file():
-                    os.truncate(file, _offset_of(file, step))
         self.last = step
         self._open.write(json.dumps(line) + "\n")
         self._open.flush()
         if self._older is not None and self._path.stat().st_size > self._most_bytes:
             self.close()
             os.replace(self._path, self._older)
+
+    def cut(self, step: int) -> None:
+        """Drop the line of this step and all later ones."""
+        if step <= self.last:
+            cut_torn_line(self._path)
+            for file in self._files:
+                if file.is_file():
+                    os.truncate(file, _offset_of(file, step))
+            self.last = step - 1
 
     def close(self) -> None:
         if self._open is not None:
@@ -135,6 +141,7 @@ class Metrics:
             record = replace(record, recomputed=True)
         line = record.line()
         of_workers = {name: line.pop(name) for name in list(line) if name.endswith(PER_WORKER)}
+        self._workers.cut(record.step)
         if of_workers:
             self._workers.write(record.step, {"step": record.step, "time": record.time} | of_workers)
         self._steps.write(record.step, line)  # at last: with this line the step counts

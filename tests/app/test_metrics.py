@@ -200,6 +200,14 @@ def test_steps_that_are_computed_again_replace_those_of_both_files(tmp_path: Pat
     assert steps(tmp_path) == list(range(42))
 
 
+def test_a_step_that_is_computed_again_without_figures_of_workers_leaves_no_line_of_before(tmp_path: Path) -> None:
+    write_of_workers(tmp_path, 0, 1, 2)
+    write(tmp_path, 1, loss=2.0)
+    assert of_workers(tmp_path) == [0] and steps(tmp_path) == [0, 1]
+    write_of_workers(tmp_path, 2)
+    assert of_workers(tmp_path) == [0, 2]
+
+
 def test_a_run_of_an_earlier_version_goes_on_with_the_figures_of_workers_in_their_file(tmp_path: Path) -> None:
     old = line(0, tflops_by_worker={"w0": 1.0}).line()
     (tmp_path / "metrics.jsonl").write_text(json.dumps(old) + "\n")
