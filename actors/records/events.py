@@ -319,7 +319,7 @@ class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
                 f"of them, but nothing is decoded there until they are tried again. "
             )
         return (
-            f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale, down to "
+            f"{told}The run goes on as soon as there are: add a node, take a worker away (heddle workers scale, above "
             f"workers.min), or resume with a lower workers.cpus_per_worker or data.engine.decode_cpus"
         )
 
