@@ -132,7 +132,8 @@ class PlannerConfig:
             bag_peers=between(0, 1 << 16),
         )
         try:
-            bags_of(self.topology)
+            if self.topology:
+                bags_of(self.topology)
         except ValueError as error:
             raise ValueError(f"planner.{error}") from None
         if self.budget_s > SECONDS or self.lookahead > 64:

@@ -72,7 +72,7 @@ def profile_of(
             *usual,
             *config.degrees,
             config.static_degree,
-            *bags_of(config.topology),
+            *(bags_of(config.topology) if config.topology else ()),
         )
     if config.sequence == "ulysses" and model.dit.deals_heads:
         degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)

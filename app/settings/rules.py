@@ -45,7 +45,7 @@ def check_degrees(
     dit = model.dit
     legal = dit.degrees(dit.num_heads, "ulysses")
     wanted = {"planner.static_degree": (planner.static_degree,), "planner.degrees": planner.degrees}
-    wanted["planner.topology"] = tuple(bags_of(planner.topology))
+    wanted["planner.topology"] = tuple(bags_of(planner.topology)) if planner.topology else ()
     for key, degrees in wanted.items():
         for degree in degrees:
             if planner.sequence == "ulysses" and _is_known(model, read) and dit.deals_heads and degree not in legal:
