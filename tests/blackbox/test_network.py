@@ -92,7 +92,7 @@ def test_a_free_host_takes_the_place_of_one_out_of_reach(tmp_path: Path, truth: 
         after = set(place.workers_of(run).values())
         assert len(after & {one, other}) == 1 and len(after - set(before.values())) == 1
         (drained, *_) = run.events("drain")
-        assert before[drained["worker"]] in {one, other} - after and "beyond its reach" in drained["why"]
+        assert before[drained["worker"]] in {one, other} - after and "do not reach it" in drained["why"]
         assert_ends_as(truth, run)
 
 
