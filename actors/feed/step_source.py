@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +19,8 @@ from actors.feed.item_facts import ItemFacts
 from actors.feed.pulse import PULSE, ProcessId, Pulse, Silent
 from actors.plan.types import Item
 from actors.pool.workers import kill_process, uses_gpu
-from actors.ray_calls import GONE, get, kill, remote_of, unwrap, wait
-from actors.refs import Method, Ref
+from actors.ray_calls import GONE, get, kill, nodes, remote_of, unwrap, wait
+from actors.refs import Method, RayNode, Ref
 from actors.step import DataLost, DrawnItem, Position, StepBatches, StepData, StepItems
 from data.buckets import BatchSize
 from data.config import DataConfig
@@ -37,6 +38,8 @@ DataCounts = Mapping[str, object]  # JSON, as the data set counts itself
 
 _ALARMS = 5  # a feeder is replaced when it is silent for this many times the engine's stall alarm
 _LEAST_PATIENCE_S = 60.0
+_REDECODED_S = 30.0  # what comes again after a node's death has come by then
+_NODES_S = 5.0  # between two looks at the nodes, while a step is awaited
 _LOOK_S = 2.0  # an answer is awaited this long before the feeder's pulse is felt again
 _STARTS = 3
 _POSITIONS_KEPT = 256  # of a few kB each, for a checkpoint or a return to an earlier step
@@ -74,9 +77,15 @@ class StepSource:
         last_step: int,
         stall_s: float,
         silent_s: float = 60.0,
+        nodes: Callable[[], Sequence[RayNode]] = nodes,
     ) -> None:
         """A feeder that delivers nothing for several `stall_s` (`data.engine.stall_s`, the engine's alarm) is replaced,
-        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`)."""
+        and one whose process does not even answer for `silent_s` (`data.engine.silent_s`). So is one that delivers
+        nothing after one of the `nodes` has died: Ray Data has waited for minutes for what was decoded there."""
+        self._nodes = nodes
+        self._dead: set[str] = set()  # nodes, as far as seen
+        self._looked_at = 0.0  # at the nodes
+        self._died_at = math.inf  # when the death of a node was seen last, since the data was opened
         self._make, self._geometry, self._loss_weight, self._last = make, geometry, loss_weight, last_step
         self._patience_s = max(_ALARMS * stall_s, _LEAST_PATIENCE_S)
         self._silent_s = silent_s
@@ -114,6 +123,7 @@ class StepSource:
 
     def _open(self, first_step: int, token: Position | None) -> DataCounts:
         self.close()
+        self._dead, self._died_at = self._dead_nodes(), math.inf
         feeder = self._feeder = self._make()
         self._furthest = max(self._furthest, first_step - 1)  # steps that run may still be committed as they are
         for record in self._resized:
@@ -153,7 +163,21 @@ class StepSource:
         self._feel_pulse()
         if (waited := time.monotonic() - self._asked_at[min(self._asked_at)]) > self._patience_s:
             raise DataLost(f"the feeder has not delivered step {min(self._asked_at)} in {waited:.0f} s")
+        self._look_at_nodes(min(self._asked_at[s] for s in (step, step + 1) if s in self._asked_at))
         return False
+
+    def _look_at_nodes(self, asked_at: float) -> None:
+        """Raises DataLost when what was asked for before a node died has not come by some time after that."""
+        now = time.monotonic()
+        if now - self._looked_at >= _NODES_S:
+            self._looked_at, dead = now, self._dead_nodes()
+            if not dead <= self._dead:
+                self._dead, self._died_at = dead, now
+        if now - self._died_at > _REDECODED_S and asked_at < self._died_at:
+            raise DataLost(f"a node died {now - self._died_at:.0f} s ago, and clips that it decoded have not come")
+
+    def _dead_nodes(self) -> set[str]:
+        return {node["NodeID"] for node in self._nodes() if not node["Alive"]}
 
     def items(self, step: int) -> tuple[Item, ...] | None:
         """The items of a step as the planner sees them, or None past the end of the run."""

@@ -263,7 +263,7 @@ class SourceHere:
 
 def source_of(feeder: Any) -> StepSource:
     """The controller's side of this feeder; None is one that is not open."""
-    made = StepSource(lambda: feeder, Geometry(), "sample", 10, 60.0)
+    made = StepSource(lambda: feeder, Geometry(), "sample", 10, 60.0, nodes=list)
     made._feeder = feeder
     return made
 

@@ -317,7 +317,7 @@ def controller_of_virtual(
     pool = VirtualPool(machines, hosts)
     events = Events(watching)
     survivors = Survivors()
-    source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S)
+    source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S, list)
     keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)  # what a run's state asks of Keepers
     writer: Any = VirtualWriter()  # and of Writer
     state = VirtualState(

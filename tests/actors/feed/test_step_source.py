@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -94,3 +95,40 @@ def test_steps_that_an_earlier_feeder_has_told_keep_their_sizes(monkeypatch: pyt
     assert source.next_unasked == 6
     source.open(8)
     assert source.next_unasked == 8
+
+
+@pytest.mark.parametrize(("died_after_s", "lost_after_s"), [(20.0, 50.0), (None, None)])
+def test_clips_that_do_not_come_after_a_nodes_death_are_lost(
+    monkeypatch: pytest.MonkeyPatch, died_after_s: float | None, lost_after_s: float | None
+) -> None:
+    """Ray Data may wait for ever for what was decoded there. A node that was dead before says nothing."""
+    now, opened_at = [1000.0], 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("actors.feed.step_source.wait", lambda asked, num_returns, timeout: ([], asked))
+
+    def nodes() -> list[Any]:
+        alive = died_after_s is None or now[0] - opened_at < died_after_s
+        return [{"NodeID": "old", "Alive": False}, {"NodeID": "n1", "Alive": alive}, {"NodeID": "n2", "Alive": True}]
+
+    source = source_of(Handle(items=lambda step: step, batches=lambda step: step))
+    source._nodes, source._dead = nodes, {"old"}
+    for waited in range(0, 290, 2):
+        now[0] = opened_at + waited
+        try:
+            assert not source.has(3)
+        except DataLost as error:
+            assert "a node died" in str(error)
+            assert lost_after_s is not None and lost_after_s < waited <= lost_after_s + 8
+            return
+    assert lost_after_s is None
+
+
+def test_what_is_asked_for_after_a_nodes_death_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("actors.feed.step_source.wait", lambda asked, num_returns, timeout: ([], asked))
+    source = source_of(Handle(items=lambda step: step, batches=lambda step: step))
+    source._died_at = 990.0
+    for waited in range(0, 250, 10):
+        now[0] = 1000.0 + waited
+        assert not source.has(3)
