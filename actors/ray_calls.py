@@ -118,15 +118,10 @@ def free_outside(nodes: Sequence[str]) -> dict[str, float]:
     if not nodes:
         return resources(free=True)
     found: Counter[str] = Counter()
-    for node, free in free_by_node().items():
+    by_node = _ray._private.state.available_resources_per_node()  # what Ray's own sum is made of
+    for node, free in by_node.items():
         found.update({} if node in nodes else free)
     return dict(found)
-
-
-def free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """What is unused now, by the ids of the nodes that live."""
-    found: Mapping[str, Mapping[str, float]] = _ray._private.state.available_resources_per_node()  # summed by Ray, too
-    return found
 
 
 def unwrap(call: Callable[[], T]) -> T:

@@ -48,6 +48,8 @@ _FAILED_STARTS = 3  # in a row; one may be its node's fault, several will not en
 class Starts(Protocol):
     """What is looked at of a pool (`actors.pool.workers.Pool`)."""
 
+    shunned: tuple[str, ...]
+
     @property
     def pending(self) -> list[str]: ...
     @property
@@ -72,7 +74,6 @@ class Lookout:
         self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
         self.stop = ""  # why somebody wants the run to end
-        self.shunned: tuple[str, ...] = ()  # ids of nodes on which no worker is wanted
         self._doing: dict[str, Progress] = {}  # at the last look
         # What a restarted monitor must get.
         self._life, self._generation, self._wishes = "", -1, OperatorRequests()
@@ -205,7 +206,7 @@ class Lookout:
 
     def _room(self) -> int:
         """How many more workers the cluster could start right now, on nodes that are not shunned."""
-        free = free_outside(self.shunned)
+        free = free_outside(self._pool.shunned)
         room = int(free.get("CPU", 0) / self._config.cpus_per_worker + 1e-6)
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))

@@ -168,7 +168,7 @@ class GenerationManager:
             return
         self.view, decisions = self.membership.observe(events, self.clock.now())
         self.events.begin(self.view.generation)
-        self.pool.shunned = self.lookout.shunned = self.view.shunned
+        self.pool.shunned = self.view.shunned
         for decision in decisions:
             self._apply(decision)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from data.dataset.index import Index
     from data.ledger import Ledger
 
-URI_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
+_URI_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 def sources_of(
@@ -44,7 +44,7 @@ def sources_of(
 
 def check_folder_here(folder: Path | None, option: str) -> None:
     """Raises BadParameter for a URI, which a Path holds with one slash less: it would become folders of this name."""
-    if folder is not None and URI_AS_PATH.match(str(folder)):
+    if folder is not None and _URI_AS_PATH.match(str(folder)):
         raise typer.BadParameter(f"{option} {folder} is a URI; files go to local or shared folders. Give a path.")
 
 

@@ -64,13 +64,13 @@ _MOST_CURVES = 64  # of workers in a chart. 1,024 workers have 5,120, a quarter 
 PER_WORKER = "_by_worker"  # how the names of mappings from workers end; the others are of buckets
 
 
-_WORKERS_BYTES = 128 * 2**20
+_WORKERS_BYTES = 128 * 2**20  # of a file of their figures
 
 
 class StepFile:
     """A JSON-lines file with one object per step, in their order. With more than `most_bytes` it becomes the `older`
-    one, in the place of the one before. Nothing changes before the first `write`: a start that is refused leaves the
-    files as they are."""
+    one, in the place of the one before. Nothing changes before the first `write` or `cut`: a start that is refused
+    leaves the files as they are."""
 
     def __init__(self, path: Path, older: Path | None = None, most_bytes: int = 0) -> None:
         self._path, self._older, self._most_bytes = path, older, most_bytes

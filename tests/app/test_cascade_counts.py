@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from app.bench.gpu.counting import STAND_IN, counted_bag, counted_step
+from app.bench.gpu.counting import STAND_IN, DispatchCounter, counted_bag, counted_step
 from app.bench.gpu.models import build
 from ops.models.base.config import DiTConfig
 from tests.families.registry import VARIANTS
@@ -42,3 +42,16 @@ def test_gradients_of_a_block_reach_the_sum_by_few_launches() -> None:
     parameters = len(list(build(config, STAND_IN, torch.bfloat16).all_blocks()[0].parameters()))
     assert parameters == 27
     assert block <= 106 - (parameters - 3), "106 with an addition for each"
+
+
+def test_lists_of_tensors_are_as_many_kernels_as_become_of_them() -> None:
+    def kernels(count: int, elements: int, other: torch.dtype = torch.float32) -> int:
+        into = [torch.empty(elements, device=STAND_IN) for _ in range(count)]
+        added = [torch.empty(elements, dtype=other, device=STAND_IN) for _ in range(count)]
+        with DispatchCounter() as counter:
+            torch._foreach_add_(into, added)
+        return counter.kernels
+
+    assert [kernels(1, 8), kernels(64, 8), kernels(65, 8)] == [1, 1, 2]
+    assert [kernels(1, 320 * 65_536), kernels(1, 320 * 65_536 + 1)] == [1, 2]
+    assert kernels(27, 8, torch.bfloat16) == 27, "of two dtypes each goes alone"

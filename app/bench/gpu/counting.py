@@ -51,7 +51,6 @@ PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), Packed
 SMALL_PICTURE = PackedSequence((1, 16, 26), 512)  # 256 x 416
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
-_CHUNK, _CHUNKS, _TENSORS = 65_536, 320, 64
 _PATIENCE_S = 600.0  # of members of a bag, which do the same
 _PINNED = WeakIdKeyDictionary()
 MAKES = (torch.tensor, torch.as_tensor)  # their copy to a device is not dispatched
@@ -190,8 +189,8 @@ def _launches(name: str, args: tuple[object, ...]) -> int:
     tensors = [one for one in lists[0] if isinstance(one, Tensor)]
     if len({one.dtype for one in tree_leaves(lists) if isinstance(one, Tensor)}) > 1:
         return len(tensors)
-    chunks = sum(-(-one.numel() // _CHUNK) for one in tensors)
-    return max(-(-len(tensors) // _TENSORS), -(-chunks // _CHUNKS))
+    chunks = sum(-(-one.numel() // 65_536) for one in tensors)
+    return max(-(-len(tensors) // 64), -(-chunks // 320))
 
 
 class _TensorCount(TorchFunctionMode):

@@ -32,6 +32,7 @@ class Starting:
         self.pending, self.names, self.removed = list(pending), [*pending, *names], list[str]()
         self._lost = (lost,) if lost is not None else ()
         self.misplaced: list[str] = []
+        self.shunned: tuple[str, ...] = ()
 
     def poll(self) -> PoolNews:
         return PoolNews(lost=self._lost)
