@@ -469,7 +469,7 @@ def source(clips: Path, monkeypatch: pytest.MonkeyPatch) -> StepSource:
     monkeypatch.setattr(ray, "kill", lambda actor, no_restart: None)
     plain = two_sources(clips)
     make = lambda: Actor(feeder_of(plain, clips, engine_of=Engine))  # noqa: E731
-    return StepSource(make, Geometry(), "sample", 10**6, 60.0)
+    return StepSource(make, Geometry(), "sample", 10**6, 60.0, nodes=list)
 
 
 def two_sources(clips: Path) -> DataConfig:

@@ -65,7 +65,7 @@ def test_workers_that_wait_for_room_are_asked_for_anew_when_other_nodes_are_shun
     monitor, pool = Monitor(), Asking()
     handle: Any = Handle(collect=monitor.collect)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
-    monkeypatch.setattr(ray, "available_resources", dict)
+    monkeypatch.setattr("actors.pool.lookout.free_outside", lambda nodes: {})
     lookout = Lookout(CONFIG, pool, handle, silent)
     pool.start(1)
     pool.shunned = ("n1",)
