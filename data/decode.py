@@ -71,6 +71,8 @@ def _decode(job: DecodeJob) -> Batch:
     faults = []
     for slot, clip in enumerate(job.clips):
         caption, fault = "", None
+        if clip.media == clip.shard:  # before anything of it is read: not one of its offsets holds once it changed
+            _open_media(clip, job).close()
         try:
             caption = caption_of(clip, job)
             if job.pixels and decoder is decode_clip:
@@ -158,17 +160,26 @@ def decode_clip(clip: Clip, job: DecodeJob, into: np.ndarray | None = None) -> n
 
 
 def _open_media(clip: Clip, job: DecodeJob) -> ReadFile:
+    """The clip's file. Its size is compared with the index and its time is not: nodes may have copies of their own."""
     try:
-        return open_file(clip.media, job.limits.retries)
+        file = open_file(clip.media, job.limits.retries)
     except FileNotFoundError as error:
         raise _gone(clip.media, clip) from error
+    if clip.file_size and file.size != clip.file_size:
+        file.close()
+        raise _lost(clip.media, clip, f"has {file.size} bytes, but had {clip.file_size} when it was indexed")
+    return file
 
 
 def _gone(path: str, clip: Clip) -> Exception:
-    """A vanished video of a table is one lost sample; a vanished shard is many, and stops the run."""
+    return _lost(path, clip, "is gone since it was indexed")
+
+
+def _lost(path: str, clip: Clip, how: str) -> Exception:
+    """A lost video of a table is one lost sample; a lost shard is many, and stops the run."""
     if path == clip.shard:
-        return DataIOError(f"{path} is gone since it was indexed. Restore it and resume, or index again for a new run.")
-    return BadSample(Reason.FILE_MISSING, f"{path} is gone since it was indexed", clip.offset)
+        return DataIOError(f"{path} {how}. Restore it and resume, or index again for a new run.")
+    return BadSample(Reason.FILE_MISSING, f"{path} {how}", clip.offset)
 
 
 # video

@@ -109,6 +109,7 @@ class Clip:
     media: str  # path or URI of the file, or of the shard that holds it
     offset: int  # of the media within the file
     size: int  # bytes; -1: to the end of the file
+    file_size: int = 0  # bytes of the whole file when it was indexed; 0: not compared
     suffix: str  # of the media, without dot, lower case
     image: bool
     frames: int  # number of frames the header promises

@@ -64,6 +64,7 @@ class IndexRow:
     path: str  # file that holds the media bytes
     offset: int
     size: int
+    file_size: int  # of `path`; 0: it lies in the index's own file
     suffix: str
     image: bool
     width: int
@@ -91,6 +92,7 @@ class IndexRow:
             media=self.path,
             offset=self.offset,
             size=self.size,
+            file_size=self.file_size,
             suffix=self.suffix,
             image=self.image,
             frames=self.num_frames,
@@ -199,6 +201,7 @@ class Index:
             path=path,
             offset=values["offset"],
             size=values["size"],
+            file_size=_file_size(part, values),
             suffix=values["suffix"],
             image=values["image"],
             width=values["width"],
@@ -369,6 +372,12 @@ def _media_path(part: IndexedPart, values: StoredRow) -> str:
     if values["path"] == MEDIA_FILE:
         return str(part.file.with_suffix(".media").absolute())
     return values["path"] or part.part.uri
+
+
+def _file_size(part: IndexedPart, values: StoredRow) -> int:
+    if values["path"] == MEDIA_FILE:
+        return 0
+    return max(values["size"], 0) if values["path"] else part.part.size
 
 
 def _content(part: IndexedPart, path: str, values: StoredRow) -> str:

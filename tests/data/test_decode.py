@@ -353,6 +353,17 @@ def test_a_vanished_file_is_one_sample_and_a_vanished_shard_stops_the_run(tmp_pa
         decode_clip(clip(gone, 9, shard=str(gone)), job(bucket=Bucket(9, 64, 96)))
 
 
+@pytest.mark.parametrize("other", [-1, 1], ids=["shorter", "longer"])
+def test_a_file_of_another_size_is_not_the_one_that_was_indexed(steady: Path, other: int) -> None:
+    """Offsets point anywhere in a shard that was written again, and a caption of it may belong to another clip."""
+    size = steady.stat().st_size + other
+    work = job(clip(steady, 72, file_size=size, shard=str(steady)), bucket=Bucket(9, 64, 96))
+    for asked in (work, replace(work, pixels=False)):
+        with pytest.raises(DataIOError, match=f"but had {size} when it was indexed. Restore it and resume"):
+            decode_job(asked)
+    assert reason_of(clip(steady, 72, file_size=size), work) is Reason.FILE_MISSING
+
+
 def test_captions_are_chosen_and_dropped_as_the_plan_says(steady: Path) -> None:
     both = (CaptionRef(text="long"), CaptionRef(text="short"))
     picks = [

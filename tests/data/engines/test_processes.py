@@ -2,6 +2,7 @@ import hashlib
 import json
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -200,16 +201,21 @@ def test_too_many_bad_clips_stop_the_run_with_one_sentence(clips: Path, monkeypa
         engine.stop()
 
 
-def test_a_vanished_shard_stops_the_run(clips: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [(Path.unlink, "gone since it was indexed"), (lambda shard: os.truncate(shard, 700), "has 700 bytes, but had")],
+    ids=["gone", "cut"],
+)
+def test_a_lost_shard_stops_the_run(clips: Path, tmp_path: Path, harm: Callable[[Path], None], said: str) -> None:
     for shard in (clips / "shards").glob("*.tar"):
         (tmp_path / shard.name).write_bytes(shard.read_bytes())
     data = dataset(clips, sources=(SourceConfig(path=str(tmp_path), index=str(tmp_path / "index")),))
     for shard in tmp_path.glob("*.tar"):
-        shard.unlink()
+        harm(shard)
     engine = PoolEngine(data)
     engine.start(0)
     try:
-        with pytest.raises(DataIOError, match="gone since it was indexed"):
+        with pytest.raises(DataIOError, match=said):
             engine.batches(0)
     finally:
         engine.stop()
