@@ -167,27 +167,27 @@ def sample_latents(
         steps = _SchedulerSteps(clips, start, grids, geometry.patch, prompt.layout, own)
 
     def velocity_of(chosen: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
-        # Around each forward alone: what autocast has cast of weights is kept for the whole process, all its threads,
-        # and beside a run these are other weights than those that train when `progress` returns to them.
-        with torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
+        # Around each forward alone. What autocast has cast of weights is kept for the whole process, all its threads,
+        # and beside a run these are other weights than those that train when `progress` returns to them; and a
+        # spatial-temporal transformer chooses its slices by its mode, alike on all ranks of a bag.
+        with evaluating(chosen), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
             return _velocity(chosen, x, timesteps, prompts, own)
 
-    with _evaluating(dit), _evaluating(low.dit if low else dit):
-        for index in range(len(steps)):
-            timesteps = steps.times(index)
-            chosen = _expert(dit, low, timesteps, config)
-            second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
-            scale = config.guidance_scale if second is None else second
-            velocity = velocity_of(chosen, x, timesteps, prompt)
-            if halves is not None:
-                velocity, base = halves.both(velocity)
-                velocity = base + scale * (velocity - base)
-            if plain is not None:
-                base = velocity_of(chosen, x, timesteps, plain)
-                velocity = base + scale * (velocity - base)
-            x = steps.step(index, x, velocity)
-            if progress is not None:
-                progress(index + 1)
+    for index in range(len(steps)):
+        timesteps = steps.times(index)
+        chosen = _expert(dit, low, timesteps, config)
+        second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
+        scale = config.guidance_scale if second is None else second
+        velocity = velocity_of(chosen, x, timesteps, prompt)
+        if halves is not None:
+            velocity, base = halves.both(velocity)
+            velocity = base + scale * (velocity - base)
+        if plain is not None:
+            base = velocity_of(chosen, x, timesteps, plain)
+            velocity = base + scale * (velocity - base)
+        x = steps.step(index, x, velocity)
+        if progress is not None:
+            progress(index + 1)
     whole = [
         unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, own), grids)
     ]
@@ -417,7 +417,7 @@ def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
     training = module.training
     module.eval()
     try:

@@ -136,8 +136,16 @@ def test_between_two_steps_of_a_clip_other_weights_are_those_that_train() -> Non
 
 def test_module_keeps_its_training_mode() -> None:
     dit = build_dit(DIT, seed=1).train()
-    sample_latents(dit, [request(1)], NEGATIVE, GEOMETRY, replace(CONFIG, steps=1))
-    assert dit.training
+    beside: list[bool] = []  # what trains between its steps: a bag of spatial-temporal ranks slices alike by it
+    sample_latents(
+        dit,
+        [request(1)],
+        NEGATIVE,
+        GEOMETRY,
+        replace(CONFIG, steps=2),
+        progress=lambda done: beside.append(dit.training),
+    )
+    assert dit.training and beside == [True, True]
 
 
 def on_bag(
