@@ -1,4 +1,5 @@
-"""Forward and backward of one packed cascade and its loss, the same for a worker and for a prediction of what it needs.
+"""Forward and backward of one packed cascade and its loss, the same for a worker and for a prediction of what it needs,
+and the forward alone for clips that are not trained on.
 
 S sequences, n rows of this rank, C latent channels, t h w latent grid of one clip, P width of a token row, E of text.
 """
@@ -39,6 +40,14 @@ class PassResult:
     weights: Tensor  # [S]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutLoss:
+    """The loss of one clip at one noise level."""
+
+    level: float  # as the objective draws it
+    loss: float  # mean squared error over its tokens but those of clean frames
+
+
 def train_pass(
     dit: nn.Module,
     clips: Sequence[PassClip],
@@ -62,11 +71,66 @@ def train_pass(
     `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is called with "forward"
     and "backward" as they begin.
     """
-    device = layout.device
+    drawn = _draw(clips, layout, objective, seed, step, latent_width, dtype, sigmas)
+    phase("forward")
+    predicted = _predict(dit, clips, drawn, layout, group, dtype, autocast, conditions)
+    loss = packed_loss(predicted, drawn.target, layout, drawn.weights)
+    phase("backward")
+    before_backward()
+    loss.backward()
+    return PassResult(loss=loss.detach(), predicted=predicted.detach(), target=drawn.target, weights=drawn.weights)
+
+
+@torch.no_grad()
+def held_out_pass(
+    dit: nn.Module,
+    clips: Sequence[PassClip],
+    layout: Layout,
+    group: Group,
+    *,
+    objective: Objective,
+    seed: int,
+    step: int,
+    latent_width: int,
+    dtype: torch.dtype,
+    autocast: bool,
+    sigmas: tuple[float, float] = (0.0, 1.0),
+    conditions: Conditions = NOTHING,
+) -> list[HeldOutLoss]:
+    """The same forward without a gradient: the loss of every clip, whatever its weight, and the noise level that was
+    drawn for it. Collective over the group, each rank of which gets its own part."""
+    drawn = _draw(clips, layout, objective, seed, step, latent_width, dtype, sigmas)
+    predicted = _predict(dit, clips, drawn, layout, group, dtype, autocast, conditions)
+    losses = sequence_losses(predicted, drawn.target, layout, torch.ones_like(drawn.weights)).tolist()
+    return [HeldOutLoss(level=level, loss=loss) for level, loss in zip(drawn.levels, losses, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Drawn:
+    """What chance makes of the clips of a pass."""
+
+    levels: list[float]
+    tokens: Tensor  # [n, P], noisy
+    target: Tensor  # [n, C]
+    times: Tensor  # [S]
+    first_times: Tensor | None  # [S], of first frames that are given, where some have noise
+    weights: Tensor  # [S]
+
+
+def _draw(
+    clips: Sequence[PassClip],
+    layout: Layout,
+    objective: Objective,
+    seed: int,
+    step: int,
+    latent_width: int,
+    dtype: torch.dtype,
+    sigmas: tuple[float, float],
+) -> _Drawn:
     levels, first_levels, noisy, target = [], [], [], []
     for i, clip in enumerate(clips):
         level = objective.draw(seed, step, clip.key, layout.sequences[i].tokens, sigmas)
-        noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), latent_width, device).to(dtype)
+        noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), latent_width, layout.device).to(dtype)
         clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
         mixed = objective.noisy(level, clean, noise)
         first = objective.draw_first(seed, step, clip.key, level)
@@ -76,23 +140,35 @@ def train_pass(
         target.append(objective.target(level, clean, noise))
         levels.append(level)
         first_levels.append(first)
-    tokens, wanted = torch.cat(noisy), torch.cat(target)
     numbers = [levels, first_levels, [clip.weight for clip in clips]]
-    drawn, drawn_first, weights = upload_numbers(numbers, dtype, device)
-    times = objective.times(drawn)
-    if any(first_levels):
-        conditions = replace(conditions, first_times=objective.times(drawn_first))
-    del noisy, target
-    phase("forward")
-    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+    drawn, drawn_first, weights = upload_numbers(numbers, dtype, layout.device)
+    return _Drawn(
+        levels=levels,
+        tokens=torch.cat(noisy),
+        target=torch.cat(target),
+        times=objective.times(drawn),
+        first_times=objective.times(drawn_first) if any(first_levels) else None,
+        weights=weights,
+    )
+
+
+def _predict(
+    dit: nn.Module,
+    clips: Sequence[PassClip],
+    drawn: _Drawn,
+    layout: Layout,
+    group: Group,
+    dtype: torch.dtype,
+    autocast: bool,
+    conditions: Conditions,
+) -> Tensor:
+    """[n, C] of `dtype`."""
+    if drawn.first_times is not None:
+        conditions = replace(conditions, first_times=drawn.first_times)
+    with torch.autocast(layout.device.type, torch.bfloat16, enabled=autocast):
         text = torch.cat([clip.text for clip in clips])
-        predicted = dit(tokens, times, text, layout, group, conditions)
-    predicted = predicted.to(dtype)
-    loss = packed_loss(predicted, wanted, layout, weights)
-    phase("backward")
-    before_backward()
-    loss.backward()
-    return PassResult(loss=loss.detach(), predicted=predicted.detach(), target=wanted, weights=weights)
+        predicted: Tensor = dit(drawn.tokens, drawn.times, text, layout, group, conditions)
+    return predicted.to(dtype)
 
 
 def packed_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:

@@ -580,6 +580,34 @@ class SamplesFailed(RunEvent, event="samples_failed"):
         return f"no samples after {counted(self.step + 1, 'step')}{_because(self.why)}"
 
 
+class HeldOutMeasured(RunEvent, event="held_out"):
+    """The loss of held-out clips at a checkpoint, measured while the run went on: the mean over all noise levels of all
+    clips, of the clips of each bucket, and of the levels in each range."""
+
+    step: int
+    loss: float
+    clips: int
+    unread: int  # clips that could not be decoded, which count nowhere
+    by_bucket: Mapping[str, float]
+    by_noise: Mapping[str, float]
+    seconds: float  # since the checkpoint was whole
+
+    def describe(self) -> str:
+        unread = f", {self.unread} could not be read" if self.unread else ""
+        about = f"{counted(self.clips, 'clip')}{unread}, {self.seconds:.0f} s"
+        return f"held-out loss after {counted(self.step + 1, 'step')}: {self.loss:.4f} ({about})"
+
+
+class HeldOutFailed(RunEvent, event="held_out_failed"):
+    """The loss of held-out clips at a checkpoint was not measured."""
+
+    step: int
+    why: str
+
+    def describe(self) -> str:
+        return f"no held-out loss after {counted(self.step + 1, 'step')}{_because(self.why)}"
+
+
 class CheckpointFailed(RunEvent, event="checkpoint_failed"):
     """A checkpoint was not written."""
 

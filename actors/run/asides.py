@@ -1,5 +1,5 @@
-"""Which workers make the run's asides, and when: clips of low priority, on the workers that train. Decides, and asks
-workers.
+"""Which workers make the run's asides, and when: work of low priority, such as clips, on the workers that train.
+Decides, and asks workers.
 
 The rule: an aside that waits goes to the first worker, in order of ranks, that has none, and stays with it, while its
 node has host memory for one more. A worker that has one gives it a turn in every step, after its own cascades and
@@ -29,6 +29,7 @@ from actors.refs import Ref
 from actors.run.dispatch import end_of
 from actors.run.failures import failed_turn
 from actors.step import Seat
+from ops.counted import counted
 from ops.waiting import Patience
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _LOOK_S = 1.0
 
 
 class AsideSource(Protocol):
-    """The source of a run's asides (`app.sampling.live`)."""
+    """The source of a run's asides (`app.run.asides`)."""
 
     @property
     def share(self) -> float:
@@ -213,9 +214,9 @@ class AsideTurns:
                     if seat.name not in asked:
                         self._ask(seat, generation, -1, whole=True)
         except Exception:
-            log.exception("the last samples were not made")
+            log.exception("the last asides were not made")
         if self._queue.left:
-            log.warning("%d samples are not made; make them with `heddle sample`", self._queue.left)
+            log.warning("not made after the last step: %s", counted(self._queue.left, "aside"))
 
     def _ask(
         self,

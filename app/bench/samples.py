@@ -24,6 +24,7 @@ from actors.messages import TurnReport
 from actors.records.events import CheckpointWritten, RunEvent, SamplesFailed
 from actors.records.metrics_line import StepMetrics
 from app.bench.lab import Lab
+from app.run.asides import RunAsides
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
 from ops.counted import counted
@@ -148,7 +149,7 @@ def _measured(lab: Lab, name: str, share: float | None, workers: int, every: int
         sample=sample,
     )
     live = TimedSamples(config, Path(config.run.dir) / config.run.name)
-    one = lab.start(config, asides=live)
+    one = lab.start(config, asides=RunAsides([live], config.sample.share))
     one.on_checkpoint = lambda folder, step: live.on_checkpoint(step)  # type: ignore[method-assign]
     one.join(max(1200, 6 * every))
     found = SampledRun.of(one.events, one.metrics, live.clips_at, every)

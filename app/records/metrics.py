@@ -23,6 +23,7 @@ from statistics import median
 from types import TracebackType
 from typing import IO, TypeGuard
 
+from actors.records.events import HeldOutMeasured
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
@@ -147,6 +148,13 @@ class Metrics:
         self._steps.write(record.step, line)  # at last: with this line the step counts
         self._trackers.log(record.step, record.time, scalars(record))
         return record
+
+    def held_out(self, measured: HeldOutMeasured) -> None:
+        """A loss of held-out clips, for trackers: at the step of its checkpoint, which is over by now."""
+        curves = [("held_out/loss", measured.loss)]
+        curves += [(f"held_out/loss_by_bucket/{name}", loss) for name, loss in measured.by_bucket.items()]
+        curves += [(f"held_out/loss_by_noise/{name}", loss) for name, loss in measured.by_noise.items()]
+        self._trackers.log(measured.step, measured.time, curves)
 
     def close(self) -> None:
         self._workers.close()

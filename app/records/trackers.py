@@ -36,7 +36,8 @@ Scalars = Iterable[tuple[str, float]]
 
 
 class Tracker(Protocol):
-    """One place for curves. Steps come in order; after `forget` from an earlier one again."""
+    """One place for curves. Steps come in order; after `forget` from an earlier one again. Figures of a checkpoint come
+    late, with its step."""
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         """`time` is in unix seconds."""
@@ -201,15 +202,17 @@ class RayTracker:
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._run = label_of(folder.name)
         self._gauges: dict[str, Gauge] = {}
-        self._labels: dict[str, set[str]] = {}  # of the step before, by gauge
+        self._labels: dict[str, set[str]] = {}  # that a gauge had last
+        self._latest = -1
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         import ray
 
         if not ray.is_initialized():
             return
+        self._latest = max(self._latest, step)  # figures of an earlier one may come late
         labels: dict[str, set[str]] = {}
-        for tag, value in [*scalars, ("step", float(step))]:
+        for tag, value in [*scalars, ("step", float(self._latest))]:
             if not math.isfinite(value):
                 continue
             name, label = gauge_of(tag)
@@ -218,7 +221,7 @@ class RayTracker:
         for name, known in self._labels.items():
             for gone in known - labels.get(name, known):
                 self._set(name, gone, 0.0)
-        self._labels = labels
+        self._labels |= labels
 
     def _set(self, name: str, label: str, value: float) -> None:
         from ray.util.metrics import Gauge
@@ -229,6 +232,7 @@ class RayTracker:
 
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""
+        self._latest = step - 1
 
     def close(self) -> None: ...
 

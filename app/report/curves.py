@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from html import escape
 
+from actors.records.events import HeldOutMeasured
 from app.drawing.svg import EventMark, Series, line_chart
 from app.report.figures import Curve
 from app.report.totals import StepTotals
 from app.report.words import percent, short
 from ops.counted import counted
 
+HELD_OUT_ROWS = 12  # of the newest checkpoints
+NONE_HELD_OUT: Mapping[int, HeldOutMeasured] = {}
 
-def loss_html(steps: StepTotals) -> str:
+
+def loss_html(steps: StepTotals, held_out: Mapping[int, HeldOutMeasured] = NONE_HELD_OUT) -> str:
+    """`held_out`: by step."""
+    measured = sorted(held_out)
     chart = line_chart(
         [
             _series("loss", steps.curves["loss"], css="faint", hover=True, ranges=True),
             _series("smoothed", steps.smoothed),
+            Series(name="held out", xs=measured, ys=[held_out[step].loss for step in measured], css="c2", hover=True),
         ],
         marks=_generation_marks(steps),
     )
@@ -31,6 +39,7 @@ def loss_html(steps: StepTotals) -> str:
         lines = [_series(name, curve, css=f"c{place}") for place, (name, curve) in enumerate(by_expert, 1)]
         names = ", ".join(escape(name) for name, _ in by_expert)
         note += f"<h3>Loss of each expert, smoothed: {names} (orange)</h3>{line_chart(lines, height=180)}"
+    note += held_out_html(held_out)
     cells = [
         f"<tr><td>{escape(name)}</td><td>{short(first)}</td><td>{short(second)}</td></tr>"
         for name, first, second in steps.losses_by_bucket()
@@ -42,6 +51,26 @@ def loss_html(steps: StepTotals) -> str:
         "<th>first half</th><th>second half</th></tr>" + "".join(cells) + "</table></div></details>"
     )
     return chart + note + table
+
+
+def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
+    """The newest losses of held-out clips, by noise level and by bucket; empty where a run has none."""
+    if not held_out:
+        return ""
+    steps = sorted(held_out)[-HELD_OUT_ROWS:]
+    last = held_out[steps[-1]]
+    columns = [("noise", name) for name in last.by_noise] + [("", name) for name in last.by_bucket]
+    head = "".join(f"<th>{escape(f'{kind} {name}'.strip())}</th>" for kind, name in columns)
+    rows = []
+    for step in steps:
+        one = held_out[step]
+        parts = [(one.by_noise if kind else one.by_bucket).get(name, math.nan) for kind, name in columns]
+        cells = "".join(f"<td>{value:.4f}</td>" for value in (one.loss, *parts))
+        rows.append(f"<tr><td>{step + 1:,}</td>{cells}</tr>")
+    return (
+        f"<h3>Loss of {counted(last.clips, 'held-out clip')} (orange), by noise level and by bucket</h3>"
+        f"<div class='wide'><table><tr><th>after step</th><th>all</th>{head}</tr>{''.join(rows)}</table></div>"
+    )
 
 
 def balance_html(steps: StepTotals) -> str:

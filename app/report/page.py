@@ -37,7 +37,7 @@ def page(run: RunDir, facts: RunFacts) -> str:
     parts = [
         f"<h1>{escape(name)}</h1><p class='soft'>{escape(_when(facts.steps))}</p>",
         _totals(facts.steps, facts.spans),
-        _section("Loss", loss_html(facts.steps)),
+        _section("Loss", loss_html(facts.steps, facts.events.held_out)),
         _section("Samples", samples_html(run)),
         _section("Slow steps explained", slow_html(facts)),
         _section("Planned against measured", timelines_html(facts)),

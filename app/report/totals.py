@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from actors.records.events import RunEvent, RunFinished, RunStarted
+from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, RunStarted
 from actors.records.lines import record_of
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
@@ -288,12 +288,16 @@ class EventTotals:
         self.num_told = 0
         self.during: dict[int, list[str]] = {line.step: [] for line in slow}
         self.data: DataAccount | None = None  # as counted last, at a start or at the end of the run
+        self.held_out: dict[int, HeldOutMeasured] = {}  # by step; the last one where a step was computed again
 
     def add(self, event: RunEvent) -> None:
         if isinstance(event, RunStarted):
             self.data = record_of(DataAccount, event.data)
         elif isinstance(event, RunFinished):
             self.data = record_of(DataAccount, event.ledger)
+        elif isinstance(event, HeldOutMeasured):
+            self.held_out.pop(event.step, None)
+            self.held_out[event.step] = event
         text = event.describe()
         if text:
             self.num_told += 1

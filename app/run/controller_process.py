@@ -19,6 +19,7 @@ from actors.config import RuntimeConfig
 from actors.outcome import Exit, Outcome, Superseded, continues
 from actors.plan.types import Cluster
 from actors.ray_calls import end_when_terminated
+from app.run.asides import RunAsides
 from app.run.lock import FolderHeld, FolderLock, holder, lock_path
 from app.run.outcomes import OUTCOME, EndedRun, ended_run, write_outcome
 from app.run.recorder import Recorder
@@ -26,6 +27,7 @@ from app.run.succession import Succession
 from app.sampling.live import LiveSamples
 from app.settings.config import RunConfig
 from app.settings.errors import exit_code, is_ours, unwrap
+from app.validation.live import LiveHeldOut
 
 if TYPE_CHECKING:
     from actors.run.controller import Controller
@@ -99,11 +101,13 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     controller: Controller | None = None
     try:
         guard()
-        samples = LiveSamples(config, folder)
+        samples, held_out = LiveSamples(config, folder), LiveHeldOut(config, folder)
         samples.note_what_waits()
-        with Recorder(folder, samples, guard, config, settings["changes"]) as recorder:
+        held_out.open()
+        asides = RunAsides([held_out, samples], config.sample.share)
+        with Recorder(folder, asides, guard, config, settings["changes"]) as recorder:
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
-            controller = start_controller(runtime, recorder, asides=samples)
+            controller = start_controller(runtime, recorder, asides=asides)
             outcome = controller.train()
             left = controller.left
     except Exception as error:  # the process boundary: what a retry would repeat ends the run, with its reason

@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from actors.records.events import RunEvent, RunFinished, SettingsChanged
+from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
 from app.records.rundir import OLDER_TIMELINE, TIMELINE
 from app.records.tails import cut_torn_line
-from app.sampling.live import LiveSamples
+from app.run.asides import RunAsides
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
-from ops.counted import counted
 from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class Recorder:
     def __init__(
         self,
         run_dir: Path,
-        samples: LiveSamples | None = None,
+        asides: RunAsides | None = None,
         guard: Callable[[], None] = lambda: None,
         config: RunConfig | None = None,
         changes: Sequence[str] = (),
@@ -43,7 +42,7 @@ class Recorder:
         plans: int = _PLANS,
         timeline_bytes: int = _TIMELINE_BYTES,
     ) -> None:
-        """Inside Ray Train `samples` is given: then checkpoints are reported to Ray Train, and samples are made from
+        """Inside Ray Train `asides` are given: then checkpoints are reported to Ray Train, and asides are made from
         them. `guard` raises once this process must no longer write here. `config` names the trackers, which get it; it
         is saved with the first step, and `changes` say what differs from the start before.
 
@@ -51,7 +50,7 @@ class Recorder:
         OLDER_TIMELINE, in the place of the one before."""
         from app.records.metrics import Metrics
 
-        self._run_dir, self._samples, self._guard = run_dir, samples, guard
+        self._run_dir, self._asides, self._guard = run_dir, asides, guard
         self._plans, self._timeline_bytes = plans, timeline_bytes
         self._unsaved, self._changes = config, tuple(changes)
         if config is None:
@@ -66,7 +65,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for part in (self._samples, self._metrics, self._timeline, self._events):
+        for part in (self._asides, self._metrics, self._timeline, self._events):
             if part is None:
                 continue
             try:
@@ -106,23 +105,22 @@ class Recorder:
         if isinstance(event, RunFinished):
             self._save_settings()  # a resume that had nothing left to do
         self._write_event(event)
+        if isinstance(event, HeldOutMeasured):
+            self._metrics.held_out(event)
 
     def _write_event(self, event: RunEvent) -> None:
         self._events.write(json.dumps(event.line(), default=str) + "\n")
         self._events.flush()
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
-        if self._samples is None:
+        if self._asides is None:
             return
         import ray.train
 
         # Without the checkpoint itself: at the next start Ray Train would insist that all that was reported still
         # exist.
         ray.train.report({"step": step})
-        try:
-            self._samples.on_checkpoint(step)
-        except Exception:  # whatever it is, the run goes on
-            log.exception("no samples after %s", counted(step + 1, "step"))
+        self._asides.on_checkpoint(step)
 
 
 def _appending(path: Path) -> IO[str]:

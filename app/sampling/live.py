@@ -67,10 +67,6 @@ class LiveSamples:
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
     @property
-    def share(self) -> float:
-        return self._given.sample.share
-
-    @property
     def expected(self) -> bool:
         return bool(self._every) and not self._config.model.dit.lacks_expert
 
@@ -142,7 +138,7 @@ class LiveSamples:
         except (ConfigError, OSError) as error:
             log.warning("no samples after %s: %s", counted(step + 1, "step"), error)
             return
-        folder = _held(step_folder(root_of(self._run_dir), step), self._held_at)
+        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at)
         self._wanted = [
             LiveClip(
                 folder=str(folder.resolve()),
@@ -240,8 +236,8 @@ class LiveSamples:
         return True
 
 
-def _held(checkpoint: Path, at: Path) -> Path:
-    """Links to the files of a checkpoint, which stay when the run removes it before its last clip has begun; the
+def held_checkpoint(checkpoint: Path, at: Path) -> Path:
+    """Links to the files of a checkpoint, which stay when the run removes it before the last aside has read it; the
     checkpoint itself where the file system has no links."""
     shutil.rmtree(at, ignore_errors=True)  # of a run that ended in the middle
     try:

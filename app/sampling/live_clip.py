@@ -37,12 +37,8 @@ class LiveClip:
         return f"step-{self.step} prompt {self.number}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
-        """The EMA of the checkpoint where it has one. Raises what `model_state` raises. The run itself has just written
-        it: its checksums are not read again beside the steps."""
-        parameters = dict(trainable(modules.dit))
-        state = model_state(Path(self.folder), verify=False)
-        check_state(parameters, state, self.folder)
-        return {name: state[name].to(parameters[name].dtype) for name in parameters}
+        """Raises what `model_state` raises."""
+        return checkpoint_weights(self.folder, modules)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
@@ -69,3 +65,12 @@ class LiveClip:
             model, told, settings, self.first, progress=lambda done: before("denoise" if done < last else "decode")
         )
         return MadeClip(mp4=mp4_of(video, settings.fps), shown=sheet_frames(video))
+
+
+def checkpoint_weights(folder: str, modules: Modules) -> dict[str, Tensor]:
+    """The EMA of a checkpoint where it has one, for the worker's own transformer. Raises what `model_state` raises. The
+    run itself has just written it: its checksums are not read again beside the steps."""
+    parameters = dict(trainable(modules.dit))
+    state = model_state(Path(folder), verify=False)
+    check_state(parameters, state, folder)
+    return {name: state[name].to(parameters[name].dtype) for name in parameters}

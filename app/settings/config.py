@@ -4,8 +4,8 @@
     folder = prepare_run_dir(config)     # app/settings/run_folder.py: refuses an existing one, writes config.yaml
 
 Each section is declared beside its owner (ops/config.py, ops/models/config.py, data/config.py, actors/config.py); this
-room adds the two that belong to the program, `run` and `sample` (`sections`), and checks what two sections can break
-only together (`rules`). Imports neither torch nor Ray.
+room adds those that belong to the program, `run`, `sample` and `validation` (`sections`), and checks what two sections
+can break only together (`rules`). Imports neither torch nor Ray.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from app.settings.rules import (
     check_pictures,
     check_sample,
     check_schedule,
+    check_validation,
 )
-from app.settings.sections import RunSection, SampleConfig, TrackerName
+from app.settings.sections import RunSection, SampleConfig, TrackerName, ValidationConfig
 from app.settings.written_by import explained, header
-from data.config import DataConfig
+from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.typed import Names, Node, as_plain, build, dotted_names, parse
@@ -59,6 +60,7 @@ class RunConfig:
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     track: tuple[TrackerName, ...] = ("tensorboard", "ray")  # where curves go besides metrics.jsonl
 
     @classmethod
@@ -113,6 +115,7 @@ def check(config: RunConfig, read: Geometry | None = None) -> None:
     check_flow(config.model, config.train.flow)
     check_pictures(config.train, config.model, config.data, read)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow, read)
+    check_validation(config.validation, config.checkpoint, config.data)
     check_attention(config.model, config.train, config.workers)
     check_experts(config.model, config.train)
     check_memory(config.train, config.workers, config.model)
@@ -122,9 +125,6 @@ def from_here(config: RunConfig) -> RunConfig:
     """The same config with absolute local paths: processes on other nodes, or of a cluster that was started elsewhere,
     have other working directories and homes."""
     model, data, planner = config.model, config.data, config.planner
-    sources = tuple(
-        replace(s, path=_absolute(s.path), media=_absolute(s.media), index=_absolute(s.index)) for s in data.sources
-    )
     return replace(
         config,
         run=replace(config.run, dir=_absolute(config.run.dir)),
@@ -135,7 +135,9 @@ def from_here(config: RunConfig) -> RunConfig:
             text=replace(model.text, path=_absolute(model.text.path)),
             image=replace(model.image, path=_absolute(model.image.path)) if model.image else None,
         ),
-        data=replace(data, sources=sources, cache=replace(data.cache, path=_absolute(data.cache.path))),
+        data=replace(
+            data, sources=_sources_from_here(data.sources), cache=replace(data.cache, path=_absolute(data.cache.path))
+        ),
         workers=replace(config.workers, cluster=_absolute_file(config.workers.cluster)),
         planner=replace(planner, profile=_absolute(planner.profile)),
         sample=replace(
@@ -143,6 +145,14 @@ def from_here(config: RunConfig) -> RunConfig:
             images=tuple(_absolute(image) for image in config.sample.images),
             last_images=tuple(_absolute(image) for image in config.sample.last_images),
         ),
+        validation=replace(config.validation, sources=_sources_from_here(config.validation.sources)),
+    )
+
+
+def _sources_from_here(sources: Sequence[SourceConfig]) -> tuple[SourceConfig, ...]:
+    return tuple(
+        replace(one, path=_absolute(one.path), media=_absolute(one.media), index=_absolute(one.index))
+        for one in sources
     )
 
 

@@ -53,7 +53,7 @@ SCHEDULE = _names("""
     train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
-FREE = ["run", "sample", "track"]
+FREE = ["run", "sample", "validation", "track"]
 _TABLES: tuple[tuple[list[str], SettingKind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),

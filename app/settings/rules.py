@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from actors.config import CheckpointConfig, PlannerConfig, TrainConfig, WorkersConfig
-from app.settings.sections import SampleConfig
+from app.settings.sections import SampleConfig, ValidationConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
@@ -224,6 +224,20 @@ def check_sample(
         strides.token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
         raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
+
+
+def check_validation(validation: ValidationConfig, checkpoint: CheckpointConfig, data: DataConfig) -> None:
+    """Held-out losses are of checkpoints, and of clips that are not trained on."""
+    trained = {source.path for source in data.sources}
+    if doubled := next((source.path for source in validation.sources if source.path in trained), ""):
+        raise ConfigError(
+            f"validation.sources has {doubled}, which data.sources trains on; give clips that are in no other source."
+        )
+    if validation.every and (checkpoint.every == 0 or validation.every % checkpoint.every):
+        raise ConfigError(
+            f"validation.every {validation.every} must be a multiple of checkpoint.every {checkpoint.every}: the loss "
+            f"is that of checkpoints."
+        )
 
 
 def check_decode(vae: VAEConfig, sample: SampleConfig) -> None:

@@ -1,4 +1,4 @@
-"""The sections of a run's settings that belong to the program: `run` and `sample`."""
+"""The sections of a run's settings that belong to the program: `run`, `sample` and `validation`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
+from data.config import SourceConfig
 from ops.counted import counted
 from ops.ranges import SEED, above, between, check_numbers
 
@@ -98,3 +99,22 @@ class SampleConfig:
             decode_timestep=between(0, 1),
             decode_noise_scale=between(0, 1),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationConfig:
+    """The loss of clips that are not trained on, at checkpoints, by the EMA weights where there are any. It takes its
+    share of the run's time from `sample.share`."""
+
+    sources: tuple[SourceConfig, ...] = ()  # as data.sources, in the same buckets
+    every: int = 0  # steps between losses, a multiple of checkpoint.every; 0: none
+    clips: int = 64  # the first of a fixed shuffle; all where there are fewer
+    draws: int = 4  # noise levels of each clip, the same every time
+
+    def __post_init__(self) -> None:
+        check_numbers("validation", self, every=between(0), clips=between(1, 1_000_000), draws=between(1, 1000))
+        if self.every and not self.sources:
+            raise ValueError(
+                f"validation.every is {self.every} and validation.sources is empty; give a source that is not among "
+                f"data.sources, or set validation.every: 0."
+            )

@@ -18,6 +18,7 @@ from actors.state.checkpoint_files import model_state
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
 from app.drawing.video import read_mp4
+from app.run.asides import RunAsides
 from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
@@ -52,7 +53,7 @@ def config_of(lab: Lab, name: str, dit: Mapping[str, object] = MappingProxyType(
 
 def started(lab: Lab, config: RunConfig, worker_class: type[Worker] | None = None) -> LabRun:
     live = LiveSamples(config, Path(config.run.dir) / config.run.name)
-    run = lab.start(config, worker_class, asides=live)
+    run = lab.start(config, worker_class, asides=RunAsides([live], config.sample.share))
     run.on_checkpoint = lambda folder, step: live.on_checkpoint(step)  # type: ignore[method-assign]
     return run
 

@@ -1,0 +1,76 @@
+"""What a run's workers make beside its steps, from its checkpoints: samples, and the loss of held-out clips."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+from actors.messages import AsideWork, TurnReport
+from actors.records.events import RunEvent
+from ops.counted import counted
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointAsides(Protocol):
+    """A source of asides that wants some when a checkpoint is whole (`app.sampling.live`, `app.validation.live`)."""
+
+    @property
+    def expected(self) -> bool: ...
+
+    def wanted(self) -> Sequence[AsideWork]: ...
+
+    def ended(self, report: TurnReport) -> RunEvent | None:
+        """None also for an aside of another source."""
+        ...
+
+    def dropped(self) -> Container[str]: ...
+
+    def on_checkpoint(self, step: int) -> None: ...
+
+    def close(self) -> None:
+        """The run is over."""
+        ...
+
+
+class RunAsides:
+    """Several sources as one: the controller's `AsideSource`, and told of checkpoints by the recorder."""
+
+    def __init__(self, sources: Sequence[CheckpointAsides], share: float) -> None:
+        """`share` of the run's time is what all of them together may take."""
+        self._sources, self.share = tuple(sources), share
+
+    @property
+    def expected(self) -> bool:
+        return any(source.expected for source in self._sources)
+
+    def wanted(self) -> list[AsideWork]:
+        return [work for source in self._sources for work in source.wanted()]
+
+    def ended(self, report: TurnReport) -> RunEvent | None:
+        return next((event for source in self._sources if (event := source.ended(report)) is not None), None)
+
+    def dropped(self) -> Container[str]:
+        return _AnyOf([source.dropped() for source in self._sources])
+
+    def on_checkpoint(self, step: int) -> None:
+        for source in self._sources:
+            try:
+                source.on_checkpoint(step)
+            except Exception:  # whatever it is, the run goes on
+                log.exception("nothing is made beside the run from the checkpoint after %s", counted(step + 1, "step"))
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for source in reversed(self._sources):
+                stack.callback(source.close)
+
+
+class _AnyOf(Container[str]):
+    def __init__(self, parts: Sequence[Container[str]]) -> None:
+        self._parts = parts
+
+    def __contains__(self, name: object) -> bool:
+        return any(name in part for part in self._parts)

@@ -1,0 +1,196 @@
+"""The loss of held-out clips at a checkpoint, computed by a worker of the run (`actors.worker.aside`) with its own
+modules.
+
+Each clip is encoded once, and its loss taken at some noise levels, which are drawn by its key as in training: the same
+levels and the same noise every time, so that two checkpoints differ by their weights alone. A worker computes a clip
+alone, whatever degree training has for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from actors.config import TrainConfig
+from actors.worker.encoding import encode_clips, encode_texts
+from actors.worker.loading import Modules
+from app.sampling.live_clip import checkpoint_weights
+from app.validation.clips import SEED, HeldOutClip
+from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
+from data.types import Batch
+from ops.comm import Group
+from ops.conditions import NOTHING, Conditions
+from ops.models.experts import transformers
+from ops.models.first_frame import FirstFrame
+from ops.models.text_pair import split
+from ops.noise import NoiseKey, ScaledNoise
+from ops.objective import TIMES, draw_expert, draw_picture_sigma, is_first_frame_given, objective_of
+from ops.packing import Layout
+from ops.packing import Sequence as PackedSequence
+from ops.sampling import evaluating
+from ops.train_pass import PassClip, held_out_pass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipLoss:
+    """The loss of one clip at one noise level."""
+
+    bucket: str
+    noise: float  # its level, from 0 to 1
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClipLosses:
+    """Those of some clips; `unread` of them could not be decoded."""
+
+    losses: tuple[ClipLoss, ...]
+    unread: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutWork:
+    """Some held-out clips at a checkpoint, as an aside."""
+
+    folder: str  # of the checkpoint
+    step: int
+    number: int  # among those of the checkpoint
+    train: TrainConfig
+    draws: int  # noise levels of each clip
+    timeout_s: float  # of the decoder, for one clip
+    clips: tuple[HeldOutClip, ...]
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step} held out {self.number}"
+
+    def weights(self, modules: Modules) -> Mapping[str, Tensor]:
+        """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
+        return checkpoint_weights(self.folder, modules)
+
+    def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
+        """Clips are decoded in a process of their own while others are computed. Raises DataIOError where storage
+        fails."""
+        found: list[ClipLoss] = []
+        unread = 0
+        with closing(self._decoded()) as decoded:
+            for clip, batch in decoded:
+                if batch is None or not batch.ok[0]:
+                    unread += 1
+                    continue
+                before(f"encode {clip.bucket}")
+                encoded = _EncodedClip.of(clip, batch, modules, self.train, device)
+                for draw in range(self.draws):
+                    before(f"loss {clip.bucket}")
+                    found.append(encoded.loss(draw))
+        return ClipLosses(losses=tuple(found), unread=unread)
+
+    def _decoded(self) -> Generator[tuple[HeldOutClip, Batch | None]]:
+        """Each clip with its pixels and caption, or None where that ended the decoder; the one after it is decoded
+        meanwhile."""
+        with DecodeProcess() as process, ThreadPoolExecutor(1) as ahead:
+
+            def decode(clip: HeldOutClip) -> Batch | None:
+                try:
+                    return process.decode(clip.job, self.timeout_s)
+                except (DecoderDied, DecoderHung):
+                    return None
+
+            coming = ahead.submit(decode, self.clips[0])
+            for clip, later in zip(self.clips, (*self.clips[1:], None), strict=True):
+                batch = coming.result()
+                if later is not None:
+                    coming = ahead.submit(decode, later)
+                yield clip, batch
+
+
+class _NoMeasure:
+    """Stands for what times a cascade of a run, and takes lack of memory as it comes."""
+
+    def phase(self, name: str) -> None: ...
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
+        return encode(samples)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _EncodedClip:
+    """A clip as the transformer gets it, but for noise."""
+
+    clip: HeldOutClip
+    modules: Modules
+    train: TrainConfig
+    device: torch.device
+    grid: tuple[int, int, int]
+    rows: Tensor  # [tokens, P]
+    text: Tensor  # [text tokens, E]
+    conditions: Conditions
+
+    @staticmethod
+    @torch.no_grad()
+    def of(clip: HeldOutClip, batch: Batch, modules: Modules, train: TrainConfig, device: torch.device) -> _EncodedClip:
+        """Encode pixels (uint8 [1, T, H, W, 3]) and caption of the batch."""
+        frame, solo, measure = FirstFrame.of(modules.config), Group.solo(), _NoMeasure()
+        dtype = torch.promote_types(next(modules.dit.parameters()).dtype, torch.float32)
+        seen = [batch.video[0, 0]] if modules.config.text.sees_picture else []
+        noise = _picture_noise(train, clip.key)
+        (text,) = encode_texts(modules.text, batch.captions, solo, measure, device, seen)
+        (rows,) = encode_clips(modules, frame, torch.from_numpy(batch.video), solo, measure, device, noise)
+        (text,), pooled = split([text.to(device, dtype)], modules.config.text)
+        rows = rows.to(device, dtype)
+        grid = modules.geometry.token_grid(*clip.job.shape[1:4])
+        tokens = math.prod(grid)
+        images = frame.image_of(rows[tokens:]) if frame.tail else None
+        conditions = NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
+        return _EncodedClip(
+            clip=clip,
+            modules=modules,
+            train=train,
+            device=device,
+            grid=grid,
+            rows=rows[:tokens],
+            text=text,
+            conditions=conditions,
+        )
+
+    def loss(self, draw: int) -> ClipLoss:
+        """At the noise level of this draw, of the expert that it falls to."""
+        model, flow, key = self.modules.config, self.train.flow, self.clip.key
+        frame = FirstFrame.of(model)
+        given = frame.given or is_first_frame_given(flow, SEED, draw, key)
+        clean = int(given and self.grid[0] > 1)
+        sequence = PackedSequence(self.grid, len(self.text), frame.image_tokens, clean, self.clip.own_rate)
+        experts = [expert.sigmas for expert in model.dit.experts]
+        expert = draw_expert(flow, SEED, draw, key, sequence.tokens, experts)
+        dit = transformers(self.modules.dit)[expert]
+        with evaluating(dit):
+            (found,) = held_out_pass(
+                dit,
+                [PassClip(rows=self.rows, text=self.text, key=key, weight=1.0)],
+                Layout([sequence], 1, 0, self.device, in_halves=model.dit.in_halves),
+                Group.solo(),
+                objective=objective_of(model.dit.diffusion, flow),
+                seed=SEED,
+                step=draw,
+                sigmas=experts[expert],
+                latent_width=model.vae.channels * math.prod(self.modules.geometry.patch),
+                dtype=self.rows.dtype,
+                autocast=self.train.autocast == "bfloat16",
+                conditions=self.conditions,
+            )
+        noise = found.level if model.dit.diffusion is None else found.level / TIMES
+        return ClipLoss(bucket=self.clip.bucket, noise=noise, loss=found.loss)
+
+
+def _picture_noise(train: TrainConfig, key: str) -> list[ScaledNoise]:
+    """What the VAE sees on the picture of a clip that is made from one; nothing where pictures get no noise."""
+    law = train.picture_noise
+    if law is None:
+        return []
+    return [ScaledNoise(draw_picture_sigma(law, SEED, 0, key), NoiseKey.of(SEED, 0, f"picture of {key}"))]
