@@ -599,12 +599,14 @@ class HeldOutMeasured(RunEvent, event="held_out"):
 
 
 class HeldOutFailed(RunEvent, event="held_out_failed"):
-    """The loss of held-out clips at a checkpoint was not measured."""
+    """The loss of held-out clips at a checkpoint was not measured; -1: it will not be at any."""
 
     step: int
     why: str
 
     def describe(self) -> str:
+        if self.step < 0:
+            return f"no held-out loss in this run{_because(self.why)}"
         return f"no held-out loss after {counted(self.step + 1, 'step')}{_because(self.why)}"
 
 

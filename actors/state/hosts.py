@@ -197,7 +197,8 @@ def shortages(found: Iterable[tuple[str, HostNeed, float | None]]) -> list[str]:
     return [
         f"{node} has {room:.1f} GiB of host memory for training, which takes {need.total:.1f} GiB of it "
         f"({need.describe()}). Add memory or nodes, lower snapshot.copies, "
-        f"{'set sample.every: 0, ' if need.samples else ''}or train fewer weights (model.dit.lora_rank)."
+        f"{'set sample.every and validation.every to 0, ' if need.samples else ''}or train fewer weights "
+        f"(model.dit.lora_rank)."
         for node, need, room in found
         if room is not None and need.total > room
     ]

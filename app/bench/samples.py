@@ -150,7 +150,11 @@ def _measured(lab: Lab, name: str, share: float | None, workers: int, every: int
     )
     live = TimedSamples(config, Path(config.run.dir) / config.run.name)
     one = lab.start(config, asides=RunAsides([live], config.sample.share))
-    one.on_checkpoint = lambda folder, step: live.on_checkpoint(step)  # type: ignore[method-assign]
+
+    def on_checkpoint(folder: Path, step: int) -> None:
+        live.on_checkpoint(step)
+
+    one.on_checkpoint = on_checkpoint  # type: ignore[method-assign]
     one.join(max(1200, 6 * every))
     found = SampledRun.of(one.events, one.metrics, live.clips_at, every)
     if share is not None and found.clips != len(PROMPTS):

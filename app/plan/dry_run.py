@@ -29,6 +29,7 @@ from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import CONFIG, check_place, check_run_dir, run_dir
+from app.validation.clips import check_held_out
 from data.dataset.coverage import account
 from ops.counted import counted
 from ops.models.config import ModelConfig
@@ -70,6 +71,8 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     make_missing(config.data.sources)
     dataset = open_dataset(config, geometry, profile)
     print_account(account(dataset), config.data.min_coverage)
+    if held_out := check_held_out(config):
+        print(f"validates {held_out}")
     count = min(STEPS, config.train.steps)
     steps = items_from_data(dataset, count, config, model)
     inputs = PlanInputs(

@@ -28,7 +28,9 @@ class CheckpointAsides(Protocol):
 
     def dropped(self) -> Container[str]: ...
 
-    def on_checkpoint(self, step: int) -> None: ...
+    def on_checkpoint(self, step: int) -> RunEvent | None:
+        """The event to report, if any."""
+        ...
 
     def close(self) -> None:
         """The run is over."""
@@ -55,12 +57,17 @@ class RunAsides:
     def dropped(self) -> Container[str]:
         return _AnyOf([source.dropped() for source in self._sources])
 
-    def on_checkpoint(self, step: int) -> None:
+    def on_checkpoint(self, step: int) -> list[RunEvent]:
+        events: list[RunEvent] = []
         for source in self._sources:
             try:
-                source.on_checkpoint(step)
+                event = source.on_checkpoint(step)
             except Exception:  # whatever it is, the run goes on
                 log.exception("nothing is made beside the run from the checkpoint after %s", counted(step + 1, "step"))
+                continue
+            if event is not None:
+                events.append(event)
+        return events
 
     def close(self) -> None:
         with ExitStack() as stack:

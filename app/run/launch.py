@@ -60,6 +60,7 @@ from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
 from app.settings.resume import Change, check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
+from app.validation.clips import check_held_out
 from data.storage import check_there
 from ops.counted import counted
 
@@ -110,8 +111,9 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         _check_model(config)  # before Ray starts, and an earlier run's files go
         make_missing(config.data.sources)
         if not is_on_a_cluster():  # whose nodes may see more than this machine
-            for source in config.data.sources:
+            for source in (*config.data.sources, *config.validation.sources):
                 check_there(source.path)
+            check_held_out(config)
         print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:
             connect(config)

@@ -7,6 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -120,7 +121,8 @@ class Recorder:
         # Without the checkpoint itself: at the next start Ray Train would insist that all that was reported still
         # exist.
         ray.train.report({"step": step})
-        self._asides.on_checkpoint(step)
+        for event in self._asides.on_checkpoint(step):
+            self.on_event(replace(event, time=time.time()))
 
 
 def _appending(path: Path) -> IO[str]:

@@ -117,27 +117,23 @@ class LiveSamples:
 
     # -- as the recorder's -------------------------------------------------------------------------------------------
 
-    def on_checkpoint(self, step: int) -> None:
-        """Called after the checkpoint of `step` is complete."""
+    def on_checkpoint(self, step: int) -> RunEvent | None:
+        """Called after the checkpoint of `step` is complete. Returns an event where no samples will come of it."""
         if not self._every or (step + 1) % self._every:
-            return
+            return None
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
         from app.sampling.live_clip import LiveClip
 
         if self._round is not None or (self._running is not None and not self._collect(self._running, 0.0)):
-            log.warning(
-                "samples after %s are left out: the earlier ones are still being made", counted(step + 1, "step")
-            )
-            return
+            return SamplesFailed(step=step, why="the earlier ones are still being made")
         if self._config.model.dit.lacks_expert:
             self._start_task()
-            return
+            return None
         try:
             first = self._first
         except (ConfigError, OSError) as error:
-            log.warning("no samples after %s: %s", counted(step + 1, "step"), error)
-            return
+            return SamplesFailed(step=step, why=str(error))
         folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at)
         self._wanted = [
             LiveClip(
@@ -150,6 +146,7 @@ class LiveSamples:
             for number in range(len(self._config.sample.prompts))
         ]
         self._round = _Round(step=step, began=time.monotonic(), clips=list(self._wanted))
+        return None
 
     def close(self) -> None:
         """The run is over: wait for the samples that the task makes."""

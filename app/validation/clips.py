@@ -12,7 +12,9 @@ from app.settings.config import RunConfig
 from data.config import BatchConfig, DataConfig
 from data.dataset.dataset import Dataset
 from data.types import DecodeJob
+from ops.counted import counted
 from ops.geometry import Geometry
+from ops.models.folders import resolve
 
 SEED = 0  # of everything that chance decides; not the run's: runs of other seeds are measured alike
 _STEPS_PER_CLIP = 50  # drawn for each clip that is wanted: sources with small weights come late
@@ -52,6 +54,18 @@ def held_out_clips(config: RunConfig, geometry: Geometry) -> list[HeldOutClip]:
                 key = f"held out {sample.draw}"
                 found.append(HeldOutClip(job=item.job, key=key, own_rate=clip.fps if own_rates else 0.0))
     return found
+
+
+def check_held_out(config: RunConfig) -> str:
+    """What will be measured, in words; empty where nothing will. Raises as `held_out_clips` does."""
+    validation = config.validation
+    if not validation.every:
+        return ""
+    model, geometry = resolve(config.model)
+    clips = held_out_clips(replace(config, model=model), geometry)
+    buckets = counted(len({clip.bucket for clip in clips}), "bucket")
+    levels = counted(validation.draws, "noise level")
+    return f"{counted(len(clips), 'held-out clip')} of {buckets}, {levels} each, every {validation.every:,} steps"
 
 
 def held_out_data(config: RunConfig) -> DataConfig:

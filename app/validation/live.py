@@ -40,30 +40,37 @@ class _Round:
 
     step: int
     began: float
-    left: set[str]  # names of the works that are not done
     clips: int
-    losses: list[ClipLoss] = field(default_factory=list)
-    unread: list[int] = field(default_factory=list)  # clips, by work
+    works: tuple[HeldOutWork, ...]
+    done: dict[str, ClipLosses] = field(default_factory=dict)  # by work
+
+    @property
+    def names(self) -> set[str]:
+        return {work.name for work in self.works}
 
 
 class LiveHeldOut:
-    """Wants losses at every checkpoint whose step count is a multiple of `validation.every`; one round at a time."""
+    """Wants losses at every checkpoint whose step count is a multiple of `validation.every`: one round at a time, while
+    at most one waits, that of the newest checkpoint."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        self._given, self._run_dir = config, run_dir
+        self._given, self._run_dir, self._held_at = config, run_dir, run_dir / ".held_out"
         self._every = config.validation.every if config.validation.sources else 0
         self._round: _Round | None = None
+        self._next: _Round | None = None
         self._wanted: list[HeldOutWork] = []
         self._dropped: set[str] = set()
 
-    def open(self) -> None:
-        """Find the clips now: what is wrong with them is said at the start of a run, and does not end it."""
+    def open(self) -> RunEvent | None:
+        """Find the clips now: what is wrong with them is known at the start of a run, and does not end it."""
+        shutil.rmtree(self._held_at, ignore_errors=True)  # of a run that ended in the middle
         if not self._every:
-            return
+            return None
         try:
             _ = self._clips
         except (DataError, DataIOError, OSError) as error:
-            log.warning("no held-out loss in this run unless that changes: %s", error)
+            return HeldOutFailed(step=-1, why=str(error))
+        return None
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
@@ -78,56 +85,62 @@ class LiveHeldOut:
     def ended(self, report: TurnReport) -> RunEvent | None:
         """Some clips are done. Returns an event for the last ones of a round, or the first that fail."""
         now = self._round
-        if now is None or report.aside not in now.left:
+        if now is None or report.aside not in now.names - now.done.keys():
             return None
+        if not report.failed:
+            now.done[report.aside] = cast("ClipLosses", report.made)
+            if len(now.done) < len(now.works):
+                return None
+        self._dropped = now.names
+        self._begin_next()
         if report.failed:
-            self._dropped = set(now.left)
-            self._end_round()
             return HeldOutFailed(step=now.step, why=report.failed)
-        done = cast("ClipLosses", report.made)
-        now.left.discard(report.aside)
-        now.losses.extend(done.losses)
-        now.unread.append(done.unread)
-        if now.left:
-            return None
-        self._end_round()
-        if not now.losses:
+        parts = [now.done[work.name] for work in now.works]  # in one order: a mean depends on it in its last bits
+        losses, unread = [one for part in parts for one in part.losses], sum(part.unread for part in parts)
+        if not losses:
             return HeldOutFailed(step=now.step, why="none of the clips could be decoded")
-        unread = sum(now.unread)
-        # in one order, whichever worker was first: a mean depends on it in its last bits
-        losses = sorted(now.losses, key=lambda one: (one.bucket, one.noise, one.loss))
         return measured(now.step, losses, now.clips - unread, unread, time.monotonic() - now.began)
 
     def dropped(self) -> Container[str]:
-        """The others of a round of which one has failed."""
+        """The works of the last round that has ended: of one that failed the others are not wanted."""
         return self._dropped
 
     # -- as the recorder's ---------------------------------------------------------------------------------------------
 
-    def on_checkpoint(self, step: int) -> None:
-        """Called after the checkpoint of `step` is complete."""
+    def on_checkpoint(self, step: int) -> RunEvent | None:
+        """Called after the checkpoint of `step` is complete. Returns an event where there will be no loss, of this or
+        of an earlier one."""
         if not self._every or (step + 1) % self._every:
-            return
+            return None
+        late, self._next = self._next, None
+        if late is not None:
+            self._let_go(late)
+        try:
+            clips = self._clips
+        except (DataError, DataIOError, OSError) as error:
+            return HeldOutFailed(step=step, why=str(error))
+        self._next = self._round_of(step, clips)
+        if self._round is None:
+            self._begin_next()
+        return None if late is None else HeldOutFailed(step=late.step, why="the next one is due and it has not begun")
+
+    def close(self) -> None:
+        """The run is over."""
+        for left in (self._round, self._next):
+            if left is not None:
+                log.warning("no held-out loss after %s: the run is over", counted(left.step + 1, "step"))
+        self._round = self._next = None
+        shutil.rmtree(self._held_at, ignore_errors=True)
+
+    def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _Round:
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
         from app.validation.work import HeldOutWork
 
-        if self._round is not None:
-            log.warning(
-                "no held-out loss after %s: that after %s is still being computed",
-                counted(step + 1, "step"),
-                counted(self._round.step + 1, "step"),
-            )
-            return
-        try:
-            clips = self._clips
-        except (DataError, DataIOError, OSError) as error:
-            log.warning("no held-out loss after %s: %s", counted(step + 1, "step"), error)
-            return
-        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at)
         config = self._config
+        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at / f"step-{step}")
         parts = min(config.workers.max, len(clips))
-        self._wanted = [
+        works = tuple(
             HeldOutWork(
                 folder=str(folder.resolve()),
                 step=step,
@@ -138,24 +151,17 @@ class LiveHeldOut:
                 clips=tuple(clips[number::parts]),
             )
             for number in range(parts)
-        ]
-        names = {work.name for work in self._wanted}
-        self._round = _Round(step=step, began=time.monotonic(), left=names, clips=len(clips))
+        )
+        return _Round(step=step, began=time.monotonic(), clips=len(clips), works=works)
 
-    def close(self) -> None:
-        """The run is over."""
+    def _begin_next(self) -> None:
         if self._round is not None:
-            log.warning("the held-out loss after %s was not computed", counted(self._round.step + 1, "step"))
-            self._end_round()
+            self._let_go(self._round)
+        self._round, self._next = self._next, None
+        self._wanted = list(self._round.works) if self._round else []
 
-    @property
-    def _held_at(self) -> Path:
-        return self._run_dir / ".held_out"
-
-    def _end_round(self) -> None:
-        self._round = None
-        self._wanted = []
-        shutil.rmtree(self._held_at, ignore_errors=True)
+    def _let_go(self, ended: _Round) -> None:
+        shutil.rmtree(self._held_at / f"step-{ended.step}", ignore_errors=True)
 
     @cached_property
     def _resolved(self) -> tuple[RunConfig, Geometry]:

@@ -1,0 +1,239 @@
+"""The loss of held-out clips: which clips, that it is the training's own loss, and how it reaches a run's records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.messages import CascadeTask, StepSample, TurnReport
+from actors.records.events import HeldOutFailed, HeldOutMeasured
+from app.records.metrics import Metrics
+from app.report.curves import held_out_html
+from app.settings.config import RunConfig
+from app.validation.clips import SEED, HeldOutClip, check_held_out, held_out_clips
+from app.validation.live import LiveHeldOut, measured
+from app.validation.work import ClipLoss, ClipLosses, HeldOutWork
+from data.decode import decode_job
+from data.errors import DataError
+from data.tools.synthetic import SynthConfig, synthesize
+from ops.models.folders import resolve
+from ops.objective import draw_expert
+from ops.typed import ConfigError
+from tests.actors.exactness import Host, close_hosts, make_hosts
+
+RUNS = Path(__file__).parents[2] / "configs" / "runs"
+FAMILIES = ["demo", "demo-stdit", "cogvideox-tiny", "flux-tiny", "hunyuan-tiny", "latte-tiny", "ltx-tiny"]
+FAMILIES += ["mochi-tiny", "wan2.2-both-tiny"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("held-out")
+    synthesize(made, SynthConfig(clips=5, images=3, shards=2, seed=1, koala=False))
+    return made
+
+
+def config_of(folder: Path, run: str = "demo", *changes: str) -> RunConfig:
+    sources = f"validation.sources=[{{path: {folder / 'shards'}, index: {folder / 'index'}}}]"
+    return RunConfig.load(
+        RUNS / f"{run}.yaml", [sources, "checkpoint.every=20", "validation.every=40", "workers.max=3", *changes]
+    )
+
+
+def clips_of(config: RunConfig) -> tuple[RunConfig, list[HeldOutClip]]:
+    """The config with its model resolved, and its clips."""
+    model, geometry = resolve(config.model)
+    resolved = replace(config, model=model)
+    return resolved, held_out_clips(resolved, geometry)
+
+
+# -- which clips
+
+
+def test_the_clips_are_the_same_whatever_else_a_run_sets_and_each_comes_once(folder: Path) -> None:
+    _, clips = clips_of(config_of(folder, "demo", "validation.clips=6"))
+    others = ["train.seed=7", "data.batch.memory_tokens=4000", "data.items_per_step=5", "data.caption_dropout=0.9"]
+    _, again = clips_of(config_of(folder, "demo", "validation.clips=6", *others))
+    assert [clip.key for clip in clips] == [clip.key for clip in again]
+    _, every = clips_of(config_of(folder))
+    assert len(every) == len({clip.key for clip in every}) == 8 and every[:6] == clips
+    assert all(decode_job(clip.job).ok == [True] and decode_job(clip.job).captions != [""] for clip in every)
+    words = check_held_out(config_of(folder))
+    assert words.startswith("8 held-out clips of ") and words.endswith(" 4 noise levels each, every 40 steps")
+
+
+def test_what_cannot_be_measured_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"validation\.every 30 must be a multiple of checkpoint\.every 20"):
+        config_of(folder, "demo", "validation.every=30")
+    with pytest.raises(ConfigError, match=r"validation\.every is 40 and validation\.sources is empty"):
+        config_of(folder, "demo", "validation.sources=[]")
+    with pytest.raises(ConfigError, match=r"which data\.sources trains on"):
+        config_of(folder, "demo", f"data.sources=[{{path: {folder / 'shards'}}}]")
+    with pytest.raises(DataError, match="no sample can be trained"):
+        check_held_out(config_of(folder, "demo", "data.buckets.table=[97x64x96]"))
+
+
+# -- its loss
+
+
+@pytest.fixture
+def ended() -> Iterator[None]:
+    yield
+    close_hosts()
+
+
+def trained_loss(host: Host, clip: HeldOutClip, draw: int, resolved: RunConfig) -> float:
+    """What training computes for the clip at step `draw`, by its executor."""
+    batch, geometry = decode_job(clip.job), host.executor.modules.geometry
+    grid = geometry.token_grid(*clip.job.shape[1:4])
+    experts = [expert.sigmas for expert in resolved.model.dit.experts]
+    tokens = grid[0] * grid[1] * grid[2]
+    sample = StepSample(
+        step=draw,
+        item="one",
+        index=0,
+        key=clip.key,
+        grid=grid,
+        weight=1.0,
+        expert=draw_expert(resolved.train.flow, SEED, draw, clip.key, tokens, experts),
+        frame_rate=clip.own_rate,
+    )
+    text, vae, dit = (
+        CascadeTask(
+            generation=1,
+            step=draw,
+            cascade=f"{module}{draw}",
+            name=f"{module} s{draw}",
+            module=module,
+            bag=(0,),
+            samples=(sample,),
+            pieces=(),
+            planned_start_s=0.0,
+            planned_end_s=0.0,
+            keep=(0,) if module != "dit" else (),
+            sources={"vae": (0,), "text": (0,)},
+        )
+        for module in ("text", "vae", "dit")
+    )
+    host.encoding.text(text, batch.captions, [batch.video[0, 0]] if resolved.model.text.sees_picture else [], [True])
+    host.encoding.vae(vae, batch.video, [True])
+    host.executor.dit(dit, {})
+    loss, weight, _ = host.executor.work.take_losses(draw)
+    assert weight == 1.0
+    return loss
+
+
+@pytest.mark.parametrize("run", FAMILIES)
+def test_it_is_the_loss_that_training_computes_at_the_same_noise(folder: Path, run: str, ended: None) -> None:
+    changes = ["train.flow.first_frame=0.5"] if run == "ltx-tiny" else []
+    resolved, clips = clips_of(config_of(folder, run, f"train.seed={SEED}", *changes))
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    modules = host.executor.modules
+    clips = sorted(clips, key=lambda clip: clip.job.bucket.frames)[-2:]
+    pieces: list[str] = []
+    done = work_of(resolved, clips).make(modules, CPU, pieces.append)
+    assert done.unread == 0 and len(done.losses) == 4 and modules.dit.training
+    assert pieces == [f"{kind} {clip.bucket}" for clip in clips for kind in ("encode", "loss", "loss")]
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in modules.dit.parameters())
+    expected = [trained_loss(host, clip, draw, resolved) for clip in clips for draw in range(2)]
+    assert [one.loss for one in done.losses] == pytest.approx(expected, rel=1e-6)
+    assert len({one.noise for one in done.losses}) == 4 and all(0 <= one.noise <= 1 for one in done.losses)
+
+
+def work_of(config: RunConfig, clips: list[HeldOutClip], draws: int = 2) -> HeldOutWork:
+    return HeldOutWork(folder="", step=39, number=0, train=config.train, draws=draws, timeout_s=60, clips=tuple(clips))
+
+
+def test_a_clip_that_ends_its_decoder_counts_nowhere(
+    folder: Path, ended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved, clips = clips_of(config_of(folder, "demo", "validation.clips=3"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "data"))
+    monkeypatch.setenv("CRASHING_CLIPS", clips[1].job.clips[0].key)
+    monkeypatch.setenv("HANGING_CLIPS", "")
+    dangerous = [replace(clip, job=replace(clip.job, decoder="dangerous_decoder:decode")) for clip in clips]
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    done = work_of(resolved, dangerous, draws=1).make(host.executor.modules, CPU, lambda kind: None)
+    assert done.unread == 1 and [one.bucket for one in done.losses] == [clips[0].bucket, clips[2].bucket]
+
+
+# -- beside a run
+
+
+def done_by(work: HeldOutWork, loss: float, unread: int = 0) -> TurnReport:
+    losses = tuple(ClipLoss(bucket=clip.bucket, noise=0.3, loss=loss) for clip in work.clips[unread:])
+    return TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=losses, unread=unread))
+
+
+def live_of(folder: Path, run_dir: Path, *changes: str) -> LiveHeldOut:
+    return LiveHeldOut(config_of(folder, "demo", *changes), run_dir)
+
+
+def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path) -> None:
+    live = live_of(folder, tmp_path)
+    assert live.open() is None and live.on_checkpoint(19) is None and live.wanted() == []
+    live.on_checkpoint(39)
+    works = live.wanted()
+    assert sorted(len(work.clips) for work in works) == [2, 3, 3] and live.wanted() == []
+    assert live.ended(done_by(works[2], 3.0, unread=1)) is None and live.ended(done_by(works[0], 1.0)) is None
+    event = live.ended(done_by(works[1], 2.0))
+    assert isinstance(event, HeldOutMeasured) and (event.step, event.clips, event.unread) == (39, 7, 1)
+    parts = [len(work.clips) for work in works]
+    assert event.loss == pytest.approx((parts[0] * 1.0 + parts[1] * 2.0 + (parts[2] - 1) * 3.0) / 7)
+    assert list(event.by_noise) == ["0.25-0.5"] and not (tmp_path / ".held_out" / "step-39").exists()
+
+
+def test_of_checkpoints_that_come_too_fast_the_newest_waits(folder: Path, tmp_path: Path) -> None:
+    live = live_of(folder, tmp_path)
+    live.on_checkpoint(39)
+    works = live.wanted()
+    assert live.on_checkpoint(79) is None and live.wanted() == []
+    left_out = live.on_checkpoint(119)
+    assert isinstance(left_out, HeldOutFailed) and left_out.step == 79
+    events = [live.ended(done_by(work, 1.0)) for work in works]
+    assert isinstance(events[-1], HeldOutMeasured)
+    assert {work.step for work in live.wanted()} == {119}
+
+
+def test_a_part_that_fails_ends_its_checkpoint_and_not_the_next(folder: Path, tmp_path: Path) -> None:
+    live = live_of(folder, tmp_path)
+    live.on_checkpoint(39)
+    first, second, _ = live.wanted()
+    event = live.ended(TurnReport(aside=first.name, ended=True, failed="step-39 is damaged"))
+    assert event == HeldOutFailed(step=39, why="step-39 is damaged")
+    assert second.name in live.dropped() and live.ended(done_by(second, 1.0)) is None
+    live.on_checkpoint(79)
+    assert [work.step for work in live.wanted()] == [79, 79, 79]
+
+
+def test_sources_that_are_not_there_are_told_at_the_start_and_end_no_run(tmp_path: Path) -> None:
+    live = live_of(tmp_path / "nowhere", tmp_path)
+    event = live.open()
+    assert isinstance(event, HeldOutFailed) and "nowhere" in event.describe()
+    assert isinstance(live.on_checkpoint(39), HeldOutFailed) and live.wanted() == []
+
+
+# -- records
+
+
+def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    one = measured(39, [ClipLoss(bucket="9x32x48", noise=level, loss=level) for level in (0.1, 0.3, 1.0)], 3, 0, 1.5)
+    assert one.by_noise == {"0-0.25": 0.1, "0.25-0.5": 0.3, "0.75-1": 1.0}
+    assert json.loads(json.dumps(one.line()))["by_bucket"] == {"9x32x48": pytest.approx(1.4 / 3)}
+    with Metrics(tmp_path) as metrics:
+        metrics.held_out(replace(one, time=1.0))
+    accumulator = EventAccumulator(str(tmp_path / "events"))
+    accumulator.Reload()
+    (scalar,) = accumulator.Scalars("held_out/loss")
+    assert scalar.step == 39 and scalar.value == pytest.approx(1.4 / 3)
+    text = held_out_html({39: one, 79: replace(one, step=79, loss=0.25)})
+    assert "<td>40</td><td>0.4667</td>" in text and "<td>80</td><td>0.2500</td>" in text and "noise 0.25-0.5" in text
+    assert held_out_html({}) == ""
