@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actors.config import TrainConfig
 from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
+from actors.worker.loading import Modules
 from app.device.choice import pick_device
 from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run, published_scheduler
@@ -83,15 +84,11 @@ class SavedModel:
 
     def load(self) -> Model:
         """The transformer and the VAE, frozen; the transformer straight in the precision that it multiplies in."""
-        target, train = pick_device(self.device), self.config.train
-        dtype = weights_dtype(train, target)
+        target = pick_device(self.device)
         config = replace(self.config, model=_for_device(self.config, target))
         trained = config.model.dit
-        dit = build_dit(replace(trained, lora_from=None) if self.trained else trained, train.seed, dtype, target)
-        if self.trained is not None:
-            put_weights(dit, model_state(self.trained, self.ema), str(self.trained))
-        other = _other_expert(trained, self.other, self.ema, dtype, target)
-        high, low = by_noise(trained, dit, other)
+        other = _other_expert(trained, self.other, self.ema, weights_dtype(config.train, target), target)
+        high, low = by_noise(trained, self.transformer(config, target), other)
         for module in (high, *([low.dit] if low else [])):
             module.eval().requires_grad_(False)  # or autocast keeps copies of what it casts
         return Model(
@@ -102,6 +99,28 @@ class SavedModel:
             config=config,
             step=self.step,
             device=target,
+        )
+
+    def transformer(self, config: RunConfig, device: torch.device) -> nn.Module:
+        """What was trained, both of two experts, by the settings `config` for this device."""
+        trained, dtype = config.model.dit, weights_dtype(config.train, device)
+        dit = build_dit(replace(trained, lora_from=None) if self.trained else trained, config.train.seed, dtype, device)
+        if self.trained is not None:
+            put_weights(dit, model_state(self.trained, self.ema), str(self.trained))
+        return dit
+
+    def modules(self) -> Modules:
+        """All that a worker of the run hosts, with this transformer, frozen."""
+        target = pick_device(self.device)
+        config = replace(self.config, model=_for_device(self.config, target))
+        model = config.model
+        return Modules(
+            config=model,
+            geometry=self.geometry,
+            dit=self.transformer(config, target).eval().requires_grad_(False),
+            vae=build_vae(model.vae, target),
+            text=build_text(model.text, target),
+            image=build_image(model.image, target),
         )
 
 

@@ -135,7 +135,7 @@ class LiveHeldOut:
     def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _Round:
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
-        from app.validation.work import HeldOutWork
+        from app.validation.work import ClipWork, HeldOutWork
 
         config = self._config
         folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at / f"step-{step}")
@@ -145,10 +145,12 @@ class LiveHeldOut:
                 folder=str(folder.resolve()),
                 step=step,
                 number=number,
-                train=config.train,
-                draws=config.validation.draws,
-                timeout_s=config.data.engine.clip_timeout_s,
-                clips=tuple(clips[number::parts]),
+                part=ClipWork(
+                    train=config.train,
+                    draws=config.validation.draws,
+                    timeout_s=config.data.engine.clip_timeout_s,
+                    clips=tuple(clips[number::parts]),
+                ),
             )
             for number in range(parts)
         )

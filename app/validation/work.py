@@ -55,26 +55,17 @@ class ClipLosses:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeldOutWork:
-    """Some held-out clips at a checkpoint, as an aside."""
+class ClipWork:
+    """Some held-out clips, and how their losses are taken."""
 
-    folder: str  # of the checkpoint
-    step: int
-    number: int  # among those of the checkpoint
     train: TrainConfig
     draws: int  # noise levels of each clip
     timeout_s: float  # of the decoder, for one clip
     clips: tuple[HeldOutClip, ...]
 
-    @property
-    def name(self) -> str:
-        return f"step-{self.step} held out {self.number}"
-
-    def weights(self, modules: Modules) -> Mapping[str, Tensor]:
-        """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
-        return checkpoint_weights(self.folder, modules)
-
-    def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
+    def run(
+        self, modules: Modules, device: torch.device, before: Callable[[str], None] = lambda piece: None
+    ) -> ClipLosses:
         """Clips are decoded in a process of their own while others are computed. Raises DataIOError where storage
         fails."""
         found: list[ClipLoss] = []
@@ -108,6 +99,28 @@ class HeldOutWork:
                 if later is not None:
                     coming = ahead.submit(decode, later)
                 yield clip, batch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeldOutWork:
+    """The same at a checkpoint of a live run, as an aside."""
+
+    folder: str  # of the checkpoint
+    step: int
+    number: int  # among those of the checkpoint
+    part: ClipWork
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step} held out {self.number}"
+
+    def weights(self, modules: Modules) -> Mapping[str, Tensor]:
+        """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
+        return checkpoint_weights(self.folder, modules)
+
+    def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
+        """Raises what `ClipWork.run` raises."""
+        return self.part.run(modules, device, before)
 
 
 class _NoMeasure:

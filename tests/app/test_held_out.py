@@ -17,7 +17,7 @@ from app.report.curves import held_out_html
 from app.settings.config import RunConfig
 from app.validation.clips import SEED, HeldOutClip, check_held_out, held_out_clips
 from app.validation.live import LiveHeldOut, measured
-from app.validation.work import ClipLoss, ClipLosses, HeldOutWork
+from app.validation.work import ClipLoss, ClipLosses, ClipWork, HeldOutWork
 from data.decode import decode_job
 from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
@@ -137,7 +137,7 @@ def test_it_is_the_loss_that_training_computes_at_the_same_noise(folder: Path, r
     modules = host.executor.modules
     clips = sorted(clips, key=lambda clip: clip.job.bucket.frames)[-2:]
     pieces: list[str] = []
-    done = work_of(resolved, clips).make(modules, CPU, pieces.append)
+    done = work_of(resolved, clips).run(modules, CPU, pieces.append)
     assert done.unread == 0 and len(done.losses) == 4 and modules.dit.training
     assert pieces == [f"{kind} {clip.bucket}" for clip in clips for kind in ("encode", "loss", "loss")]
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in modules.dit.parameters())
@@ -146,8 +146,8 @@ def test_it_is_the_loss_that_training_computes_at_the_same_noise(folder: Path, r
     assert len({one.noise for one in done.losses}) == 4 and all(0 <= one.noise <= 1 for one in done.losses)
 
 
-def work_of(config: RunConfig, clips: list[HeldOutClip], draws: int = 2) -> HeldOutWork:
-    return HeldOutWork(folder="", step=39, number=0, train=config.train, draws=draws, timeout_s=60, clips=tuple(clips))
+def work_of(config: RunConfig, clips: list[HeldOutClip], draws: int = 2) -> ClipWork:
+    return ClipWork(train=config.train, draws=draws, timeout_s=60, clips=tuple(clips))
 
 
 def test_a_clip_that_ends_its_decoder_counts_nowhere(
@@ -159,7 +159,7 @@ def test_a_clip_that_ends_its_decoder_counts_nowhere(
     monkeypatch.setenv("HANGING_CLIPS", "")
     dangerous = [replace(clip, job=replace(clip.job, decoder="dangerous_decoder:decode")) for clip in clips]
     (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
-    done = work_of(resolved, dangerous, draws=1).make(host.executor.modules, CPU, lambda kind: None)
+    done = work_of(resolved, dangerous, draws=1).run(host.executor.modules, CPU)
     assert done.unread == 1 and [one.bucket for one in done.losses] == [clips[0].bucket, clips[2].bucket]
 
 
@@ -167,7 +167,7 @@ def test_a_clip_that_ends_its_decoder_counts_nowhere(
 
 
 def done_by(work: HeldOutWork, loss: float, unread: int = 0) -> TurnReport:
-    losses = tuple(ClipLoss(bucket=clip.bucket, noise=0.3, loss=loss) for clip in work.clips[unread:])
+    losses = tuple(ClipLoss(bucket=clip.bucket, noise=0.3, loss=loss) for clip in work.part.clips[unread:])
     return TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=losses, unread=unread))
 
 
@@ -180,11 +180,11 @@ def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path
     assert live.open() is None and live.on_checkpoint(19) is None and live.wanted() == []
     live.on_checkpoint(39)
     works = live.wanted()
-    assert sorted(len(work.clips) for work in works) == [2, 3, 3] and live.wanted() == []
+    assert sorted(len(work.part.clips) for work in works) == [2, 3, 3] and live.wanted() == []
     assert live.ended(done_by(works[2], 3.0, unread=1)) is None and live.ended(done_by(works[0], 1.0)) is None
     event = live.ended(done_by(works[1], 2.0))
     assert isinstance(event, HeldOutMeasured) and (event.step, event.clips, event.unread) == (39, 7, 1)
-    parts = [len(work.clips) for work in works]
+    parts = [len(work.part.clips) for work in works]
     assert event.loss == pytest.approx((parts[0] * 1.0 + parts[1] * 2.0 + (parts[2] - 1) * 3.0) / 7)
     assert list(event.by_noise) == ["0.25-0.5"] and not (tmp_path / ".held_out" / "step-39").exists()
 

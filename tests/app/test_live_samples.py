@@ -42,16 +42,14 @@ def report(clip: Any, **told: Any) -> TurnReport:
     return TurnReport(aside=clip.name, ended=True, **{"made": made, **told})
 
 
-def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(tmp_path: Path) -> None:
     live = samples(tmp_path)
     live.on_checkpoint(19)
     assert live.wanted() == []
     live.on_checkpoint(39)
     assert [(clip.step, clip.number) for clip in live.wanted()] == [(39, 0), (39, 1)]
-    live.on_checkpoint(79)
-    assert live.wanted() == [] and "samples after 80 steps are left out" in caplog.text
+    assert live.on_checkpoint(79) == SamplesFailed(step=79, why="the earlier ones are still being made")
+    assert live.wanted() == []
 
 
 def test_files_appear_as_they_are_made_and_the_last_one_is_told(tmp_path: Path) -> None:
@@ -89,10 +87,11 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert isinstance(event, SamplesFailed) and str(tmp_path / "samples") in event.why
 
 
-def test_pictures_that_cannot_be_read_leave_samples_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_pictures_that_cannot_be_read_leave_samples_out(tmp_path: Path) -> None:
     live = samples(tmp_path, 40, "sample.images=[nowhere.png]", "train.flow.first_frame=0.5")
-    live.on_checkpoint(39)
-    assert live.wanted() == [] and "no samples after 40 steps" in caplog.text and "nowhere.png" in caplog.text
+    event = live.on_checkpoint(39)
+    assert isinstance(event, SamplesFailed) and event.step == 39 and "nowhere.png" in event.why
+    assert live.wanted() == []
 
 
 class Task:

@@ -21,6 +21,7 @@ import pytest
 from actors.plan.types import USABLE
 from actors.planning.memory import Demand, forecast
 from app.settings.config import RunConfig
+from app.validation.checkpoint import validate
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.folders import resolve
 
@@ -34,6 +35,7 @@ SAME_RUN = 1e-6  # same worker count, other process
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("train")
     synthesize(made / "data", SynthConfig(clips=40, images=8, shards=2, koala=False))
+    synthesize(made / "held-out", SynthConfig(clips=4, images=2, shards=1, seed=1, koala=False))
     (made / "run.yaml").write_text(f"""
 run: {{name: one, dir: {made}/runs}}
 model:
@@ -49,6 +51,7 @@ data:
 train: {{steps: {STEPS}, optimizer: {{learning_rate: 1.0e-3}}}}
 workers: {{min: 2, max: 2, cpus_per_worker: 0.5, device: cpu}}
 checkpoint: {{every: 4, keep_last: 2}}
+validation: {{sources: [{{path: "{made}/held-out/shards/00000.tar"}}], every: 4, draws: 2}}
 """)
     return made
 
@@ -156,6 +159,16 @@ def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole:
     spans = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     assert {"text", "vae", "dit", "finish"} == {span["module"] for span in spans}
     assert any(span["name"].startswith("dit 17f 64x96 b") for span in spans)
+
+
+def test_the_loss_of_held_out_clips_is_that_of_the_command(folder: Path, whole: list[dict]) -> None:
+    run = folder / "runs" / "one"
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    *_, last = (event for event in events if event["event"] == "held_out")
+    assert last["step"] == STEPS - 1 and (last["clips"], last["unread"]) == (6, 0)
+    found = validate(run / "checkpoints" / f"step-{STEPS - 1}", device="cpu")
+    assert found.loss == pytest.approx(last["loss"], rel=1e-6) and found.by_bucket.keys() == last["by_bucket"].keys()
+    assert not (run / ".held_out").exists()
 
 
 def test_a_finished_run_leaves_a_profile_that_plans(folder: Path, whole: list[dict]) -> None:

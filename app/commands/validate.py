@@ -1,0 +1,29 @@
+"""`heddle validate`. Heavy imports come after parsing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    checkpoint: Annotated[
+        Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
+    ],
+    sources: Annotated[
+        list[str] | None,
+        typer.Option("--source", help="Held-out clips: shards, a table or a folder. Default: validation.sources."),
+    ] = None,
+    clips: Annotated[int | None, typer.Option(help="How many; default: validation.clips of the run.", min=1)] = None,
+    draws: Annotated[
+        int | None, typer.Option(help="Noise levels of each; default: validation.draws of the run.", min=1)
+    ] = None,
+    ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
+) -> None:
+    """Measure the loss of held-out clips at a checkpoint, by noise level and by bucket."""
+    from app.validation.checkpoint import validate as run
+
+    run(checkpoint, tuple(sources or ()), clips=clips, draws=draws, ema=ema, device=device)
