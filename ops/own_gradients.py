@@ -21,8 +21,9 @@ A sum of a range is made in rank order by its owner (Gloo), so cutting and start
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -86,7 +87,7 @@ class OwnGradients:
         self._parameters, self._layout, self._dtype, self._sum_elements = parameters, layout, dtype, sum_elements
         self._ahead_bytes = ahead_bytes
         gathers = parameters[0].device.type != "cpu" if gathers is None else gathers
-        self._gathered = GatheredGradients([slot.name for slot in layout], self._count) if gathers else None
+        self._gathered = GatheredGradients([slot.name for slot in layout], self._counted()) if gathers else None
         self._in_place = parameters[0].dtype == dtype and not gathers  # backward adds by itself
         self._allocate()
         self._cut(Group.solo(), [(0, layout[-1].hi)])
@@ -167,6 +168,17 @@ class OwnGradients:
 
     def drop(self) -> None:
         """Nothing, see `used`."""
+
+    def _counted(self) -> Callable[[int], None]:
+        """`_count`, for what this object has itself: the two would hold each other, and with them a whole gradient on
+        the device, until the garbage collector comes."""
+        own = weakref.ref(self)
+
+        def count(index: int) -> None:
+            if (here := own()) is not None:
+                here._count(index)
+
+        return count
 
     def _count(self, index: int) -> None:
         """Parameter `index` has its gradient of the running backward pass."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -162,3 +164,20 @@ def test_a_device_gathers_and_a_cpu_does_not() -> None:
         one = OwnGradients(parameters, slots(list(model.named_parameters())), torch.float32, 8)
         one.begin_step()
         assert (parameters[0].grad is not None) == (device == "cpu")
+
+
+def test_a_gradient_that_is_let_go_gives_its_memory_back_at_once() -> None:
+    """Where another worker has no room for one, `FlatSync` lets its own go before the node's takes memory."""
+    model = copy.deepcopy(START)
+    made = partial(OwnGradients, sum_elements=SUM_ELEMENTS, gathers=True)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, gradients=made)
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    memory = weakref.ref(sync.gradient().untyped_storage())
+    gc.disable()
+    try:
+        del sync.gradients
+        assert memory() is None
+    finally:
+        gc.enable()
