@@ -248,7 +248,9 @@ class AsideThread:
     def _before(self, kind: str) -> None:
         """Called by the work before each piece, in its own thread."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # what the piece before has queued belongs to it
+            # What the piece before has queued belongs to it. Not the whole device: the task thread may be capturing a
+            # graph, which no mode of CUDA lets live through a wait for all streams.
+            torch.cuda.current_stream(self._device).synchronize()
         with self._change:
             if self._abandoned:
                 raise _AbandonedAside

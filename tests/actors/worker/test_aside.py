@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from actors.messages import TurnReport, TurnTask
 from actors.worker import aside
-from actors.worker.aside import Allowance, Asides
+from actors.worker.aside import Allowance, Asides, AsideThread
 from tests.actors.chaos import DeviceAsides
 
 CPU = torch.device("cpu")
@@ -176,6 +176,20 @@ def test_an_aside_that_is_dropped_ends_where_it_stands() -> None:
     assert thread is not None
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_an_aside_never_waits_for_a_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes to its first piece while the task thread trains, and may be capturing a CUDA graph: that ends by a
+    cudaDeviceSynchronize of any thread, in all modes of capture (CUDA's rules of it; NVIDIA/TensorRT#2888)."""
+    waited: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: waited.append("stream"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append("device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    modules: Any = SimpleNamespace(dit=nn.Linear(2, 2, bias=False))
+    one = AsideThread(Steps(pieces=2), modules, torch.device("cuda", 0))
+    while one.is_ready(wait=True):
+        one.run_piece()
+    assert one.failure is None and waited == ["stream"] * 2
 
 
 class Short:
