@@ -22,6 +22,9 @@ LEAST = 16  # head size: the least that a tensor core product takes
 _CUDA_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+_of_graphs: list[BlockMask] = []  # that CUDA graphs read, by their addresses alone; kept for good, as graphs are
+
+
 class Flex:
     name: BackendName = "flex"
 
@@ -43,10 +46,16 @@ class Flex:
         if not q_lengths.longest or not k_lengths.longest:
             return q * 0
         mask = document_mask(q_lengths.host, k_lengths.host, q.device)
+        if _is_captured(q.device) and not any(mask is one for one in _of_graphs):
+            _of_graphs.append(mask)
         q, k, v = (rows.transpose(0, 1).unsqueeze(0) for rows in (q, k, v))
         out = _compiled()(q, k, v, block_mask=mask) if q.is_cuda else flex_attention(q, k, v, block_mask=mask)
         assert isinstance(out, Tensor)  # a tuple only where a second result is asked for
         return out[0].transpose(0, 1)
+
+
+def _is_captured(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @cache

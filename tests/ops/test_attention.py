@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -10,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
-from ops.attention import varlen
+from ops.attention import flex, varlen
 from ops.attention.backend import Backend
 from ops.attention.flash import Flash3
 from ops.attention.flex import BLOCK, document_mask
@@ -110,6 +112,29 @@ def test_document_mask_visits_the_blocks_that_hold_pairs_and_hardly_another(pack
             assert (column in full) == bool(tile.all())
             # between its own, a block of queries may also visit keys of a sequence that has no queries
             assert (column in some) == partial or (column in some and 0 in q_lengths)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_mask_that_a_cuda_graph_reads_outlasts_its_place_among_the_last_masks(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph's kernels have addresses: of a mask that was let go, the memory would be somebody else's."""
+    read: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def attends(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor:
+        read.extend(weakref.ref(one.untyped_storage()) for one in (block_mask.kv_indices, block_mask.kv_num_blocks))
+        return q
+
+    monkeypatch.setattr(flex, "_of_graphs", [])
+    monkeypatch.setattr(flex, "flex_attention", attends)
+    monkeypatch.setattr(flex, "_is_captured", lambda device: captured)
+    rows, lengths = torch.zeros(6, 1, 16), Lengths.of((3, 3))
+    for _ in range(2):
+        attention(rows, rows, rows, lengths, lengths, backend="flex")
+    assert len(flex._of_graphs) == captured and len(read) == 4
+    for length in range(5, 25):
+        document_mask((length,), (length,), torch.device("cpu"))
+    assert all((one() is not None) == captured for one in read)
 
 
 def test_other_lengths_are_no_reason_to_compile_flex_again() -> None:
