@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -302,9 +302,15 @@ class Executor:
             yield
             return
         self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._stream):
-            yield
-            self._stream.synchronize()
+        usual = torch.cuda.current_stream(self.device)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+                self._stream.synchronize()
+        except BaseException:
+            with suppress(RuntimeError):  # of the device, which the error tells already
+                usual.wait_stream(self._stream)  # an update of weights may be queued that the next generation writes
+            raise
 
     def add_cascade(self, launched: Launched) -> None:
         """A cascade has been run here. Raises DeviceFailure when the device has failed in it or in one before."""

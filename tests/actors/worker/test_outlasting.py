@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,10 @@ from actors.run import steps
 from actors.run.dispatch import Call, Holdings, calls_of, finish_of
 from actors.run.steps import StepRunner
 from actors.step import StepItems
+from actors.worker.executor import Executor
 from actors.worker.work_done import FinishedStep
 from ops.sync import StepIncomplete
+from ops.waiting import GroupError
 from tests.actors.exactness import Host, execute, make_hosts, on_all, train_config
 from tests.actors.fakes import step_items
 
@@ -168,6 +171,28 @@ def test_what_an_encode_raises_is_raised_at_its_end_and_stops_the_worker() -> No
         host.executor.end_outlasting(calls[0].task)
     with pytest.raises(StaleGeneration, match="failed here"):
         host.executor.admit(1)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_the_end_of_a_step_has_queued_comes_before_all_that_follows_it(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside an encode it has a stream of its own. A host that has waited for it needs no more; one that has failed
+    forms the next generation on the usual stream, and would write weights that a queued update still reads."""
+    said: list[str] = []
+    beside = SimpleNamespace(synchronize=lambda: said.append("host waits"))
+    usual = SimpleNamespace(wait_stream=lambda other: said.append(f"usual waits {other is beside}"))
+    for name, value in {
+        "Stream": lambda device: beside,
+        "current_stream": lambda device: usual,
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    executor: Any = SimpleNamespace(_outlasting=object(), device=torch.device("cuda", 0), _stream=None)
+    with nullcontext() if not fails else pytest.raises(GroupError), Executor.beside_encodes(executor):
+        if fails:
+            raise GroupError("a worker has died")
+    assert said == (["usual waits True"] if fails else ["host waits"])
 
 
 def test_a_generation_that_ends_waits_for_the_thread_and_drops_its_results() -> None:
