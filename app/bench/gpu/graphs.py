@@ -1,25 +1,37 @@
-"""Passes of a few pictures with blocks as written and by CUDA graphs: seconds, the host's part of them, and memory."""
+"""Passes of a few pictures with blocks as written and by CUDA graphs: seconds, the host's part of them, and memory.
+
+Their gradients go into the sum of a step, as a worker's do, small ones together. In one of them blocks are captured
+while another thread does what those of a worker do meanwhile: takes memory, copies, and waits.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from actors.worker.caching import host_copy
+from actors.worker.handoff import PinnedCopy
 from app.bench.gpu.cascades import PICTURE
 from app.bench.gpu.counting import SMALL_PICTURE
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
 from ops.comm import Group
+from ops.config import OptimizerConfig
 from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import is_small_pass
 from ops.packing import Sequence
+from ops.sync import FlatSync
 from ops.train_pass import packed_loss
+from ops.upload_room import SMALL
+from ops.uploads import upload
 
 _ERROR = 1e-2  # of bf16 sums in another order
 
@@ -30,6 +42,7 @@ class PicturePass:
 
     name: str
     pictures: tuple[Sequence, ...]
+    beside: bool = False  # another thread works while blocks are captured
     estimate_s: float = 12.0
 
     def why_not(self, place: Place) -> str | None:
@@ -41,18 +54,23 @@ class PicturePass:
         dit = build(config, place.device, torch.bfloat16).train()
         pictures = place.pick(list(self.pictures), [SMALL_CLIP] * len(self.pictures))
         call = PackedCall.of(config, pictures, place.device, torch.bfloat16)
-        once, repeats = _pass(dit, call), place.pick(10, 2)
+        expected = _plain_gradients(dit, call)
+        sync = FlatSync(dit, OptimizerConfig(), total_steps=1)
+        sync.form(Group.solo(), None)
+        once, repeats = _pass(dit, call, sync), place.pick(10, 2)
         written = place.seconds(once, repeats, warm_up=place.pick(3, 1)).seconds
-        host_written, expected = _host_seconds(once, place, repeats), _gradients(dit)
+        host_written, summed = _host_seconds(once, place, repeats), _equal(_gradients(sync), expected)
         taken = _taken_gib(place)
         capture: Capture = _RunAgain() if place.rehearse else CudaGraphs(place.device)
         dit.graphed = GraphedBlocks(partial(is_small_pass, config), capture, warm_up=1)
         once()
-        capturing = place.seconds(once, 1, warm_up=0).seconds  # the second of its kind
+        with _thread_beside(place.device) if self.beside else nullcontext():
+            capturing = place.seconds(once, 1, warm_up=0).seconds  # the second of its kind
         graphs = place.seconds(once, repeats).seconds
         host_graphs = _host_seconds(once, place, repeats)
         figures: dict[str, Figure] = {
-            "right": dit.graphed.by_graphs and _equal(_gradients(dit), expected),
+            "right": summed and dit.graphed.by_graphs and _equal(_gradients(sync), expected),
+            "right as written": summed,
             "rows": call.layout.local_tokens,
             "seconds as written": written,
             "seconds by graphs": graphs,
@@ -70,18 +88,58 @@ def measurements() -> list[PicturePass]:
         PicturePass(name="graphs.wan-1.3b.one-480p", pictures=(PICTURE,)),
         PicturePass(name="graphs.wan-1.3b.four-256p", pictures=(SMALL_PICTURE,) * 4),
         PicturePass(name="graphs.wan-1.3b.one-256p", pictures=(SMALL_PICTURE,)),
+        PicturePass(name="graphs.wan-1.3b.beside-a-thread", pictures=(SMALL_PICTURE,), beside=True),
     ]
 
 
-def _pass(dit: PackedTransformer, call: PackedCall) -> Callable[[], None]:
+def _pass(dit: PackedTransformer, call: PackedCall, sync: FlatSync) -> Callable[[], None]:
     """With gradients of this pass alone."""
 
     def once() -> None:
-        dit.zero_grad()
-        out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
-        packed_loss(out.float(), call.target, call.layout, call.weights).backward()
+        sync.begin_step()
+        _backward(dit, call)
 
     return once
+
+
+def _backward(dit: PackedTransformer, call: PackedCall) -> None:
+    out = dit(call.tokens, call.timesteps, call.text, call.layout, Group.solo())
+    packed_loss(out.float(), call.target, call.layout, call.weights).backward()
+
+
+def _plain_gradients(dit: PackedTransformer, call: PackedCall) -> list[Tensor]:
+    """As PyTorch leaves them, in the order of the parameters."""
+    _backward(dit, call)
+    found = [p.grad for p in dit.parameters() if p.grad is not None]
+    dit.zero_grad()
+    return found
+
+
+@contextmanager
+def _thread_beside(device: torch.device) -> Iterator[None]:
+    """A thread that publishes results and sends pixels meanwhile. Raises what it has met."""
+    over, copy = threading.Event(), PinnedCopy(device) if device.type == "cuda" else host_copy
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while not over.is_set():
+                there = upload([torch.zeros(size, dtype=torch.uint8) for size in (100, SMALL)], device)
+                copy(there[1].float()).wait()
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+        except BaseException as error:  # raised where it is waited for
+            failed.append(error)
+
+    thread = threading.Thread(target=work, name="beside", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _host_seconds(once: Callable[[], None], place: Place, repeats: int) -> float:
@@ -96,8 +154,9 @@ def _host_seconds(once: Callable[[], None], place: Place, repeats: int) -> float
     return sorted(found)[len(found) // 2]
 
 
-def _gradients(dit: PackedTransformer) -> list[Tensor]:
-    return [p.grad.clone() for p in dit.parameters() if p.grad is not None]
+def _gradients(sync: FlatSync) -> list[Tensor]:
+    """What the sum of the step has of each parameter."""
+    return [sync.gradient()[slot.lo : slot.hi].view(slot.shape).clone() for slot in sync.layout]
 
 
 def _equal(found: list[Tensor], expected: list[Tensor]) -> bool:
