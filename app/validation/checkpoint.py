@@ -17,7 +17,7 @@ from app.sampling.model import saved_model
 from app.settings.config import RunConfig, check, from_here
 from app.validation.clips import held_out_clips
 from app.validation.live import measured
-from app.validation.work import ClipWork
+from app.validation.work import HeldOutPart
 from data.config import SourceConfig
 from data.readers.registry import guess_kind
 from ops.counted import counted
@@ -45,7 +45,7 @@ def validate(
         raise ConfigError("the run has no validation.sources: give --source, the path of clips that it did not train.")
     chosen = held_out_clips(config, saved.geometry)
     began, modules = time.monotonic(), saved.modules()
-    work = ClipWork(
+    work = HeldOutPart(
         train=config.train,
         draws=config.validation.draws,
         timeout_s=config.data.engine.clip_timeout_s,

@@ -35,7 +35,7 @@ RANGES = 4  # of the noise level, equally wide, for each of which a mean is repo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Round:
+class _HeldOutRound:
     """The clips of one checkpoint on their way."""
 
     step: int
@@ -56,8 +56,8 @@ class LiveHeldOut:
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir, self._held_at = config, run_dir, run_dir / ".held_out"
         self._every = config.validation.every if config.validation.sources else 0
-        self._round: _Round | None = None
-        self._next: _Round | None = None
+        self._round: _HeldOutRound | None = None
+        self._next: _HeldOutRound | None = None
         self._wanted: list[HeldOutWork] = []
         self._dropped: set[str] = set()
 
@@ -132,10 +132,10 @@ class LiveHeldOut:
         self._round = self._next = None
         shutil.rmtree(self._held_at, ignore_errors=True)
 
-    def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _Round:
+    def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _HeldOutRound:
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
-        from app.validation.work import ClipWork, HeldOutWork
+        from app.validation.work import HeldOutPart, HeldOutWork
 
         config = self._config
         folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at / f"step-{step}")
@@ -145,7 +145,7 @@ class LiveHeldOut:
                 folder=str(folder.resolve()),
                 step=step,
                 number=number,
-                part=ClipWork(
+                part=HeldOutPart(
                     train=config.train,
                     draws=config.validation.draws,
                     timeout_s=config.data.engine.clip_timeout_s,
@@ -154,7 +154,7 @@ class LiveHeldOut:
             )
             for number in range(parts)
         )
-        return _Round(step=step, began=time.monotonic(), clips=len(clips), works=works)
+        return _HeldOutRound(step=step, began=time.monotonic(), clips=len(clips), works=works)
 
     def _begin_next(self) -> None:
         if self._round is not None:
@@ -162,7 +162,7 @@ class LiveHeldOut:
         self._round, self._next = self._next, None
         self._wanted = list(self._round.works) if self._round else []
 
-    def _let_go(self, ended: _Round) -> None:
+    def _let_go(self, ended: _HeldOutRound) -> None:
         shutil.rmtree(self._held_at / f"step-{ended.step}", ignore_errors=True)
 
     @cached_property

@@ -55,7 +55,7 @@ class ClipLosses:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ClipWork:
+class HeldOutPart:
     """Some held-out clips, and how their losses are taken."""
 
     train: TrainConfig
@@ -108,7 +108,7 @@ class HeldOutWork:
     folder: str  # of the checkpoint
     step: int
     number: int  # among those of the checkpoint
-    part: ClipWork
+    part: HeldOutPart
 
     @property
     def name(self) -> str:
@@ -119,7 +119,7 @@ class HeldOutWork:
         return checkpoint_weights(self.folder, modules)
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> ClipLosses:
-        """Raises what `ClipWork.run` raises."""
+        """Raises what `HeldOutPart.run` raises."""
         return self.part.run(modules, device, before)
 
 

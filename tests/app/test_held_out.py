@@ -17,7 +17,7 @@ from app.report.curves import held_out_html
 from app.settings.config import RunConfig
 from app.validation.clips import SEED, HeldOutClip, check_held_out, held_out_clips
 from app.validation.live import LiveHeldOut, measured
-from app.validation.work import ClipLoss, ClipLosses, ClipWork, HeldOutWork
+from app.validation.work import ClipLoss, ClipLosses, HeldOutPart, HeldOutWork
 from data.decode import decode_job
 from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
@@ -146,8 +146,8 @@ def test_it_is_the_loss_that_training_computes_at_the_same_noise(folder: Path, r
     assert len({one.noise for one in done.losses}) == 4 and all(0 <= one.noise <= 1 for one in done.losses)
 
 
-def work_of(config: RunConfig, clips: list[HeldOutClip], draws: int = 2) -> ClipWork:
-    return ClipWork(train=config.train, draws=draws, timeout_s=60, clips=tuple(clips))
+def work_of(config: RunConfig, clips: list[HeldOutClip], draws: int = 2) -> HeldOutPart:
+    return HeldOutPart(train=config.train, draws=draws, timeout_s=60, clips=tuple(clips))
 
 
 def test_a_clip_that_ends_its_decoder_counts_nowhere(
