@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from actors.messages import MemoryExceeded, PublishedResult, Snapshot, StepReport, TurnReport, WorkerHandle
+from actors.messages import (
+    IO,
+    CascadeTask,
+    MemoryExceeded,
+    PublishedResult,
+    Snapshot,
+    StepReport,
+    TurnReport,
+    WorkerHandle,
+)
 from actors.refs import Method, Ref
 from ops.sending import sent_often
 
@@ -39,6 +48,13 @@ class RelayedCall:
     reads_data: bool = False  # they come from the feeder
     publishes: bool = False  # it is asked for by `Relay.published`
 
+    @property
+    def cascade_task(self) -> CascadeTask:
+        """What it asks for, if that is a cascade."""
+        task = self.arguments[0]
+        assert isinstance(task, CascadeTask), f"{self.name} is no call for a cascade"
+        return task
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RelaySeat:
@@ -47,6 +63,14 @@ class RelaySeat:
     name: str
     handle: WorkerHandle
     publishes_later: bool
+
+    def published(self, task: CascadeTask, name: str, encode: Ref[list[PublishedResult]]) -> Ref[list[PublishedResult]]:
+        """What an encode on this worker leaves for others: the answer of its call `encode` or, where results are copied
+        after that, of another call. `name` is that of the encode's call."""
+        if not self.publishes_later:
+            return encode
+        later = self.handle.published.options(name=f"handoff {name}", concurrency_group=IO)
+        return later.remote(task, [encode])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

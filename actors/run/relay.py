@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import cast
 
 import ray
 
@@ -31,7 +32,7 @@ from actors.letters import (
     RelayHandle,
     RelaySeat,
 )
-from actors.messages import IO, CascadeTask, PublishedResult, StaleGeneration, TurnReport, TurnTask
+from actors.messages import PublishedResult, StaleGeneration, TurnReport, TurnTask
 from actors.names import NAMESPACE
 from actors.ray_calls import FOR_GOOD, GONE, answer_of
 from actors.refs import Ref
@@ -251,10 +252,9 @@ class Relay:
         method = getattr(seat.handle, call.method).options(name=call.name)
         reference: Ref[object] = method.remote(*call.arguments, *references)
         if call.publishes:
-            task = call.arguments[0]
-            assert isinstance(task, CascadeTask), "only encodes publish"
+            task, encode = call.cascade_task, cast(Ref[list[PublishedResult]], reference)
             self._steps[task.cascade] = task.step
-            self._result(task.cascade).set_result(_published(seat, task, call.name, reference))
+            self._result(task.cascade).set_result(seat.published(task, call.name, encode))
         return reference
 
     async def _watched(self, sent: list[tuple[RelayedCall, Ref[object]]], answer: NodeAnswer) -> NodeAnswer:
@@ -307,14 +307,6 @@ class Relay:
         self._watching.add(task)
         task.add_done_callback(self._watching.discard)
         return task
-
-
-def _published(seat: RelaySeat, task: CascadeTask, name: str, reference: Ref[object]) -> Ref[list[PublishedResult]]:
-    encoded: Ref[list[PublishedResult]] = reference  # type: ignore[assignment]  # what an encode answers
-    if not seat.publishes_later:
-        return encoded
-    later = seat.handle.published.options(name=f"handoff {name}", concurrency_group=IO)
-    return later.remote(task, [encoded])
 
 
 def _note(call: RelayedCall, worker: str, error: ray.exceptions.RayError, answer: NodeAnswer) -> None:

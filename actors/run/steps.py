@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -17,45 +16,33 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import FINISH, TURN, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat
-from actors.messages import (
-    IO,
-    CascadeTask,
-    MemoryExceeded,
-    OutOfReach,
-    PublishedResult,
-    Snapshot,
-    StepReport,
-    TurnTask,
-)
-from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, Module, PlanError
+from actors.letters import NodeAnswer
+from actors.messages import MemoryExceeded, OutOfReach, Snapshot, StepReport
+from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.refs import Ref
 from actors.run.asides import AsideTurns
-from actors.run.communicators import Communicators, StepBags
+from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
 from actors.run.failures import exceeded_of, failure_of, has_lost_argument, is_out_of_reach, last_line
 from actors.run.relay import ENDED_S
-from actors.run.relays import NodeRelay, Relays
+from actors.run.relays import Relays
+from actors.run.submitter import CACHED, Submitter
 from actors.run.waits import StepWaits
 from actors.step import CollectedStep, GenerationLost, RunningStep, Seat, StepAssignment, StepData, SubmittedCall
-from ops.degrees import BagRanks
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_METHODS: dict[Module, str] = {"text": "encode_text", "vae": "encode_vae", "dit": "dit"}  # of a worker
-
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights
 _ROOM_CHANGE = 0.02  # share of the memory for cascades
 _QUIET_S = 1.0  # for encodes that outlast a step to end, before a relay makes the next calls
 _OTHERS_S = 3.0  # for other workers to find out what one of them has
 _NEXT_TRY_S = 60.0  # to take up a relay
-_CACHED = "cache/"  # first part of the names of results that were encoded long ago
 
 
 @dataclass(kw_only=True)
@@ -82,23 +69,16 @@ class StepRunner:
     running: list[RunningStep] = field(default_factory=list)
     _holdings: Holdings = field(default_factory=Holdings)
     _early: dict[int, list[EarlyEncode]] = field(default_factory=dict)  # by step: its encodes that an earlier one runs
-    _results: dict[str, Ref[list[PublishedResult]]] = field(default_factory=dict)
-    _at_relays: dict[str, str] = field(default_factory=dict)  # published by a call of a letter: cascade -> node
     _outlasting: list[Call] = field(default_factory=list)  # encodes that the last dispatched step does not wait for
     _outlasting_calls: list[SubmittedCall] = field(default_factory=list)
     _planned: bool = False
 
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.bag_peers)
-        self._relay_of: Mapping[str, NodeRelay] = self.relays.of(self.world)
-        self._groups = self.relays.groups
-        self._letters: dict[str, list[RelayedCall]] = {}  # by node: of the step that is being dispatched
-        self._sent: Counter[str] = Counter()  # letters to each node
+        self._submitter = Submitter(
+            generation=self.generation, world=self.world, relays=self.relays, forming=tuple(self.forming)
+        )
         self._relays_at = 0.0  # monotonic seconds: no relay is taken up before
-        self._formed_by = tuple(self.forming)  # by rank
-        self._ranks: dict[str, list[int]] = {}  # by node
-        for rank, seat in enumerate(self.world):
-            self._ranks.setdefault(seat.node, []).append(rank)
 
     def count_on(self, speed: tuple[float, ...]) -> None:
         """Plan from now on with these speeds of the workers, in order of ranks."""
@@ -130,60 +110,55 @@ class StepRunner:
         budget_s = self.budget_s if self._planned or self.first_budget_s is None else self.first_budget_s
         window, done = self._question(step)
         assignment = self.planner.plan(step, window, self.cluster, done, budget_s)
-        planning_s = time.perf_counter() - started
-        steps = sorted({c.step for c in assignment.cascades} | {step})
-        data = {s: self.source.data(s) for s in steps}
+        running = self._submit(step, assignment, planning_s=time.perf_counter() - started)
+        self.running.append(running)
+        self._remember_early(assignment, step)
+        self._planned = True
+        self.next_step += 1
+        if not self.at_end:
+            window, done = self._question(self.next_step)
+            self.planner.request(self.next_step, window, self.cluster, done, budget_s)
+        return running
+
+    def _submit(self, step: int, assignment: StepAssignment, planning_s: float) -> RunningStep:
+        """Make the calls of a step in the order in which workers run them: bags, cascades, turns of asides, the end of
+        the step, and after it the ends of encodes that outlast it."""
+        cascades, ranks = assignment.cascades, range(len(self.world))
+        data = {s: self.source.data(s) for s in sorted({c.step for c in cascades} | {step})}
         self._use_cache(data[step])
         submitting = time.perf_counter()
-        bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in assignment.cascades])
+        bags = self._communicators.step([tuple(sorted(cascade.workers)) for cascade in cascades])
         items, aside_s = {s: d.items for s, d in data.items()}, self.asides.deal(self.world)
-        shapes = shapes_of_bags(assignment.cascades, items)
-        patience = self.waits.of(step, assignment.cascades, shapes, assignment.step.update_s, aside_s)
-        calls = calls_of(
-            assignment.cascades,
-            items,
-            self.generation,
-            step,
-            self._holdings,
-            bags.left,
-            patience,
-            assignment.rates,
-        )
-        self._letters = {node: [] for node in self._relay_of}
-        self._connect(bags)
-        submitted = [(call, self._submit(call, data)) for call in calls]
-        outlasted = {call.rank for call in calls if call.task.outlasts}
-        self.asides.give(
-            self.generation, step, self.world, assignment.cascades, outlasted, patience, elsewhere=self._relay_turn
-        )
+        shapes = shapes_of_bags(cascades, items)
+        patience = self.waits.of(step, cascades, shapes, assignment.step.update_s, aside_s)
+        calls = calls_of(cascades, items, self.generation, step, self._holdings, bags.left, patience, assignment.rates)
+        mine, before = by_rank(calls, len(ranks)), by_rank(self._outlasting, len(ranks))
         export = self.exports(step)
-        mine, before = by_rank(calls, len(self.world)), by_rank(self._outlasting, len(self.world))
-        tasks = [
-            finish_of(rank, mine[rank], self.generation, step, export, before[rank], patience)
-            for rank in range(len(self.world))
-        ]
-        finishes: dict[Ref[tuple[StepReport, Snapshot | None]], int] = {}
-        for rank, (seat, task) in enumerate(zip(self.world, tasks, strict=True)):
-            if seat.node in self._letters:
-                self._letters[seat.node].append(RelayedCall(rank=rank, method=FINISH, name="finish", arguments=(task,)))
-            else:
-                finishes[seat.handle.finish_step.options(name="finish").remote(task)] = rank
-        watched = [*self._outlasting_calls, *(one for _, one in submitted if one is not None)]
-        self._outlasting = [call for call in calls if call.task.outlasts]
-        end_s = end_of(assignment.cascades, step)
-        ends = [self._submit_end(call, end_s) for call in self._outlasting]
-        begun = [one for call, one in submitted if call.task.outlasts]
-        self._outlasting_calls = [one for one in (*begun, *ends) if one is not None]
-        letters = self._send_letters(step)
-        running = RunningStep(
+        finishes = [finish_of(r, mine[r], self.generation, step, export, before[r], patience) for r in ranks]
+        outlasting = [call for call in calls if call.task.outlasts]
+
+        submitter, end_s = self._submitter, end_of(cascades, step)
+        submitter.begin()
+        submitter.connect(bags)
+        submitted = [submitter.submit(call, data) for call in calls]
+        busy = {call.rank for call in outlasting}
+        self.asides.give(self.generation, step, self.world, cascades, busy, patience, elsewhere=submitter.relay_turn)
+        ending = submitter.submit_finishes(finishes)
+        ends = [submitter.submit_end(call, end_s) for call in outlasting]
+        letters = submitter.send_letters(step)
+
+        watched = [*self._outlasting_calls, *(one for one in submitted if one is not None)]
+        begun = [one for call, one in zip(calls, submitted, strict=True) if call.task.outlasts]
+        self._outlasting, self._outlasting_calls = outlasting, [one for one in (*begun, *ends) if one is not None]
+        return RunningStep(
             step=step,
             generation=self.generation,
             assignment=assignment,
             data=data[step],
-            results=dict(self._results),
+            results=dict(submitter.results),
             calls=watched,
             open_dits={call.reference: call for call in watched if call.module == "dit"},
-            finishes=finishes,
+            finishes=ending,
             letters=letters,
             dispatched_at=time.time(),
             dispatch_s=time.perf_counter() - submitting,
@@ -191,16 +166,8 @@ class StepRunner:
             planning_s=planning_s,
             patience=patience,
             speed=self.cluster.speed,
-            open_peers=tuple(self._communicators.peers(rank) for rank in range(len(self.world))),
+            open_peers=tuple(self._communicators.peers(rank) for rank in ranks),
         )
-        self.running.append(running)
-        self._remember_early(assignment, step)
-        if step + 1 < self.last_step:
-            window, done = self._question(step + 1)
-            self.planner.request(step + 1, window, self.cluster, done, budget_s)
-        self._planned = True
-        self.next_step += 1
-        return running
 
     def collect(self, timeout_s: float) -> CollectedStep | None:
         """The oldest running step if it ends within the timeout, else None. Raises GenerationLost, or PlanError and
@@ -231,14 +198,14 @@ class StepRunner:
         hanging = self.relays.silent(now)
         for node in hanging:
             self.relays.lose(node, now)
-        return {node: s for node, s in hanging.items() if node in self._relay_of}
+        return {node: s for node, s in hanging.items() if node in self._submitter.relay_of}
 
     @property
     def awaits_quiet(self) -> bool:
         """Whether no step shall be dispatched until none runs: a node can have a relay again. Not where another relay
         is lost: the next letters end this generation."""
         wanted = bool(self.relays.renewed) and time.monotonic() >= self._relays_at
-        return wanted and all(node in self.relays.known for node in self._relay_of)
+        return wanted and all(node in self.relays.known for node in self._submitter.relay_of)
 
     def take_up_relays(self) -> None:
         """Call the workers of nodes that can have a relay again through it from the next step on. Only while no step
@@ -247,8 +214,7 @@ class StepRunner:
             return
         ends = [one.reference for one in self._outlasting_calls]
         if not ends or not wait(ends, num_returns=len(ends), timeout=_QUIET_S)[1]:
-            self._relay_of = self.relays.of(self.world)
-            self._groups = self.relays.groups
+            self._submitter.take_up_relays()
         self._relays_at = time.monotonic() + _NEXT_TRY_S
 
     def _question(self, step: int) -> tuple[list[tuple[Item, ...]], list[EarlyEncode]]:
@@ -261,152 +227,13 @@ class StepRunner:
         self.source.request(step + 1 + self.lookahead)
         return window, [done for s in sorted(self._early) for done in self._early[s]]
 
-    def _connect(self, bags: StepBags) -> None:
-        """Have the members of bags close those that make room, and connect new ones while they work."""
-        connected: dict[int, list[BagRanks]] = {}
-        closed: dict[int, list[BagRanks]] = {}
-        for of_rank, found in ((connected, bags.connected), (closed, bags.closed)):
-            for bag in sorted(found):
-                for rank in bag:
-                    of_rank.setdefault(rank, []).append(bag)
-        for rank in sorted({*connected, *closed}):
-            mine, left = tuple(connected.get(rank, ())), tuple(closed.get(rank, ()))
-            seat, arguments = self.world[rank], (self.generation, mine, left)
-            if seat.node in self._letters:
-                self._letters[seat.node].append(
-                    RelayedCall(rank=rank, method="prepare", name="prepare", arguments=arguments)
-                )
-            else:
-                seat.handle.prepare.remote(*arguments)
-
     def _use_cache(self, data: StepData) -> None:
         """Results that were encoded long ago count as published."""
         for (module, item), reference in data.cached.items():
-            source = f"{_CACHED}{module}/{item}"
-            self._results[source] = reference
+            source = f"{CACHED}{module}/{item}"
+            self._submitter.results[source] = reference
             for sample in data.items.items[item].samples:
                 self._holdings.published[module, sample.id] = source
-
-    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall | None:
-        """Make a call; None where it went into a letter, whose answer says what becomes of it."""
-        seat, task = self.world[call.rank], call.task
-        shown, publishes = shape_of(task.name), bool(task.publish) and not task.outlasts
-        is_dit = task.module == "dit"
-        pixels = [] if is_dit else [data[task.step].batches[item] for item in call.items]
-        reads_data = not is_dit or any(source.startswith(_CACHED) for source in call.needs)
-        if seat.node in self._letters:
-            needed: Sequence[Ref[object] | RelayedResult] = pixels or [self._named(source) for source in call.needs]
-            self._relay(call.rank, task, _METHODS[task.module], shown, needed, reads_data, publishes)
-            return None
-        reference: Ref[object]
-        if task.module == "dit":
-            results = [self._result(source) for source in call.needs]
-            reference = seat.handle.dit.options(name=shown).remote(task, *results)
-        else:
-            method = seat.handle.encode_text if task.module == "text" else seat.handle.encode_vae
-            encoded = method.options(name=shown).remote(task, *pixels)
-            reference = encoded
-            if publishes:
-                self._publish(call, encoded)
-        return SubmittedCall(
-            worker=seat.name,
-            name=task.name,
-            module=task.module,
-            reference=reference,
-            reads_data=reads_data,
-        )
-
-    def _submit_end(self, call: Call, end_s: float) -> SubmittedCall | None:
-        """The end of an encode that outlasts its step, which ends at `end_s`: after the update in its worker's queue.
-        It counts with the next step, and its planned times are from that step's start. None where it is in a letter."""
-        seat, planned = self.world[call.rank], call.task
-        start_s, over_s = planned.planned_start_s - end_s, planned.planned_end_s - end_s
-        task, shown = replace(planned, planned_start_s=start_s, planned_end_s=over_s), shape_of(planned.name)
-        if seat.node in self._letters:
-            self._relay(call.rank, task, "outlasted", f"end of {shown}", publishes=bool(task.publish))
-            return None
-        ended = seat.handle.outlasted.options(name=f"end of {shown}").remote(task)
-        if task.publish:
-            self._publish(call, ended)
-        return SubmittedCall(worker=seat.name, name=task.name, module=task.module, reference=ended, reads_data=False)
-
-    def _publish(self, call: Call, reference: Ref[list[PublishedResult]]) -> None:
-        task, seat, shown = call.task, self.world[call.rank], shape_of(call.task.name)
-        if seat.publishes_later:
-            later = seat.handle.published.options(name=f"handoff {shown}", concurrency_group=IO)
-            reference = later.remote(task, [reference])
-        self._results[task.cascade] = reference
-
-    def _relay(
-        self,
-        rank: int,
-        task: CascadeTask,
-        method: str,
-        shown: str,
-        references: Sequence[Ref[object] | RelayedResult] = (),
-        reads_data: bool = False,
-        publishes: bool = False,
-    ) -> None:
-        """Put a call into the letter to its worker's node."""
-        node = self.world[rank].node
-        self._letters[node].append(
-            RelayedCall(
-                rank=rank,
-                method=method,
-                name=shown,
-                arguments=(task,),
-                references=tuple(references),
-                reads_data=reads_data,
-                publishes=publishes,
-            )
-        )
-        if publishes:
-            self._at_relays[task.cascade] = node
-
-    def _relay_turn(self, rank: int, task: TurnTask) -> bool:
-        """Put a turn into the letter to its worker's node, between its cascades and the end of the step. False where
-        there is none."""
-        if (calls := self._letters.get(self.world[rank].node)) is None:
-            return False
-        calls.append(RelayedCall(rank=rank, method=TURN, name="aside", arguments=(task,)))
-        return True
-
-    def _result(self, source: str) -> Ref[list[PublishedResult]]:
-        """What a cascade has published, for a call that is made here."""
-        if source not in self._results:
-            asked = self._relay_of[self._at_relays[source]].handle.published.options(name="handoff by relay")
-            self._results[source] = asked.remote(self.generation, source)
-        return self._results[source]
-
-    def _named(self, source: str) -> Ref[list[PublishedResult]] | RelayedResult:
-        """The same for a call of a letter: its relay asks the one that has it."""
-        if (node := self._at_relays.get(source)) is None:
-            return self._results[source]
-        return RelayedResult(relay=self._relay_of[node].address, cascade=source)
-
-    def _send_letters(self, step: int) -> dict[Ref[NodeAnswer], tuple[str, ...]]:
-        """Send the calls of a step to the nodes that have a relay, by the first of each group. Returns the answers,
-        with the nodes of the group."""
-        sent: dict[Ref[NodeAnswer], tuple[str, ...]] = {}
-        for group in self._groups:
-            letters = [self._letter(node, step) for node in group]
-            sent[self._relay_of[group[0]].handle.deliver.options(name="letters").remote(letters)] = tuple(group)
-        self._sent.update(iter(self._relay_of))
-        self._letters = {}
-        return sent
-
-    def _letter(self, node: str, step: int) -> Letter:
-        here = self._ranks[node] if not self._sent[node] else []
-        return Letter(
-            node=node,
-            relay=self._relay_of[node].address,
-            generation=self.generation,
-            number=self._sent[node],
-            step=step,
-            calls=tuple(self._letters[node]),
-            seats={rank: _relay_seat(self.world[rank]) for rank in here},
-            forming=tuple(self._formed_by[rank] for rank in here),
-        )
 
     def _remember_early(self, assignment: StepAssignment, step: int) -> None:
         """Encode cascades of later steps that run in this one, or ran in one before it, need no cascade there. Their
@@ -421,9 +248,7 @@ class StepRunner:
             if c.step > step:
                 self._early.setdefault(c.step, []).extend(early_encodes(c, end_s))
         self._holdings.drop_before(step + 1)
-        wanted = set(self._holdings.published.values())
-        self._results = {cascade: r for cascade, r in self._results.items() if cascade in wanted}
-        self._at_relays = {cascade: node for cascade, node in self._at_relays.items() if cascade in wanted}
+        self._submitter.forget_but(set(self._holdings.published.values()))
 
     def _check_forming(self) -> None:
         """A worker that could not form the generation leaves the others waiting for it in a collective."""
@@ -572,10 +397,6 @@ def _taken(references: Collection[Ref[T]], into: dict[Ref[T], T]) -> bool:
     return True
 
 
-def _relay_seat(seat: Seat) -> RelaySeat:
-    return RelaySeat(name=seat.name, handle=seat.handle, publishes_later=seat.publishes_later)
-
-
 def early_encodes(cascade: Cascade, end_s: float) -> list[EarlyEncode]:
     """What later plans know of an early encode in a step that ends at `end_s`."""
     over_s = max(0.0, cascade.end_s - end_s)
@@ -611,11 +432,6 @@ def by_rank(calls: Sequence[Call], ranks: int) -> list[list[Call]]:
     for call in calls:
         found[call.rank].append(call)
     return found
-
-
-def shape_of(name: str) -> str:
-    """Name of a call: that of its cascade without the step, which its bar on Ray's timeline has (`ray_calls.bar`)."""
-    return name.rpartition(" s")[0]
 
 
 def refusal_of(failed: Mapping[str, BaseException]) -> PlanError | ConfigError | None:

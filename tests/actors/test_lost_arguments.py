@@ -22,10 +22,10 @@ from diffusers import AutoencoderKLWan
 
 from actors.messages import CascadeTask, PublishedResult
 from actors.records.events import GenerationEnded
-from actors.run import forming
+from actors.run import steps as step_runner
 from actors.run.dispatch import Call
-from actors.run.steps import StepRunner
-from actors.step import StepData, SubmittedCall
+from actors.run.submitter import Submitter
+from actors.step import SubmittedCall
 from actors.worker import loading
 from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, HostCopies
@@ -144,25 +144,25 @@ class Losses:
 
 
 @dataclass(kw_only=True)
-class LosingRunner(StepRunner):
+class LosingSubmitter(Submitter):
     """Passes references to objects that are gone."""
 
     losses: Losses
     _kind: dict[str, str] = field(default_factory=dict)  # of each published result
 
-    def _submit(self, call: Call, data: dict[int, StepData]) -> SubmittedCall:
+    def submit(self, call: Call, data: Any) -> SubmittedCall | None:
         task = call.task
         if task.module == "dit":
             for needed in call.needs:
                 if self.losses.strikes(self._kind.get(needed, needed.rpartition("/")[0]), call):
-                    self._results[needed] = self.losses.gone.pop()
+                    self.results[needed] = self.losses.gone.pop()
                     if needed.startswith("cache/"):
                         _, module, item = needed.split("/", 2)
-                        data[task.step].cached[module, item] = self._results[needed]
+                        data[task.step].cached[module, item] = self.results[needed]
         elif self.losses.strikes("captions" if task.module == "text" else "pixels", call):
             data[task.step].batches[call.items[0]] = self.losses.gone.pop()
         self._kind[task.cascade] = task.module
-        return super()._submit(call, data)
+        return super().submit(call, data)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def made_encoders(lab: Lab) -> list[str]:
 
 def losing(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> Losses:
     losses = Losses(kinds=list(kinds), gone=orphans(len(kinds)), rng=random.Random(5))
-    monkeypatch.setattr(forming, "StepRunner", partial(LosingRunner, losses=losses))
+    monkeypatch.setattr(step_runner, "Submitter", partial(LosingSubmitter, losses=losses))
     return losses
 
 

@@ -49,7 +49,7 @@ def test_through_relays_a_run_trains_the_same_when_a_worker_a_relay_and_a_node_d
     run.wait_for(lambda: len(relays.known) == 3, "its node, which goes on without, to have a relay again")
     run.wait_for_more_steps(2)
     assert relays.known[first[-1]].address != lost and run.generations() == generation, "nobody left the groups for it"
-    assert len(run.controller.generations.runner._relay_of) == 3, "it is handed its letters again"
+    assert len(run.controller.generations.runner._submitter.relay_of) == 3, "it is handed its letters again"
     node = first[0]
     lab.kill_node(next(one for one in lab.nodes if one.node_id == node))
     run.wait_for_recoveries(3)

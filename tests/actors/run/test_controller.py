@@ -336,7 +336,7 @@ def test_a_step_is_judged_by_the_speeds_that_its_plan_counted_on() -> None:
 def test_a_relay_that_hangs_is_ended_also_while_only_a_commit_waits_for_it() -> None:
     lost: list[str] = []
     relays = SimpleNamespace(silent=lambda now: {"a": 61.0, "b": 70.0}, lose=lambda node, now: lost.append(node))
-    runner = SimpleNamespace(running=[], world=(), relays=relays, _relay_of={"a": None})
+    runner = SimpleNamespace(running=[], world=(), relays=relays, _submitter=SimpleNamespace(relay_of={"a": None}))
     runner.take_up_relays = lambda: None
     runner.end_hanging_relays = lambda: StepRunner.end_hanging_relays(runner)  # type: ignore[arg-type]
     controller = SimpleNamespace(

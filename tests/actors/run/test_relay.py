@@ -487,13 +487,13 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
     )  # fmt: skip
 
     def send(step: int) -> list[Letter]:
-        runner._letters = {node: [] for node in runner._relay_of}
+        runner._submitter.begin()
         book.letters.clear()
-        runner._send_letters(step)
+        runner._submitter.send_letters(step)
         return list(book.letters)
 
     book.lose("b", 0.0)
-    runner._relay_of, runner._groups = book.of(world), book.groups
+    runner._submitter.take_up_relays()
     for step in range(3):
         send(step)
     book.renew(60.0)
@@ -502,20 +502,20 @@ def test_a_relay_that_a_node_has_again_is_taken_up_when_nothing_runs(monkeypatch
     assert runner.awaits_quiet
     runner.running = ["a step"]  # type: ignore[list-item]
     runner.take_up_relays()
-    assert list(runner._relay_of) == ["a"] and runner.awaits_quiet
+    assert list(runner._submitter.relay_of) == ["a"] and runner.awaits_quiet
     runner.running = []
     runner._outlasting_calls = [SimpleNamespace(reference="end of an encode")]  # type: ignore[list-item]
     runner.take_up_relays()
-    assert list(runner._relay_of) == ["a"] and not runner.awaits_quiet, "steps go on meanwhile"
+    assert list(runner._submitter.relay_of) == ["a"] and not runner.awaits_quiet, "steps go on meanwhile"
     runner._relays_at = 0.0
     lost = book._known.pop("a")
     assert not runner.awaits_quiet, "steps do not wait for what cannot be"
     runner.take_up_relays()
-    assert list(runner._relay_of) == ["a"]
+    assert list(runner._submitter.relay_of) == ["a"]
     book._known["a"] = lost
     ended.append("end of an encode")
     runner.take_up_relays()
-    assert list(runner._relay_of) == ["a", "b"] and not runner.awaits_quiet
+    assert list(runner._submitter.relay_of) == ["a", "b"] and not runner.awaits_quiet
     a, b = send(3)
     assert (a.number, a.seats, a.forming) == (3, {}, ())
     assert (b.number, list(b.seats), b.forming) == (0, [2, 3], ("formed 2", "formed 3")), "its first letter"
