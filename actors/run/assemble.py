@@ -193,7 +193,7 @@ def put_together(
     shortage: Shortage | None = None,
     recalibration: Recalibration | None = None,
     asides: AsideSource | None = None,
-    pace: LookPace | None = None,
+    look_pace: LookPace | None = None,
     relays: Relays | None = None,
 ) -> Controller:
     """A controller of these parts. Starts nothing. `measured`: the planner's costs are of this device. Without `relays`
@@ -252,7 +252,7 @@ def put_together(
         asides=turns,
         speeds=speeds or Speeds(),
         recalibration=recalibration,
-        pace=pace or LookPace(),
+        look_pace=look_pace or LookPace(),
     )
 
 

@@ -94,7 +94,7 @@ class Committer:
             if oldest.copying or oldest.waiting:
                 break
             self._commit(oldest.collected, None if quiet else self.relays)
-        stuck = stuck or self.state.look()
+        stuck = stuck or self.state.lost_keepers()
         if stuck is not None and world:
             held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
             if held is not None:
@@ -119,7 +119,7 @@ class Committer:
         for done in recovery.newly_safe:
             self._commit(done)
         self.restart(recovery.step)
-        self.state.begin()
+        self.state.forget_first()
         if self.committed < before or elsewhere:
             self._open_data()
 
@@ -189,7 +189,7 @@ class Committer:
             raise
         self._open.popleft()
         self.committed = step
-        self.state.committed(done, self.source.release(step), relays)
+        self.state.after_commit(done, self.source.release(step), relays)
 
     def _shards(self) -> list[Snapshot]:
         """Snapshots of steps whose state is all there: a keeper takes one that a device still copies for whole."""

@@ -78,13 +78,13 @@ class Controller:
     ending: Ending
     asides: AsideTurns
     speeds: Speeds = field(default_factory=Speeds)
-    steps: StepPace = field(default_factory=StepPace)
+    step_pace: StepPace = field(default_factory=StepPace)
     recalibration: Recalibration | None = None
-    pace: LookPace = field(default_factory=LookPace)
+    look_pace: LookPace = field(default_factory=LookPace)
     _stop_by: float = 0.0  # monotonic seconds; 0 while nobody has asked the run to end
     _looked_at: float = 0.0  # monotonic seconds
     _look_s: float = 0.0  # from that look to the next
-    _vain_s: float = 0.0  # CPU seconds that the last question took whether a step has ended, which had not
+    _collect_s: float = 0.0  # CPU seconds of the last `collect` that found no step to have ended
 
     def __post_init__(self) -> None:
         self._misfits = Misfits(self.config.workers.wait_s, self.events.tell)
@@ -113,19 +113,22 @@ class Controller:
             self.planner.save_learned()
             return self.committer.outcome(Exit.OK, "all steps are committed")
         except StopRun as stop:
-            self.ending.keep_last(self.generations.quiet_world)
-            self.planner.save_learned()
+            self._keep_what_there_is()
             return stop.outcome
         except Superseded:  # the folder and what the keepers hold are another start's now
             raise
         except Exception as error:
             if not continues(error):
                 log.exception("the run ends")
-                self.ending.keep_last(self.generations.quiet_world)
-                self.planner.save_learned()
+                self._keep_what_there_is()
             raise
         finally:
             self.ending.close()
+
+    def _keep_what_there_is(self) -> None:
+        """The run ends before its last step."""
+        self.ending.keep_last(self.generations.quiet_world)
+        self.planner.save_learned()
 
     def _is_stopped(self) -> bool:
         """Whether somebody has asked the run to end, after its last step."""
@@ -153,15 +156,15 @@ class Controller:
             return
         self._looked_at = now
         self.generations.look()
-        self._look_for_the_end(now)
+        self._stop_if_asked(now)
         self.state.writer.poll()  # a checkpoint is sealed when it is written, also while the next step waits for data
         self.generations.observe(Tick())
         if (runner := self.generations.runner) is not None:
             runner.relays.renew(now)
-        self._look_s = self.pace.after(time.thread_time() - began + self._vain_s)
+        self._look_s = self.look_pace.after(time.thread_time() - began + self._collect_s)
 
-    def _look_for_the_end(self, now: float) -> None:
-        """Raises StopRun when somebody has asked the run to end, or no worker can start."""
+    def _stop_if_asked(self, now: float) -> None:
+        """Raises StopRun when somebody has asked the run to end and nothing runs any more, or no worker can start."""
         if self.lookout.stop and not self._stop_by:
             self.events.tell(RunStopping(why=self.lookout.stop))
             least = self.config.workers.collective_timeout_s
@@ -179,7 +182,7 @@ class Controller:
         """Dispatch, collect, commit; at a step boundary let the membership change."""
         runner = self.generations.runner
         if runner is None:
-            time.sleep(self.pace.least_s / 4)
+            time.sleep(self.look_pace.least_s / 4)
             return
         try:
             self._dispatch(runner)
@@ -188,7 +191,7 @@ class Controller:
             if done is not None:
                 self._collected(runner, done)
             else:
-                self._vain_s = time.thread_time() - began
+                self._collect_s = time.thread_time() - began
             # The update of the next step waits for this commit, and keepers of one node answer at once.
             held_s = _HELD_S if done is not None else 0.0
             self.committer.settle(runner.world, quiet=not runner.running, timeout_s=held_s)
@@ -213,12 +216,12 @@ class Controller:
             and self.committer.num_open < _STEPS_AHEAD
         ):
             waiting_since = time.perf_counter()
-            ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else self.pace.least_s)
+            ready = self.source.has(runner.next_step, timeout_s=0.0 if runner.running else self.look_pace.least_s)
             if not runner.running:
                 waited_s = time.perf_counter() - waiting_since
                 self.committer.account.waited_for_data(waited_s)
-                self.steps.waited_for_data(waited_s)
-            if self._starts_or_ends_starving(ready or bool(runner.running)) or not ready:
+                self.step_pace.waited_for_data(waited_s)
+            if self._starvation_changed(is_fed=ready or bool(runner.running)) or not ready:
                 return
             try:
                 step = runner.dispatch()
@@ -231,11 +234,11 @@ class Controller:
             self._misfits.planned(step.assignment.adapted)
             log.debug("step %d: %d calls dispatched in %.1f ms", step.step, step.num_calls, step.dispatch_s * 1e3)
 
-    def _starts_or_ends_starving(self, fed: bool) -> bool:
-        """Whether it is news that the next step's clips cannot be decoded, or can again. `fed`: nothing waits for
-        them."""
+    def _starvation_changed(self, *, is_fed: bool) -> bool:
+        """Tell the membership when the next step's clips cannot be decoded any more for want of a CPU, or can again.
+        Returns whether this is news. `is_fed`: no worker waits for these clips."""
         before = self._decode_room.lacks
-        if fed:
+        if is_fed:
             self._decode_room.came()
         else:
             self._decode_room.awaited(self.source.avoid, self.generations.pool.taken(), time.monotonic())
@@ -252,7 +255,7 @@ class Controller:
             reason = f"no workers that can run step {runner.next_step} (workers.wait_s): {error}"
             raise StopRun(self.committer.outcome(Exit.RESUMABLE, reason)) from None
         if not runner.running:
-            time.sleep(self.pace.least_s / 4)
+            time.sleep(self.look_pace.least_s / 4)
 
     def _collected(self, runner: StepRunner, done: CollectedStep) -> None:
         """All workers have finished a step."""
@@ -262,7 +265,7 @@ class Controller:
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         called = sorted(done.running.finishes.values())  # by themselves; the others' spans are in answers of relays
         spans = [span for rank in called for span in done.reports[rank].spans]
-        remainder_s, answers = self.steps.remainder(done), tuple(done.running.letters)
+        remainder_s, answers = self.step_pace.remainder(done), tuple(done.running.letters)
         self.planner.observe(spans, tokens, runner.cluster, runner.generation, remainder_s, answers)
         if self.state.saves(done.running.step):
             self.planner.ask_learned()
@@ -286,6 +289,6 @@ class Controller:
     def _at_boundary(self, runner: StepRunner) -> None:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
         if runner.at_end or self._stop_by or not self.generations.view.change_pending:
-            self.committer.settle(runner.world, quiet=True, timeout_s=self.pace.least_s)
+            self.committer.settle(runner.world, quiet=True, timeout_s=self.look_pace.least_s)
         else:
             self.generations.observe(Boundary(step=runner.next_step - 1))

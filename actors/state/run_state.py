@@ -34,11 +34,18 @@ from actors.records.events import (
     StepsLost,
 )
 from actors.refs import Ref
-from actors.state import checkpoint_files as checkpoint
-from actors.state import checkpoint_writer as checkpoints
 from actors.state import keeper
-from actors.state.checkpoint_files import Meta, ParameterMeta, load, trained_parameters
-from actors.state.checkpoint_writer import Writer
+from actors.state.checkpoint_files import (
+    COMPLETE,
+    Meta,
+    ParameterMeta,
+    complete,
+    damage,
+    incomplete,
+    load,
+    trained_parameters,
+)
+from actors.state.checkpoint_writer import Writer, root_of, step_of
 from actors.state.keeper import Process, Standing
 from actors.state.keeper_fleet import Base, Keepers
 from actors.state.recovery import CommitLog, KeeperInventory, Recovery, recovery_of
@@ -172,8 +179,8 @@ class RunState:
         if held and wait(held, num_returns=len(held), timeout=_HELD_S)[1]:
             log.warning("not all keepers hold the state after step %d, after %.0f s", step, _HELD_S)
 
-    def begin(self) -> None:
-        """A generation goes on from what `first` or `recover` has found."""
+    def forget_first(self) -> None:
+        """A generation goes on from a state: the next one asks the keepers again, not `first`."""
         self._first = None
 
     def open(self, origin: Origin | None, generation: int, infos: Sequence[WorkerInfo]) -> None:
@@ -207,9 +214,9 @@ class RunState:
 
     def on_disk(self) -> tuple[int, Path] | None:
         """The newest complete checkpoint that has not been found damaged."""
-        folders = checkpoint.complete(checkpoints.root_of(self._run_dir))
+        folders = complete(root_of(self._run_dir))
         whole = [folder for folder in folders if not self._verdicts.get(_stamp(folder))]
-        return (checkpoints.step_of(whole[-1]), whole[-1]) if whole else None
+        return (step_of(whole[-1]), whole[-1]) if whole else None
 
     def step_on_disk(self) -> int:
         """The step of the newest complete checkpoint; -1 without one."""
@@ -219,7 +226,7 @@ class RunState:
     def _is_damaged(self, folder: Path) -> bool:
         """Reads it, once per checkpoint."""
         if (stamp := _stamp(folder)) not in self._verdicts:
-            self._verdicts[stamp] = why = checkpoint.damage(folder)
+            self._verdicts[stamp] = why = damage(folder)
             if why:
                 log.warning("%s is passed over: %s", folder, why)
                 self._tell(CheckpointDamaged(folder=folder.name, why=why))
@@ -227,7 +234,7 @@ class RunState:
 
     def _tell_torn(self) -> None:
         """Says why another than the newest checkpoint is used."""
-        for folder in checkpoint.incomplete(checkpoints.root_of(self._run_dir), self.step_on_disk()):
+        for folder in incomplete(root_of(self._run_dir), self.step_on_disk()):
             log.warning("%s is passed over: it is not complete", folder)
             self._tell(CheckpointPassedOver(folder=folder.name, why="it is not complete"))
 
@@ -242,7 +249,7 @@ class RunState:
         """Whether a checkpoint is taken of this step."""
         return self.writer.due(step)
 
-    def committed(self, done: CollectedStep, position: Position | None, relays: RelayFinder | None = None) -> None:
+    def after_commit(self, done: CollectedStep, position: Position | None, relays: RelayFinder | None = None) -> None:
         """The step is safe: older ones may go. `position` is that of the data after it, with its counts: kept with
         the state, so that whoever goes on from that state has them exactly. Keepers hear of it by `relays`, while their
         generation lasts.
@@ -269,7 +276,7 @@ class RunState:
 
     def _pace(self, done: CollectedStep) -> None:
         """Snapshots are as frequent as what they cost in this step and the last ones allows."""
-        changed = self.interval.committed(
+        changed = self.interval.after_commit(
             (done.running.generation, done.running.step),
             ended_at=done.collected_at,
             copy_s=max((r.snapshot_s for r in done.reports), default=0.0),
@@ -279,8 +286,8 @@ class RunState:
             log.info("a snapshot every %s: %s", counted(self.interval.every, "step"), self.interval.why)
             self._tell(SnapshotsSpaced(every=self.interval.every, why=self.interval.why))
 
-    def look(self) -> StuckCommit | None:
-        """Whether a keeper is gone that nothing waits for."""
+    def lost_keepers(self) -> StuckCommit | None:
+        """Why keepers must be repaired although no commit waits for an answer: some are gone. None: all live."""
         gone = self.keepers.gone()
         return StuckCommit(why=f"{', '.join(gone)} is gone") if gone else None
 
@@ -439,6 +446,6 @@ class RunState:
 def _stamp(folder: Path) -> tuple[Path, int]:
     """Identifies a checkpoint as it was written; when it is written again, its stamp changes."""
     try:
-        return folder, (folder / checkpoint.COMPLETE).stat().st_mtime_ns
+        return folder, (folder / COMPLETE).stat().st_mtime_ns
     except OSError:
         return folder, 0

@@ -29,7 +29,7 @@ class SnapshotInterval:
     """`setting` is `snapshot.every`; with auto it is `every` that counts, which begins with 1.
 
     interval.is_due(step)                                                   # as steps are dispatched
-    if interval.committed((generation, step), ended_at, copy_s, held_s):    # in their order; worth telling
+    if interval.after_commit((generation, step), ended_at, copy_s, held_s):    # in their order; worth telling
         tell(interval.every, interval.why)
     """
 
@@ -51,7 +51,7 @@ class SnapshotInterval:
         """Whether keepers get the state after this step."""
         return step % self.every == 0
 
-    def committed(self, step: tuple[int, int], ended_at: float, copy_s: float, held_s: float | None) -> bool:
+    def after_commit(self, step: tuple[int, int], ended_at: float, copy_s: float, held_s: float | None) -> bool:
         """Learn from a committed step (its generation and number), and say whether `every` is news: another than
         the last one in an event by a factor of two or more.
 

@@ -290,7 +290,7 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
         "skips": Skips(10, listener.on_event),
-        "pace": LookPace(least_s=0.0, longest_s=0.0),
+        "look_pace": LookPace(least_s=0.0, longest_s=0.0),
     }
     return put_together(**{"config": config_of(), "state": state, **defaults, **parts})
 

@@ -33,17 +33,17 @@ class Told:
         self.gone: StuckCommit | None = None
         self.keepers = SimpleNamespace(hold=lambda snapshots, relays: [name for one in snapshots for name in one.names])
 
-    def look(self) -> StuckCommit | None:
+    def lost_keepers(self) -> StuckCommit | None:
         return self.gone
 
     def records(self, done: Any) -> tuple[Any, list[Any]]:
         return SimpleNamespace(step=done.running.step), []
 
-    def committed(self, done: Any, position: object, relays: object) -> None:
+    def after_commit(self, done: Any, position: object, relays: object) -> None:
         self.heard.append(("committed", done.running.step, position))
 
-    def begin(self) -> None:
-        self.heard.append(("begin",))
+    def forget_first(self) -> None:
+        self.heard.append(("forget_first",))
 
     def release(self, step: int) -> str:
         return f"after {step}"
@@ -285,14 +285,14 @@ def test_what_a_recovery_makes_safe_is_committed_before_training_goes_on_from_it
     committer, told = committer_of(5, 6, committed=4)
     finished = committer.log.finished
     committer.go_on_from(Recovery(origin=Origin(step=5), newly_safe=(finished[0],)))
-    assert told.heard == [("committed", 5, "after 5"), ("begin",)], "the data stands where it should"
+    assert told.heard == [("committed", 5, "after 5"), ("forget_first",)], "the data stands where it should"
     assert committer.committed == 5 and committer.num_open == 0, "step 6 is computed again"
 
 
 def test_the_data_is_opened_again_where_committed_steps_are_lost() -> None:
     committer, told = committer_of(committed=4)
     committer.go_on_from(Recovery(origin=Origin(step=2), lost_steps=2))
-    assert told.heard == [("begin",), ("open", 3, "token of 2")] and committer.committed == 2
+    assert told.heard == [("forget_first",), ("open", 3, "token of 2")] and committer.committed == 2
 
 
 def test_training_never_goes_on_past_a_finished_step_that_is_not_committed() -> None:
@@ -327,7 +327,7 @@ def test_keepers_hear_of_a_commit_by_relays_only_while_a_step_runs_after_it() ->
     made, told = committer_of(7, committed=6)
     by: list[object] = []
     made.relays = "relays"  # type: ignore[assignment]
-    told.committed = lambda done, position, relays: by.append(relays)
+    told.after_commit = lambda done, position, relays: by.append(relays)
     made.settle((), quiet=False)
     made.add(collected(8, 1))
     made.settle((), quiet=True)

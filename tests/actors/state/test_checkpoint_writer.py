@@ -297,7 +297,7 @@ def test_a_checkpoint_begins_to_be_written_when_its_step_counts(
     begun_after: list[Any] = []
     state = state_of(tmp_path, keepers=keepers, writer=writer_of(tmp_path), model=MODEL)
     assert state.saves(9) and tasks.begun == []
-    state.committed(collected(9, 1, snapshot(9, total=TOTAL)), None)
+    state.after_commit(collected(9, 1, snapshot(9, total=TOTAL)), None)
     assert [begun[1]["step"] for begun in tasks.begun] == [9] and tasks.begun[0][2:] == (1, [], True)
     assert begun_after == [[("commit", 9, 9)]], "and that its version stays"
 

@@ -364,7 +364,7 @@ def test_a_commit_forgives_earlier_repairs(clock: Clock) -> None:
         return [event.repairs for event in listener.told[told:]]
 
     assert repair(5) == [2, 3, 4, 5]
-    state.committed(collected(4, 1), {})
+    state.after_commit(collected(4, 1), {})
     assert repair(2) == [2], "one is everyday"
 
 

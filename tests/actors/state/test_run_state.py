@@ -106,7 +106,7 @@ def test_finished_steps_that_are_found_to_be_held_are_committed_on_the_way() -> 
     finished = collected(7, 3, snapshot(7, generation=3))
     recovery = state.recover(CommitLog(committed=6, finished=(finished,)))
     assert recovery.step == 7 and recovery.newly_safe == (finished,)
-    state.committed(finished, {})
+    state.after_commit(finished, {})
     assert ("commit", 7) in keepers.told
 
 
@@ -132,14 +132,14 @@ def test_while_a_checkpoint_is_written_its_version_stays(tmp_path: Path) -> None
             return [4]
 
     keepers = KeepersHere()
-    state_of(keepers=keepers, writer=Busy()).committed(collected(7, 3, snapshot(7)), {})
+    state_of(keepers=keepers, writer=Busy()).after_commit(collected(7, 3, snapshot(7)), {})
     assert keepers.told == [("commit", 7, 4)]
 
 
 def test_a_repair_has_the_newest_shards_held_once_more() -> None:
     keepers = KeepersHere()
     state = state_of(keepers=keepers, model=MODEL)
-    state.committed(collected(6, 3, snapshot(6)), {})
+    state.after_commit(collected(6, 3, snapshot(6)), {})
     keepers.told.clear()
     world = [Seat(name=f"w{n}", node=f"n{n}", handle=Handle()) for n in range(3)]  # type: ignore[arg-type]
     stuck, log = StuckCommit(why="k is gone"), CommitLog(committed=6)

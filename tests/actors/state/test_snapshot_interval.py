@@ -14,7 +14,7 @@ def run(interval: SnapshotInterval, steps: int, step_s: float, copy_s: float, he
     for step in range(steps):
         due = interval.is_due(step)
         now += step_s + due * copy_s + 600.0 * (step == 0)
-        interval.committed((1, step), now, due * copy_s, held_s if due else None)
+        interval.after_commit((1, step), now, due * copy_s, held_s if due else None)
         taken += [step] * due
     return taken
 
@@ -47,7 +47,7 @@ def test_waiting_for_a_copy_that_outlasts_a_step_is_a_cost_of_the_snapshot() -> 
         due = interval.is_due(step)
         waited_s = 2.0 * before
         now += 3.0 + waited_s
-        interval.committed((1, step), now, waited_s, 0.0 if due else None)
+        interval.after_commit((1, step), now, waited_s, 0.0 if due else None)
         before = due
     assert interval.every == 34  # 2 s in 34 steps of 3 s
 
@@ -57,7 +57,7 @@ def test_what_a_recovery_takes_is_no_step_s_time() -> None:
     interval, now = SnapshotInterval(setting="auto", most=1000), 0.0
     for step in range(300):
         now += 1.0 + 1.0 + 600.0 * (step % 3 == 0)
-        interval.committed((step // 3, step), now, 1.0, 0.0)
+        interval.after_commit((step // 3, step), now, 1.0, 0.0)
     assert interval.every == 50, "1 s in 50 steps of 1 s"
 
 
@@ -86,7 +86,7 @@ def test_an_interval_that_wanders_is_told_when_it_has_doubled_or_halved() -> Non
         due = interval.is_due(step)
         copy_s = (0.06 + 0.06 * ((step // 200) % 2)) * due
         now += 1.0 + copy_s
-        if interval.committed((1, step), now, copy_s, 0.0 if due else None):
+        if interval.after_commit((1, step), now, copy_s, 0.0 if due else None):
             told.append(interval.every)
     assert told == [3, 6, 3, 6, 3, 6, 3, 6, 3, 6], "once for each of ten times that it doubles or halves"
     told.clear()
@@ -94,7 +94,7 @@ def test_an_interval_that_wanders_is_told_when_it_has_doubled_or_halved() -> Non
         due = interval.is_due(step)
         copy_s = (0.09 + 0.03 * ((step // 50) % 2)) * due
         now += 1.0 + copy_s
-        if interval.committed((1, step), now, copy_s, 0.0 if due else None):
+        if interval.after_commit((1, step), now, copy_s, 0.0 if due else None):
             told.append(interval.every)
     assert told == []
 
