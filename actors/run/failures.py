@@ -18,7 +18,7 @@ _LOST_ARGUMENT = "input arguments for this task could not be computed"
 
 
 def error_of(call: Ref[object]) -> ray.exceptions.RayError | None:
-    """What an ended call has raised, or Ray for it; None: it has ended well."""
+    """The error of an ended call, its own or Ray's; None where it has succeeded."""
     try:
         get(call)
     except ray.exceptions.RayError as error:
@@ -26,35 +26,23 @@ def error_of(call: Ref[object]) -> ray.exceptions.RayError | None:
     return None
 
 
-def has_failed(call: Ref[object]) -> bool:
-    """Whether an ended call has raised, or its worker is gone."""
-    return error_of(call) is not None
-
-
 def is_out_of_reach(call: Ref[object]) -> bool:
-    """Whether a call has ended since its worker's node does not reach another."""
+    """Whether an ended call has failed because its worker's node does not reach another node."""
     error = error_of(call)
     return isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, OutOfReach)
 
 
 def has_lost_argument(call: Ref[object]) -> bool:
-    """The same of an ended call as `lost_argument` of its error."""
+    """Whether an ended call has failed for want of its pixels (`lost_argument`)."""
     error = error_of(call)
     return error is not None and lost_argument(error)
 
 
-def failure_of(call: Ref[object], exceeded: list[MemoryExceeded] | None = None) -> str:
-    """The same of an ended call as `why_of` of its error; "" also where it has ended well."""
-    error = error_of(call)
-    return "" if error is None else why_of(error, exceeded)
-
-
-def why_of(error: ray.exceptions.RayError, exceeded: list[MemoryExceeded] | None = None) -> str:
-    """Why a call failed, or "" where a worker that it needs is gone, as that worker's finish says. What ran out of
-    memory is added to `exceeded`."""
+def why_of(error: ray.exceptions.RayError, exceeded: list[MemoryExceeded]) -> str:
+    """Why a call failed, in one line; "" where a worker that it depends on is gone: the call that ends the step on that
+    worker says so. Adds to `exceeded` what ran out of memory."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        if exceeded is not None:
-            exceeded += exceeded_of(error)
+        exceeded += exceeded_of(error)
         return "" if isinstance(error.cause, GONE) else last_line(str(error.cause) or str(error))
     if isinstance(error, GONE):
         log.debug("a call failed: %s", error)
@@ -63,7 +51,7 @@ def why_of(error: ray.exceptions.RayError, exceeded: list[MemoryExceeded] | None
 
 
 def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:
-    """What ran out of memory, if that is why a call failed: itself, or an encode that it needs the result of."""
+    """The cascade that ran out of memory, if that is why a call failed: its own, or an encode whose result it needs."""
     return [error.cause.found] if isinstance(error.cause, OutOfMemory) else []
 
 
@@ -83,4 +71,5 @@ def failed_turn(aside: str, error: ray.exceptions.RayError) -> TurnReport:
 
 
 def last_line(text: str) -> str:
+    """The line of an error's text that names the error."""
     return in_short(text).strip().rpartition("\n")[2]

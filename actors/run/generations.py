@@ -54,7 +54,7 @@ from actors.records.events import (
 )
 from actors.run.cluster_words import seen
 from actors.run.committer import Committer
-from actors.run.failures import has_failed
+from actors.run.failures import error_of
 from actors.run.forming import Forming
 from actors.run.steps import StepRunner
 from actors.state.survivors import Survivors
@@ -260,7 +260,7 @@ class GenerationManager:
         until = time.monotonic() + self.config.workers.state_timeout_s
         while forming and time.monotonic() < until:
             done, forming = wait(forming, num_returns=len(forming), timeout=_LOOK_S)
-            if any(has_failed(one) for one in done):
+            if any(error_of(one) is not None for one in done):
                 return
 
     def _remove(self, name: str, frozen: bool = False) -> None:

@@ -26,7 +26,7 @@ from actors.refs import Ref
 from actors.run.asides import AsideTurns
 from actors.run.communicators import Communicators
 from actors.run.dispatch import Call, Holdings, calls_of, end_of, finish_of, shapes_of_bags
-from actors.run.failures import exceeded_of, failure_of, has_lost_argument, is_out_of_reach, last_line
+from actors.run.failures import error_of, exceeded_of, has_lost_argument, is_out_of_reach, last_line, why_of
 from actors.run.relay import ENDED_S
 from actors.run.relays import Relays
 from actors.run.submitter import CACHED, Submitter
@@ -373,7 +373,8 @@ class StepRunner:
                 failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
             well = _taken(done, {})
             for reference in done:
-                if not well and (why := failure_of(reference, exceeded)):
+                error = None if well else error_of(reference)
+                if error is not None and (why := why_of(error, exceeded)):
                     failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
                 else:
                     del dits[reference]
