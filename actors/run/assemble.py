@@ -5,7 +5,8 @@ Workers come when the membership asks for them, the feeder when the run begins. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +19,6 @@ from actors.messages import WorkerSettings
 from actors.names import run_id
 from actors.outcome import Events, Listener
 from actors.plan.costs.flops import DiTWork
-from actors.plan.costs.needs import Needs
 from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
@@ -53,6 +53,7 @@ from actors.state.run_state import RunState
 from actors.state.survivors import Survivors
 from actors.worker.worker import Worker
 from data.cache import kept_kinds
+from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
 from ops.models.load import check_factors
@@ -78,48 +79,14 @@ def start_controller(
     check_weights(model)
     check_factors(model.dit)
     monitor = start_monitor(run)
-    found = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
-    device = found.name
-    setting = setting_of(model, device, config.train)
-    least_gib: tuple[float, ...] = ()
-    given = profile is not None
-    demand: Demand | None = None
-    if profile is None:
-        profile = profile_of(config.planner, model, geometry, device, config.train, found.measured)
-        if found.assumed and not config.planner.profile:
-            events.tell(DeviceAssumed(why=assumption(device)))
-        if uses_gpu(config.workers) or config.workers.memory_gib:
-            demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
-            predicted, least_gib = _memory(config, model, demand, profile.degrees.get("dit", (1,)))
-            profile.expect_needs(predicted)
-    room = GenerationRoom(
-        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
-        degrees=config.planner.degrees or tuple(profile.degrees.get("dit", (1,))),
-        bag_peers=config.planner.bag_peers,
-    )
-    tell_updates(profile, config.train, model, device, config.workers.memory_gib)
-    settings = WorkerSettings(
-        model=config.model,
-        train=config.train,
-        workers=config.workers,
-        cache=config.data.cache,
-        # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
-        cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
-        least_gib=least_gib,
-        largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
-    )
-    pool = RayPool(run, settings, monitor, worker_class)
-    shortage = Shortage(
-        snapshot=config.snapshot,
-        room=room,
-        demand=demand,
-        needs=profile.needs,
-        samples=asides is not None and asides.expected,
-    )
-    costs = TargetBatch(
-        profile=profile_of(config.planner, model, geometry, device, config.train, found.measured), geometry=geometry
-    )
-    timed = first_sizes(run_dir, config.data, geometry, costs)
+    device = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
+    measured = bool(profile is not None or config.planner.profile) or not uses_gpu(config.workers)
+    costs = _costs(config, model, geometry, device, events, profile)
+    pool = RayPool(run, _worker_settings(config, geometry, costs.least_gib), monitor, worker_class)
+    shortage = _shortage(config, model, costs, asides)
+    # By a profile of its own: that of the plans takes up what earlier starts of the run have learned.
+    target = TargetBatch(profile=_profile(config, model, geometry, device), geometry=geometry)
+    timed = first_sizes(run_dir, config.data, geometry, target)
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
         geometry,
@@ -128,9 +95,10 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    if why := take_up(profile, setting, run_dir):
+    setting = setting_of(model, device.name, config.train)
+    if why := take_up(costs.profile, setting, run_dir):
         events.tell(ProfileRefused(why=why))
-    planner = PlannerClient(profile, config.planner, setting, run_dir)
+    planner = PlannerClient(costs.profile, config.planner, setting, run_dir)
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
     survivors = Survivors()
@@ -162,7 +130,7 @@ def start_controller(
             work=DiTWork.of(model.dit),
             experts=tuple(expert.expert_name for expert in model.dit.experts),
         ),
-        measured=bool(given or config.planner.profile) or not uses_gpu(config.workers),
+        measured=measured,
         shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         speeds=Speeds(bags=not model.dit.spatial_temporal),
@@ -256,17 +224,81 @@ def put_together(
     )
 
 
-def _memory(
-    config: RuntimeConfig, model: ModelConfig, demand: Demand, degrees: Sequence[int]
-) -> tuple[Needs, tuple[float, ...]]:
-    """What cascades will need, until workers have measured it; GiB of a GPU that has room for training with gradients
-    and state in each of the places that the settings allow."""
-    degrees, cuda = config.planner.degrees or degrees, uses_gpu(config.workers)
-    found = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
-    if not cuda:
-        return found.needs, ()
-    possible = found.possible(config.train, gpus_of_a_node())
-    return found.needs, tuple(demand.least_gib(one, degrees, config.workers.min) for one in possible)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Costs:
+    """What plans count on when a run begins."""
+
+    profile: Profile
+    demand: Demand | None = None  # of training; None: memory is not predicted
+    least_gib: tuple[float, ...] = ()
+    """GiB of a GPU that has room for training with gradients and state in each of the places that settings allow."""
+
+    def degrees(self, config: RuntimeConfig) -> tuple[int, ...]:
+        """Degrees of DiT cascades that may be planned."""
+        return tuple(config.planner.degrees or self.profile.degrees.get("dit", (1,)))
+
+
+def _profile(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: WorkersDevice) -> Profile:
+    return profile_of(config.planner, model, geometry, device.name, config.train, device.measured)
+
+
+def _costs(
+    config: RuntimeConfig,
+    model: ModelConfig,
+    geometry: Geometry,
+    device: WorkersDevice,
+    events: Events,
+    given: Profile | None,
+) -> _Costs:
+    """By the config's profile or the FLOPs of this device, with the memory that cascades will need until workers have
+    measured it. A profile that was given says all of that itself."""
+    costs = _Costs(profile=given or _profile(config, model, geometry, device))
+    if given is None:
+        if device.assumed and not config.planner.profile:
+            events.tell(DeviceAssumed(why=assumption(device.name)))
+        if uses_gpu(config.workers) or config.workers.memory_gib:
+            costs = _with_memory(costs, config, model, geometry)
+    tell_updates(costs.profile, config.train, model, device.name, config.workers.memory_gib)
+    return costs
+
+
+def _with_memory(costs: _Costs, config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> _Costs:
+    """These costs with the predicted needs of cascades."""
+    degrees, cuda = costs.degrees(config), uses_gpu(config.workers)
+    demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
+    predicted = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
+    costs.profile.expect_needs(predicted.needs)
+    possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
+    least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
+    return replace(costs, demand=demand, least_gib=least_gib)
+
+
+def _worker_settings(config: RuntimeConfig, geometry: Geometry, least_gib: tuple[float, ...]) -> WorkerSettings:
+    return WorkerSettings(
+        model=config.model,
+        train=config.train,
+        workers=config.workers,
+        cache=config.data.cache,
+        # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
+        cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
+        least_gib=least_gib,
+        largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
+    )
+
+
+def _shortage(config: RuntimeConfig, model: ModelConfig, costs: _Costs, asides: AsideSource | None) -> Shortage:
+    room = GenerationRoom(
+        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
+        degrees=costs.degrees(config),
+        bag_peers=config.planner.bag_peers,
+    )
+    return Shortage(
+        snapshot=config.snapshot,
+        room=room,
+        demand=costs.demand,
+        needs=costs.profile.needs,
+        samples=asides is not None and asides.expected,
+    )
 
 
 def _new_store() -> torch.distributed.TCPStore:
