@@ -1,8 +1,6 @@
-"""A run from its config to its exit code: the process that starts it, follows it and says how it ended.
+"""A run from its config to its exit code: what is checked before it starts, in order, and what it prints at its end.
 
-Ray Train owns the run: its single worker is the controller (`app/run/controller_process.py`), which it starts again
-when it dies. The controller starts the GPU workers (`actors/run/controller.py`) and writes the run directory; this
-process follows the files and shows the progress.
+`app/run/ray_train.py` starts the controller and follows the run; read on in `actors/run/controller.py`.
 """
 
 from __future__ import annotations
@@ -12,24 +10,17 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from actors.memory_kills import in_short
-from actors.names import label_of
-from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.synthetic import make_missing
-from app.records.follow import Follower
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
-    RayGone,
     check_capacity,
     check_device,
     check_nodes,
@@ -37,41 +28,32 @@ from app.run.cluster import (
     is_on_a_cluster,
     joined,
     shut_down_ray,
-    wait_while_ray_lives,
 )
 from app.run.controller_process import (
     CONTROLLER,
     CONTROLLER_S,
     DRIVER,
-    ControllerStart,
-    controller_loop,
-    runtime_config,
 )
-from app.run.controller_watch import ControllerWatch
 from app.run.copies import keep_apart
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
-from app.run.outcomes import OUTCOME, EndedRun, read_outcome, worth_keeping
-from app.run.signals import stops_on_signal
+from app.run.outcomes import OUTCOME, worth_keeping
+from app.run.ray_train import trained
 from app.settings.config import RunConfig, check_read, from_here
-from app.settings.errors import one_line
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
-from app.settings.resume import Change, check_resume
+from app.settings.resume import check_resume
 from app.settings.run_folder import check_run_dir, prepare_run_dir, run_dir
 from app.validation.clips import check_held_out
 from data.storage import check_there
 from ops.counted import counted
 
 if TYPE_CHECKING:
-    from ray.train import Result
-
     from actors.pool.device import WorkersDevice
 
 log = logging.getLogger(__name__)
 
-RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
 _DRIVER_S = 3.0  # a run that was killed frees its folder within this
 UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working directory of a submitted job
 
@@ -108,12 +90,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         _say_before(config, resume=resume)
         if decided:
             _note(decided)
-        _check_model(config)  # before Ray starts, and an earlier run's files go
-        make_missing(config.data.sources)
-        if not is_on_a_cluster():  # whose nodes may see more than this machine
-            for source in (*config.data.sources, *config.validation.sources):
-                check_there(source.path)
-            check_held_out(config)
+        _check_files(config)  # before Ray starts, and an earlier run's files go
         print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:
             connect(config)
@@ -132,7 +109,7 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             joined().write(folder)
             predecessor.release()
             check_capacity(config)
-            outcome = _trained(config, folder, lock.token, changes)
+            outcome = trained(config, folder, lock.token, changes, _note)
         finally:
             shut_down_ray()
             if fresh and not worth_keeping(folder):
@@ -147,9 +124,9 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
     return outcome.code
 
 
-def _check_model(config: RunConfig) -> None:
-    """Raises FileNotFoundError or ValueError, one sentence, for files of the model that are missing or not whole, and
-    for settings that name nothing in it."""
+def _check_files(config: RunConfig) -> None:
+    """Raises FileNotFoundError or ValueError, one sentence, for files of the model that are missing or not whole, for
+    settings that name nothing in it, and for data that is missing; the demo's is made."""
     from ops.models.folders import check_weights, resolve
     from ops.models.load import check_factors, num_trained
 
@@ -157,6 +134,11 @@ def _check_model(config: RunConfig) -> None:
     check_weights(model)
     check_factors(model.dit)
     num_trained(model.dit)
+    make_missing(config.data.sources)
+    if not is_on_a_cluster():  # whose nodes may see more than this machine
+        for source in (*config.data.sources, *config.validation.sources):
+            check_there(source.path)
+        check_held_out(config)
 
 
 def _device(config: RunConfig, folder: Path) -> WorkersDevice:
@@ -171,7 +153,7 @@ def _device(config: RunConfig, folder: Path) -> WorkersDevice:
 
 
 def _with_limits(config: RunConfig, device: WorkersDevice) -> RunConfig:
-    """Where a `data.batch` is auto and has no numbers yet: those of this run, for its config.yaml."""
+    """The config with numbers in place of each `data.batch: auto`, as config.yaml will have them."""
     from actors.planning.batching import seconds_of
     from actors.planning.options import profile_of
     from actors.ray_calls import gpus_of_a_node
@@ -214,96 +196,3 @@ def _say_before(config: RunConfig, *, resume: bool) -> None:
 
 def _note(text: str) -> None:
     print(f"note: {text}", flush=True)
-
-
-def _trained(config: RunConfig, folder: Path, token: str, changes: Sequence[Change]) -> Outcome:
-    """Follow the run until it ends, and return how. Raises KeyboardInterrupt if it was interrupted at once."""
-    with Follower(folder, config.train.steps), stops_on_signal(folder):
-        try:
-            returned = _fit(config, folder, token, changes)
-        except RayGone as error:
-            return Outcome(
-                code=Exit.FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1
-            )
-        except Exception as error:  # Ray Train has given up; it raises many kinds
-            log.debug("Ray Train has given up", exc_info=True)
-            return _rescued(config, folder, error)
-    return (
-        read_outcome(folder, token)
-        or returned
-        or _rescued(
-            config,
-            folder,
-            RuntimeError("another start has taken over the folder, or its controller ended without a word"),
-        )
-    )
-
-
-def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
-    """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
-    from actors.run.rescue import rescue
-    from actors.state.checkpoint_files import latest
-
-    reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
-    try:
-        left = rescue(runtime_config(config, folder))
-    except Exception as second:  # the state is where it was; the message has both errors
-        left = f"its last steps could not be saved from the keepers ({one_line(second)})"
-    saved = latest(folder / "checkpoints") is not None
-    left = left or (
-        "Its last committed step is on disk; go on with --resume"
-        if saved
-        else "No step of it is on disk; start it again"
-    )
-    return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
-
-
-def _fit(config: RunConfig, folder: Path, token: str, changes: Sequence[Change]) -> Outcome | None:
-    """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
-
-    Ray Train gets a folder of its own for every start: what it remembers of an earlier one (checkpoints that are pruned
-    since, another version of Ray) must not refuse this one. Raises RayGone when Ray itself has ended.
-    """
-    from ray.train import FailureConfig, ScalingConfig
-    from ray.train import RunConfig as TrainRun
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    from actors.ray_calls import nodes
-
-    own = folder / RAY_TRAIN
-    shutil.rmtree(own, ignore_errors=True)
-    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
-    loop: Any = controller_loop  # Ray hands on what the loop returns; its types say that a loop returns nothing
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config=dict(
-            ControllerStart(
-                yaml=config.to_yaml(),
-                run_dir=str(folder),
-                token=token,
-                changes=[str(change) for change in changes],
-                cluster=given_cluster(config),
-            )
-        ),
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
-        run_config=TrainRun(
-            name=label_of(folder.name),
-            storage_path=str(own / token[:12]),
-            failure_config=FailureConfig(max_failures=10),
-        ),
-    )
-    # In a thread Ray Train leaves Ctrl-C alone, so that `stops_on_signal` can let the controller write a checkpoint.
-    result: Future[Result] = Future()
-
-    def fit() -> None:
-        try:
-            result.set_result(trainer.fit())
-        except BaseException as error:  # a thread boundary: raised again by result()
-            result.set_exception(error)
-
-    threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    ControllerWatch(folder, nodes, _note).start(result.done)
-    wait_while_ray_lives(result)
-    returned: EndedRun | None = getattr(result.result(), "return_value", None)
-    return Outcome(**returned) if returned else None

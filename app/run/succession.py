@@ -31,7 +31,8 @@ class Asked:
 
 
 class Succession:
-    """What one controller does of it: first it may `ask` the one before it, then it will `heed` the one after it."""
+    """One controller's part in it: it may `ask` its predecessor to end; then it ends itself when its successor asks
+    (`heed`)."""
 
     def __init__(self, folder: Path, token: str) -> None:
         self._path = folder.parent / f".{folder.name}.successor"
@@ -40,7 +41,7 @@ class Succession:
         self._end = threading.Event()
 
     def ask(self) -> None:
-        """The controller before this one, of the same start of the run, is to end."""
+        """Ask the predecessor, a controller of the same start of the run, to end."""
         part = self._path.with_name(f"{self._path.name}.{self._mine.host}.{self._mine.pid}")
         try:
             part.write_text(json.dumps(asdict(self._mine)), encoding="utf-8")
@@ -50,7 +51,7 @@ class Succession:
             log.warning("the controller before this one cannot be asked to end: %s", error)
 
     def heed(self, end: Callable[[], None], look_s: float = LOOK_S) -> None:
-        """From now on `end` this controller, from a thread, when the next one asks, or has while this one waited."""
+        """Call `end` from a thread when a successor asks; also when it has asked while this controller waited."""
         if not self._asked or self._read() == self._mine:
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)  # what this one, or one that was killed since, has asked

@@ -1,0 +1,135 @@
+"""The run under Ray Train, which owns it: its single worker is the controller, which it starts again when it dies.
+
+The controller (`app/run/controller_process.py`) starts the GPU workers (`actors/run/controller.py`) and writes the run
+directory; this process follows the files, shows the progress, and says how the run ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from actors.memory_kills import in_short
+from actors.names import label_of
+from actors.outcome import Exit, Outcome
+from app.inputs.cluster import given_cluster
+from app.records.follow import Follower
+from app.run.cluster import RayGone, wait_while_ray_lives
+from app.run.controller_process import ControllerStart, controller_loop, runtime_config
+from app.run.controller_watch import ControllerWatch
+from app.run.outcomes import EndedRun, read_outcome
+from app.run.signals import stops_on_signal
+from app.settings.config import RunConfig
+from app.settings.errors import one_line
+from app.settings.resume import Change
+
+if TYPE_CHECKING:
+    from ray.train import Result
+
+log = logging.getLogger(__name__)
+
+RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
+
+
+def trained(
+    config: RunConfig, folder: Path, token: str, changes: Sequence[Change], note: Callable[[str], None]
+) -> Outcome:
+    """Follow the run until it ends, and return how. `token` is that of the lock on its folder, `changes` what a resume
+    has changed in its settings; `note` shows a person a sentence. Raises KeyboardInterrupt if it was interrupted at
+    once."""
+    with Follower(folder, config.train.steps), stops_on_signal(folder):
+        try:
+            returned = _fit(config, folder, token, changes, note)
+        except RayGone as error:
+            return Outcome(
+                code=Exit.FAILURE, reason=f"{error}; --resume continues from the last checkpoint", last_step=-1
+            )
+        except Exception as error:  # Ray Train has given up; it raises many kinds
+            log.debug("Ray Train has given up", exc_info=True)
+            return _rescued(config, folder, error)
+    return (
+        read_outcome(folder, token)
+        or returned
+        or _rescued(
+            config,
+            folder,
+            RuntimeError("another start has taken over the folder, or its controller ended without a word"),
+        )
+    )
+
+
+def _rescued(config: RunConfig, folder: Path, error: Exception) -> Outcome:
+    """The outcome for a controller that has left none: write to disk, from this process, what the keepers hold."""
+    from actors.run.rescue import rescue
+    from actors.state.checkpoint_files import latest
+
+    reason = f"Ray Train gave the run up: {in_short(one_line(error)).removesuffix('.')}"
+    try:
+        left = rescue(runtime_config(config, folder))
+    except Exception as second:  # the state is where it was; the message has both errors
+        left = f"its last steps could not be saved from the keepers ({one_line(second)})"
+    saved = latest(folder / "checkpoints") is not None
+    left = left or (
+        "Its last committed step is on disk; go on with --resume"
+        if saved
+        else "No step of it is on disk; start it again"
+    )
+    return Outcome(code=Exit.FAILURE, reason=f"{reason}. {left}", last_step=-1)
+
+
+def _fit(
+    config: RunConfig, folder: Path, token: str, changes: Sequence[Change], note: Callable[[str], None]
+) -> Outcome | None:
+    """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
+
+    Ray Train gets a folder of its own for every start: what it remembers of an earlier one (checkpoints that are pruned
+    since, another version of Ray) must not refuse this one. Raises RayGone when Ray itself has ended.
+    """
+    from ray.train import FailureConfig, ScalingConfig
+    from ray.train import RunConfig as TrainRun
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    from actors.ray_calls import nodes
+
+    own = folder / RAY_TRAIN
+    shutil.rmtree(own, ignore_errors=True)
+    (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
+    loop: Any = controller_loop  # Ray hands on what the loop returns; its types say that a loop returns nothing
+    trainer = TorchTrainer(
+        loop,
+        train_loop_config=dict(
+            ControllerStart(
+                yaml=config.to_yaml(),
+                run_dir=str(folder),
+                token=token,
+                changes=[str(change) for change in changes],
+                cluster=given_cluster(config),
+            )
+        ),
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
+        run_config=TrainRun(
+            name=label_of(folder.name),
+            storage_path=str(own / token[:12]),
+            failure_config=FailureConfig(max_failures=10),
+        ),
+    )
+    # In a thread Ray Train leaves Ctrl-C alone, so that `stops_on_signal` can let the controller write a checkpoint.
+    result: Future[Result] = Future()
+
+    def fit() -> None:
+        try:
+            result.set_result(trainer.fit())
+        except BaseException as error:  # a thread boundary: raised again by result()
+            result.set_exception(error)
+
+    threading.Thread(target=fit, name="ray-train", daemon=True).start()
+    ControllerWatch(folder, nodes, note).start(result.done)
+    wait_while_ray_lives(result)
+    returned: EndedRun | None = getattr(result.result(), "return_value", None)
+    return Outcome(**returned) if returned else None
