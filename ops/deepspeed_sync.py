@@ -40,7 +40,7 @@ class _Hook(Protocol):
 
 
 class _ZeroOptimizer(Protocol):
-    """What is used of DeepSpeed's ZeRO optimizer, none of which it promises."""
+    """The attributes of DeepSpeed's ZeRO optimizer that are used here; DeepSpeed does not document them."""
 
     optimizer: torch.optim.Optimizer
     single_partition_of_fp32_groups: list[Tensor]

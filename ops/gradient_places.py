@@ -27,8 +27,8 @@ _SUM_ELEMENTS = 1 << 21  # of the gradient, whose sum starts together: enough to
 
 
 def gradients_in(memory: GradientMemory, sum_elements: int | None = None, gathers: bool | None = None) -> GradientsOf:
-    """What makes them. `sum_elements` of own gradients are summed together; None: the usual number. `gathers`: as
-    `OwnGradients`."""
+    """A function that makes gradients lying there. `sum_elements` of own gradients are summed together; None: the usual
+    number. `gathers`: as `OwnGradients`."""
 
     def made(parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> Gradients:
         if memory == "own":

@@ -27,8 +27,7 @@ class Gradients(Protocol):
 
     @property
     def flat(self) -> Tensor:
-        """What of it lies here: all of it, [total], or the parts that this worker holds for its node; as much as has
-        been added so far."""
+        """The gradient as added up so far: [total], or the parts that this worker holds for its node."""
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:

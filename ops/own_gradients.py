@@ -202,7 +202,7 @@ class OwnGradients:
         self._pending += [(one, taken) for one in self._group.reduce_scatter_ranges_async(self._memory, pieces)]
 
     def _cut(self, group: Group, bounds: Bounds) -> None:
-        """The buckets of a generation, none of them started."""
+        """The buckets of a generation, before any is started."""
         self._group, self._bounds = group, bounds
         even = group.even_ranges(self._memory, self._layout[-1].hi)
         if even is None:

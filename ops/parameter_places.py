@@ -77,7 +77,7 @@ class FetchedBlock:
     values: list[Tensor]
 
     def is_of(self, block: int, held: Sequence[Tensor]) -> bool:
-        """Whether it is this block, with these parameters: samples lend it others."""
+        """Whether the buffer has this block's values, of these tensors: a sample lends a block tensors of its own."""
         return self.block == block and all(
             mine.data_ptr() == other.data_ptr() for mine, other in zip(self.sources, held, strict=True)
         )

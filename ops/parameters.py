@@ -37,7 +37,7 @@ class BlockModule(Protocol):
 
 
 def blocks_in(module: nn.Module) -> list[nn.Module]:
-    """The blocks that it runs; none of another module."""
+    """The blocks that a module runs, if it is a `BlockModule`; else none."""
     return module.all_blocks() if isinstance(module, BlockModule) else []
 
 

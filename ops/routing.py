@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
 
 
 class _Stop(NamedTuple):
-    """A sequence on its way: where it lies at home and which bag takes it as its `turn`-th."""
+    """A sequence, its rows at home, and its bag, in which it is sequence number `turn`."""
 
     home: int
     start: int

@@ -141,7 +141,8 @@ class PlannerClient:
         return learn_limit(self._profile, found, text_tokens)
 
     def ask_learned(self) -> None:
-        """A checkpoint is due: have the planner hand out what it knows, between its plans. `poll` keeps it."""
+        """Have the planner hand out what it has learned, between two plans; `poll` writes it. For a step with a
+        checkpoint."""
         if self._keep_in is not None and self._learned is None:
             self._ask_learned_anew()
 
@@ -154,7 +155,7 @@ class PlannerClient:
             self._keep(0.0)
 
     def save_learned(self) -> None:
-        """The run ends: keep what was learned, and wait for it."""
+        """Write what the planner has learned, and wait for it: the run ends."""
         if self._keep_in is not None:
             self._ask_learned_anew()
             self._keep(_LEARNED_S)

@@ -69,7 +69,7 @@ class WorkersDevice:
 
     @classmethod
     def kept(cls, folder: Path) -> WorkersDevice | None:
-        """That of a run's folder; None where there is none, or it is damaged."""
+        """The device that a run's folder names; None where no file names one, or the file is damaged."""
         with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             told = json.loads((folder / DEVICE).read_text(encoding="utf-8"))
             measured = {str(name): float(tflops) for name, tflops in told["measured"].items()}

@@ -13,7 +13,7 @@ NCCL_NAMES = ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME")  # which cards NCCL uses: nam
 
 
 def seen(cluster: Cluster, infos: Sequence[WorkerInfo], from_file: bool) -> ClusterSeen | None:
-    """What is known of the places of these workers' GPUs, in order of ranks; None where nothing is."""
+    """The event with the places of these workers' GPUs, in order of ranks; None where no place is known."""
     if not cluster.places:
         return None
     nodes: dict[str, str] = {}

@@ -131,9 +131,9 @@ class Committer:
             self.restart(saved)
 
     def restart(self, step: int) -> None:
-        """Training goes on after `step`, up to which everything is committed; later finished steps are computed again.
+        """Training goes on after `step`; finished steps after it are computed again.
 
-        A finished step up to `step` must have been committed: training from another state would go unnoticed.
+        Every finished step up to `step` must be committed already, or it would be missing from the metrics unnoticed.
         """
         left = [done.running.step for done in self.log.until(step)]
         assert not left, f"training cannot go on after step {step}: steps {left} are finished but not committed"
@@ -152,8 +152,9 @@ class Committer:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _look(self, step: UncommittedStep, timeout_s: float) -> StuckCommit | None:
-        """Take in what keepers have said of its shards by now, after `timeout_s` at most. Returns why others must hold
-        them, where that is so. Raises GenerationLost where a worker could not copy its state."""
+        """Take in the keepers' answers about a step's shards, waiting at most `timeout_s` for them. Returns why the
+        shards must be given to other keepers; None: they need not. Raises GenerationLost where a worker could not copy
+        its state."""
         if step.copying:
             for reference in wait(list(step.copying), num_returns=len(step.copying), timeout=timeout_s)[0]:
                 _check_copied(reference, step.copying.pop(reference))
@@ -177,8 +178,8 @@ class Committer:
         return None
 
     def _commit(self, done: CollectedStep, relays: RelayFinder | None = None) -> None:
-        """The oldest finished step is safe: it counts once its metrics are written. Keepers hear of it by `relays`, but
-        not where the generation may end next: what comes after the start of another is refused."""
+        """The oldest finished step is safe: it counts once its metrics are written. Keepers learn of it through
+        `relays`, unless the generation may end next: they refuse what arrives after the next one has begun."""
         step, oldest = done.running.step, self._open[0].step
         assert step == oldest, f"step {step} is committed before step {oldest}"
         metrics, timeline = self.account.records(done)
@@ -215,7 +216,7 @@ def _check_copied(reference: Ref[None], worker: str) -> None:
 
 
 def _all_held(references: Sequence[Ref[bool]]) -> bool:
-    """Whether keepers have said so of all these, which have resolved."""
+    """Whether keepers hold all these shards, by answers that have come."""
     try:
         return not references or all(get_all(references, timeout=_ANSWER_S))
     except ray.exceptions.RayError:

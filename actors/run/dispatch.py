@@ -99,7 +99,7 @@ def calls_of(
 def shapes_of_bags(
     cascades: Sequence[Cascade], steps: Mapping[int, StepItems]
 ) -> list[tuple[tuple[int, ...], set[CascadeShape]]]:
-    """What may run for the first time in a dispatch: of every cascade its ranks and its shapes."""
+    """(ranks, shapes) of every cascade of a dispatch: some may run there for the first time."""
     found = []
     for c in cascades:
         pieces = _pieces(c, steps[c.step].items)
@@ -203,7 +203,7 @@ def _delivered(
 
 
 def _gathered(bag: tuple[int, ...], samples: Sequence[StepSample], holdings: Holdings) -> _Places:
-    """Places for a DiT cascade, which takes what its own ranks hold before what others have published."""
+    """Places for a DiT cascade: results that its own ranks keep come first, published ones only where none is kept."""
     sources: dict[str, tuple[int, ...]] = {}
     needs: dict[str, None] = {}
     for module in ENCODERS:
@@ -226,7 +226,7 @@ def _task_of(
     samples: tuple[StepSample, ...],
     generation: int,
 ) -> CascadeTask:
-    """What the tasks of a cascade say of it, to every rank."""
+    """The part of a cascade's task that is the same for all its ranks."""
     pieces = _pieces(cascade, steps[cascade.step].items)
     frames, height, width = pieces[0].bucket
     packed = "" if len(pieces) == 1 else "+"

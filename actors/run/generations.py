@@ -162,8 +162,8 @@ class GenerationManager:
             self.observe(FirstStep())
 
     def observe(self, *events: Event) -> None:
-        """Let the membership decide what follows from what was seen at one time, and do it. Raises StopRun when it
-        cannot go on."""
+        """Pass events of one moment to the membership and carry out its decisions. Raises StopRun when the run cannot
+        go on."""
         if not events:
             return
         self.view, decisions = self.membership.observe(events, self.clock.now())

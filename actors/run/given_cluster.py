@@ -21,7 +21,7 @@ _REMEDY = "Correct the file, or leave workers.cluster empty: a run then takes wh
 
 
 class GivenCluster:
-    """The file's cluster; None where there is none."""
+    """The cluster that a cluster file describes. Made with None, it changes nothing."""
 
     def __init__(self, given: Cluster | None) -> None:
         self._given = given

@@ -16,14 +16,14 @@ class Misfits:
         self._settings: tuple[str, ...] = ()
 
     def planned(self, settings: tuple[str, ...]) -> None:
-        """A step has a plan; `settings` are those that it could not follow, with what was used instead."""
+        """The next step has a plan. `settings` are those that the plan could not follow, each with its replacement."""
         self._since = None
         if settings != self._settings:
             self._settings = settings
             self._tell(PlanAdapted(settings=settings))
 
     def refused(self, error: PlanError, now: float) -> None:
-        """The next step has none at `now`. Raises the error when the run has waited for long enough."""
+        """The next step has no plan at `now`. Raises the error when the run has waited for `wait_s`."""
         if self._since is None:
             self._since = now
             self._tell(WorkersAwaited(detail=f"waiting for workers that can run the next step: {error}"))

@@ -93,8 +93,8 @@ class Relays:
     _renewed_at: float = -_LOOK_S
 
     def of(self, world: Sequence[Seat]) -> Mapping[str, NodeRelay]:
-        """The relays of a generation, by node; none of a node with one worker, where a letter would save nothing. Of
-        the same world once more: with those that nodes have again."""
+        """The relays of a generation, by node; a node with one worker has none, as a letter would save nothing. Called
+        again for the same world, it adds the relays that nodes have again."""
         counts = Counter(seat.node for seat in world)
         for node in [node for node in self._known if node not in counts]:
             self._forget(node, self._known.pop(node))
@@ -204,7 +204,7 @@ class Relays:
         return LostRelay(again_at=now + pause_s)
 
     def _hear_first(self, lost: LostRelay, now: float) -> str:
-        """Take in whether a new relay has answered. Why it will not."""
+        """Take in whether a new relay has answered. Returns why it cannot be used; "": it has answered, or may yet."""
         assert lost.asked is not None
         if not wait([lost.asked], timeout=0)[0]:
             waited_s = now - lost.asked_at

@@ -27,9 +27,9 @@ from actors.state.hosts import (
 
 @dataclass(kw_only=True)
 class Shortage:
-    """What is known of it in one run. `room`: the sizes of what is trained; `demand` and `needs`: what must run on
-    every worker, or None where nobody has predicted it. `samples`: some are made beside the run, of which each node
-    must have memory for one."""
+    """Which nodes and workers of one run have too little memory. `room` has the sizes of what is trained, `demand` what
+    must run on every worker (None: nobody has predicted it) and `needs` its memory. `samples`: clips are made beside
+    the run, and each node must have memory for one."""
 
     snapshot: SnapshotConfig
     room: GenerationRoom

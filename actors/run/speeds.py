@@ -141,7 +141,7 @@ def _own_s(span: Span) -> float:
 
 
 def _work(span: Span) -> WorkKey:
-    """Equal for cascades that cost the same; of packs the shapes."""
+    """A key that is equal for cascades of equal cost. Packed cascades differ by their buckets alone."""
     if len(span.pieces) > 1:
         return (span.module, span.degree, "packed", *sorted({piece.bucket for piece in span.pieces}))
     return (span.module, span.degree, *((piece.bucket, piece.batch) for piece in span.pieces))

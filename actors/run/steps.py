@@ -85,9 +85,9 @@ class StepRunner:
         self.cluster = replace(self.cluster, speed=speed)
 
     def count_on_room(self, done: CollectedStep) -> tuple[float, ...]:
-        """Plan from now on with the memory that workers had left for cascades, less what bags will take that are not
-        connected yet, once it is another than was counted on: plans that were asked for ahead count on what was known
-        then. Returns it, in order of ranks."""
+        """Plan from now on with the memory that workers had left for cascades in this step, less what communicators of
+        bags will take that are not connected yet. Small changes are ignored, as each makes plans that were asked for
+        ahead useless. Returns that memory (GiB) in order of ranks."""
         open_peers = done.running.open_peers or (0,) * len(done.reports)
         found = room_of(
             [
@@ -202,8 +202,8 @@ class StepRunner:
 
     @property
     def awaits_quiet(self) -> bool:
-        """Whether no step shall be dispatched until none runs: a node can have a relay again. Not where another relay
-        is lost: the next letters end this generation."""
+        """Whether no step shall be dispatched until none runs, as a node can have a relay again then. False while
+        another relay is lost: the next letters end this generation anyway."""
         wanted = bool(self.relays.renewed) and time.monotonic() >= self._relays_at
         return wanted and all(node in self.relays.known for node in self._submitter.relay_of)
 
@@ -218,7 +218,8 @@ class StepRunner:
         self._relays_at = time.monotonic() + _NEXT_TRY_S
 
     def _question(self, step: int) -> tuple[list[tuple[Item, ...]], list[EarlyEncode]]:
-        """Items of the step and of those whose encode work may run early, and what of it has already been planned."""
+        """Items of the step and of later steps whose encodes may run early in it; and the early encodes already
+        planned."""
         window: list[tuple[Item, ...]] = []
         for s in range(step, step + 1 + self.lookahead):
             items = self.source.items(s)

@@ -186,7 +186,7 @@ class Submitter:
         return self.results[source]
 
     def _named(self, source: str) -> Ref[list[PublishedResult]] | RelayedResult:
-        """The same for a call of a letter: its relay asks the one that has it."""
+        """What a cascade has published, for a call in a letter: a result that another relay has is only named."""
         if (node := self._at_relays.get(source)) is None:
             return self.results[source]
         return RelayedResult(relay=self.relay_of[node].address, cascade=source)

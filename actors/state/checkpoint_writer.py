@@ -259,7 +259,7 @@ def _answers(asked: Sequence[Ref[list[WrittenShard]]]) -> list[WrittenShard]:
 
 
 def _answer(reference: Ref[list[WrittenShard]]) -> list[WrittenShard]:
-    """What a keeper has written. Raises what kept it from that."""
+    """What a keeper has written. Raises the error that stopped it."""
     try:
         return get(reference)
     except GONE as error:

@@ -122,7 +122,7 @@ def needs_of_hosts(
     snapshot: SnapshotConfig,
     samples_gib: float = 0.0,
 ) -> list[tuple[str, HostNeed, float | None]]:
-    """(node, what it needs, what it can spare) of the nodes of these workers, before any of them has its state."""
+    """(node, GiB it needs, GiB it can spare) for each node of these workers, before any worker has its state."""
     nodes = list(dict.fromkeys(info.node for info in infos))
     found: list[tuple[str, HostNeed, float | None]] = []
     for node in nodes:

@@ -472,7 +472,7 @@ def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
 
 
 def attach(names: Sequence[str], *, namespace: str) -> dict[str, KeeperHandle]:
-    """Handles of those of these keepers that exist."""
+    """Handles of the keepers with these names, by name; those that do not exist are left out."""
     import ray
 
     found: dict[str, KeeperHandle] = {}

@@ -203,7 +203,7 @@ class Keepers:
         )
 
     def standing(self, patience_s: float) -> Standing:
-        """How far the run is by what its keepers heard."""
+        """How far the run is, by the commits that its keepers have heard of."""
         told = list(self._ask(lambda keeper: keeper.standing.remote(), patience_s).values())
         return Standing(
             committed=max((s.committed for s in told), default=-1),

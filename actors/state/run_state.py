@@ -119,7 +119,7 @@ class RunState:
         self._repaired_at = 0.0  # monotonic seconds
 
     def first(self) -> Origin | None:
-        """What this controller continues from; None: a new run."""
+        """The state that this controller continues from; None: a new run."""
         if not self._silent:
             self._first = self._find(CommitLog(committed=self.standing.committed)).origin
             self._tell_torn()
@@ -397,7 +397,8 @@ class RunState:
         }
 
     def _position_after(self, step: int) -> Position | None:
-        """As the feeder says, or else the newest position that is known, from which the next feeder continues."""
+        """The data's position after this step: the feeder's, or else the newest one known, from which the next feeder
+        goes on."""
         try:
             return self._positions.token(step + 1)
         except (DataLost, DataError, DataIOError, ray.exceptions.RayError) as error:  # it may be what ends the run
@@ -444,7 +445,7 @@ class RunState:
 
 
 def _stamp(folder: Path) -> tuple[Path, int]:
-    """Identifies a checkpoint as it was written; when it is written again, its stamp changes."""
+    """A key of a checkpoint that changes when it is written again."""
     try:
         return folder, (folder / COMPLETE).stat().st_mtime_ns
     except OSError:

@@ -36,7 +36,8 @@ class PassSize:
 
 @dataclass(kw_only=True, slots=True)
 class AttentionRoom:
-    """Decides by what passes of the same size took before. `begin` and `end` bracket a pass."""
+    """Decides whether a pass keeps what attention gives, by the memory that earlier passes of its size took. `begin`
+    and `end` bracket a pass."""
 
     setting: AttentionMemory
     gib_per_row: float
@@ -56,7 +57,7 @@ class AttentionRoom:
         return cls(setting=setting, gib_per_row=dit.kept_bytes(element_bytes) / GIB, cuda=cuda)
 
     def begin(self, layout: Layout, room_gib: float | None) -> bool:
-        """Whether this pass keeps it, of `room_gib` for the whole pass (None: no limit is known)."""
+        """Whether this pass keeps what attention gives; `room_gib` is for the whole pass (None: no limit is known)."""
         self._size, self._room_gib = PassSize.of(layout), room_gib
         self.keeps = self.setting == "kept" or (self.setting == "auto" and self._fits(layout, room_gib))
         return self.keeps
@@ -70,8 +71,8 @@ class AttentionRoom:
         return max(layout.lengths, default=0) >= WORTH_ROWS and kept <= SHARE * (room_gib - need)
 
     def end(self, need_gib: float | None) -> float | None:
-        """The pass took `need_gib`; returns what plans are to count on: without what it kept of its own accord. None
-        where memory is not counted."""
+        """The pass took `need_gib` (None: memory is not counted). Returns the need that plans are to count on: what was
+        kept because there was room is not part of it."""
         (size, self._size), (kept, self.keeps) = (self._size, None), (self.keeps, False)
         if size is None or need_gib is None or self.setting == "kept":
             return need_gib
@@ -91,7 +92,7 @@ class AttentionRoom:
         self._size, self.keeps = None, False
 
     def give_up(self) -> None:
-        """Memory ran out in a pass that kept it: this worker keeps it in none any more."""
+        """Memory ran out in a pass that kept what attention gives: no later pass of this worker keeps it."""
         log.warning(
             "memory ran out in a pass that kept what attention gives; this worker computes it again from now on"
         )

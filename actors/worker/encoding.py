@@ -199,7 +199,8 @@ def _together(
     measure: EncodeMeasure,
     device: torch.device,
 ) -> list[Tensor]:
-    """The same by a bag, which deals out the tiles of all clips. A rank uploads a clip once, if it has a tile of it."""
+    """[tokens, P] of each clip, encoded by a bag, which deals out the tiles of all clips. A rank uploads a clip once,
+    if it has a tile of it."""
     vae, (frames, height, width) = modules.vae, pixels.shape[1:4]
     shapes = [(frames, height, width)]
     if frame.is_told:

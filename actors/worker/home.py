@@ -85,8 +85,8 @@ class HomeMemory:
         return Entry(banks=banks, shard=shard, made_in=joined.made_in)
 
     def leave(self) -> None:
-        """Nothing is written any more. A worker that has not said so is ended before others write in its place. Any
-        number of times."""
+        """Say that this worker writes into the node's memory no more; a worker that has not said so is ended before
+        another writes there. May be called any number of times."""
         if self._memory is not None and self._seat is not None:
             self._memory.present[self._seat] = 0
         self._seat = None

@@ -92,18 +92,18 @@ class CascadeMeasure:
         self._held_s += time.perf_counter() - began
 
     def received(self, through_group: int, through_store: int, fetch_s: float | None) -> None:
-        """Bytes that were gathered since the last phase began, and the seconds that those of the object store took to
-        get here, if that could be measured."""
+        """Book bytes gathered since the last phase began, through the bag's group and through the object store. The
+        latter took `fetch_s`; None: not measured."""
         self._moved, self._fetch_s = (through_group, through_store), fetch_s
         self._gathering, self._gathered = self._phase_began, self._watch.mark()
 
     def tell_seconds(self, tell: Callable[[float], None]) -> None:
-        """Call it with the seconds of the cascade's work, when they are known."""
+        """Have `tell` called with the seconds of the cascade's work once they are known."""
         self._tell = tell
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        """`encode` of all samples; of halves of them, one after the other, where memory does not allow that. Encoders
-        keep nothing of a call that failed, and a sample's result does not depend on its batch."""
+        """`encode` of all samples at once or, where memory runs out, of half of them at a time. Encoders keep nothing
+        of a call that failed, and a sample's result does not depend on its batch."""
         if not len(samples):
             return []
         try:
@@ -122,7 +122,7 @@ class CascadeMeasure:
     # Its end ---------------------------------------------------------------------------------------------------------
 
     def stop(self) -> float | None:
-        """GiB that it took, or None where that is not counted. What comes now is not its memory."""
+        """Stop counting memory. Returns the GiB that the cascade took, or None where memory is not counted."""
         taken_gib = self._meter.stop()
         return taken_gib if self.counts_memory else None
 

@@ -190,7 +190,7 @@ def collect() -> None:
 
 @contextmanager
 def freed() -> Iterator[None]:
-    """A cascade that fails leaves nothing of it behind, however long its error is kept."""
+    """A context for a cascade: if it fails, its tensors are freed although somebody may keep its error."""
     try:
         yield
         return

@@ -44,7 +44,7 @@ class OutlastingEncode:
         self._gate.wait()
 
     def end(self) -> list[EncodeResult]:
-        """Let it exchange its results, and wait for them. Raises what `encode` has raised."""
+        """Let the encode exchange its results with its bag, and return them. Raises the error of `encode`."""
         self.abandon()
         if self._error is not None:
             error, self._error = self._error, None

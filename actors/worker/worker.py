@@ -74,7 +74,8 @@ _LOOK_S = 0.25  # between looks whether an encode call has failed instead of lea
 
 
 class Worker:
-    """Plain class; `actors.pool.workers` makes the actor of it."""
+    """The methods that a generation calls, in the order `form`, cascades, `finish_step`, `hand_over`. A plain class, of
+    which `actors.pool.workers` makes a Ray actor."""
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
         torch.set_num_threads(settings.workers.torch_threads)
@@ -422,7 +423,7 @@ class Worker:
         return torch.cuda.get_device_properties(self.device).total_memory / 2**30 if self.device.type == "cuda" else 0.0
 
     def _room_gib(self) -> float | None:
-        """For cascades, also when the encoders have come that are not made yet."""
+        """GiB for cascades, less what encoders will take that are not loaded yet; None: no limit."""
         room = self.executor.meter.room_gib()
         return None if room is None else room - self._late.device
 

@@ -212,8 +212,8 @@ class DiTConfig:
 
     @property
     def told_signal(self) -> bool:
-        """Whether its weights take the share of signal, of 1000, where those of others take that of noise. It
-        is turned inside the transformer."""
+        """Whether its weights take the share of signal as their time (0 to 1000), where other families take that of
+        noise. The transformer itself converts it."""
         return False
 
     @property
@@ -228,7 +228,7 @@ class DiTConfig:
         return None
 
     def at_rate(self, frame_rate: float) -> Self:
-        """The same for clips of another frame rate (1/s), if it takes one."""
+        """This config for clips of another frame rate (1/s), if the transformer takes one."""
         del frame_rate
         return self
 
@@ -239,7 +239,7 @@ class DiTConfig:
 
     @property
     def sigmas(self) -> tuple[float, float]:
-        """The noise levels [low, high) that it is for: all, or those of one of two experts."""
+        """The noise levels [low, high) for which this transformer is: all, or those of one of two experts."""
         return 0.0, 1.0
 
     @property
@@ -254,7 +254,7 @@ class DiTConfig:
 
     @property
     def lacks_expert(self) -> bool:
-        """Whether another transformer, which is not trained, is for the other noise levels."""
+        """Whether this is one of two experts, and the other is not trained."""
         return self.sigmas != (0.0, 1.0)
 
     @property
@@ -267,7 +267,7 @@ class DiTConfig:
         raise NotImplementedError(f"{type(self).__name__} knows of no second expert.")
 
     def of_pipeline(self, index: Mapping[str, object]) -> Self:
-        """The same with what a pipeline's model_index.json says of its transformers."""
+        """This config with what a pipeline's model_index.json says of its transformers."""
         return self
 
     @property

@@ -204,8 +204,8 @@ class PublishedParts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCode:
-    """Whose transformer it is, where Diffusers has no class of it: config.json names the class in `architectures`, the
-    weights lie in `stem`.safetensors, and an export is the transformer with its encoders but no pipeline."""
+    """A transformer that Diffusers has no class for: config.json names its class (`name`) in `architectures`, its
+    weights lie in `stem`.safetensors, and an export holds it and its encoders but no pipeline."""
 
     name: str
     stem: str = "model"
