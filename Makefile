@@ -11,6 +11,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DATA := datasets/demo
+HELD_OUT := datasets/demo-held-out
 RUN := runs/demo
 CODE := app actors data ops tests
 # Test processes: a third of their time they wait for Ray, so three keep two cores busy.
@@ -34,8 +35,12 @@ $(STAMP): pyproject.toml constraints.txt actors/plan/strategies/search/annealer.
 $(DATA)/shards: | $(STAMP)
 	$(BIN)/heddle data synth $(DATA)
 
-demo: $(STAMP) | $(DATA)/shards
-	$(BIN)/heddle train --config configs/runs/demo.yaml --overwrite
+$(HELD_OUT)/shards: | $(STAMP)
+	$(BIN)/heddle data synth $(HELD_OUT) --clips 18 --images 6 --shards 1 --seed 1 --no-koala
+
+demo: $(STAMP) | $(DATA)/shards $(HELD_OUT)/shards
+	$(BIN)/heddle train --config configs/runs/demo.yaml --overwrite \
+	  --set "validation.sources=[{path: $(HELD_OUT)/shards}]" --set validation.every=100
 	$(BIN)/heddle sample --checkpoint $(RUN)
 	$(BIN)/heddle report $(RUN)
 	@echo

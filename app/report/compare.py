@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
+from actors.records.events import HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
 from actors.records.span_record import SpanRecord
 from app.drawing.style import CSS
@@ -45,6 +46,7 @@ class ComparedRun:
     steps: int
     seconds: float  # of all steps together
     last_loss: float  # median of the last tenth
+    held_out: HeldOutMeasured | None  # of the newest checkpoint that has one
     loss: Curve
     by_time: Curve
     step_s: Curve
@@ -144,6 +146,7 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         steps=number,
         seconds=seconds,
         last_loss=last.median,
+        held_out=_newest_held_out(run),
         loss=loss,
         by_time=by_time,
         step_s=step_s,
@@ -152,6 +155,11 @@ def read_run(run: RunDir, name: str) -> ComparedRun:
         medians={key: own.median for key, own in values.items()},
         losses=losses,
     )
+
+
+def _newest_held_out(run: RunDir) -> HeldOutMeasured | None:
+    found = {event.step: event for event in run.events() if isinstance(event, HeldOutMeasured)}
+    return found[max(found)] if found else None
 
 
 def flops_by_step(run: RunDir) -> dict[int, float]:
@@ -345,11 +353,13 @@ def _differences(runs: Sequence[ComparedRun], differences: Mapping[str, LossDiff
 
 def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference], peak_tflops: float) -> str:
     compute = "MFU" if peak_tflops else "TFLOP/s of a worker"
+    measured = any(run.held_out for run in runs)
     head = (
         "",
         "steps",
         "time",
         "loss, last tenth",
+        *(["held-out loss"] if measured else []),
         "s / step",
         "tokens / s",
         "idle",
@@ -367,6 +377,7 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
             f"{run.steps:,}",
             clock(run.seconds),
             f"{run.last_loss:.4f}",
+            *([_held_out(run)] if measured else []),
             _number(medians["step_s"]),
             _number(medians["tokens_per_s"]),
             _percent(medians["idle_ratio"]),
@@ -378,6 +389,10 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
     heads = "".join(f"<th>{escape(word)}</th>" for word in head)
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     return f"<div class=wide><table><tr>{heads}</tr>{body}</table></div>"
+
+
+def _held_out(run: ComparedRun) -> str:
+    return f"{run.held_out.loss:.4f} (step {run.held_out.step + 1:,})" if run.held_out else "-"
 
 
 def _number(value: float) -> str:

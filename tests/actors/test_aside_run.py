@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.records.events import SamplesMade
+from actors.records.events import HeldOutMeasured, SamplesMade
 from actors.state.checkpoint_files import model_state
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
@@ -24,6 +25,11 @@ from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
 from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
+from app.settings.sections import ValidationConfig
+from app.validation.checkpoint import validate
+from app.validation.live import LiveHeldOut
+from data.config import SourceConfig
+from data.tools.synthetic import SynthConfig, synthesize
 from tests.actors import chaos
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
@@ -52,9 +58,14 @@ def config_of(lab: Lab, name: str, dit: Mapping[str, object] = MappingProxyType(
 
 
 def started(lab: Lab, config: RunConfig, worker_class: type[Worker] | None = None) -> LabRun:
-    live = LiveSamples(config, Path(config.run.dir) / config.run.name)
-    run = lab.start(config, worker_class, asides=RunAsides([live], config.sample.share))
-    run.on_checkpoint = lambda folder, step: live.on_checkpoint(step)  # type: ignore[method-assign]
+    folder = Path(config.run.dir) / config.run.name
+    asides = RunAsides([LiveHeldOut(config, folder), LiveSamples(config, folder)], config.sample.share)
+    run = lab.start(config, worker_class, asides=asides)
+
+    def on_checkpoint(folder: Path, step: int) -> None:
+        asides.on_checkpoint(step)
+
+    run.on_checkpoint = on_checkpoint  # type: ignore[method-assign]
     return run
 
 
@@ -109,3 +120,21 @@ def test_a_killed_worker_loses_no_step_and_no_prompt(lab: Lab) -> None:
     assert run.steps() == list(range(STEPS)) and run.generations() > 1
     assert made(run) and made(run)[0].step == EVERY - 1
     assert_clips(run, EVERY - 1)
+
+
+def test_held_out_losses_are_those_of_their_checkpoints_also_after_a_kill(lab: Lab, tmp_path: Path) -> None:
+    """By workers that are full: weights are written over for each turn."""
+    synthesize(tmp_path, SynthConfig(clips=12, images=3, shards=1, seed=1, koala=False))
+    held_out = ValidationConfig(sources=(SourceConfig(path=str(tmp_path / "shards")),), every=EVERY, draws=2)
+    config = replace(config_of(lab, "validated", share=0.02), validation=held_out)
+    run = started(lab, config, chaos.FullWorker)
+    run.wait_for(lambda: run.controller is not None and bool(run.controller.asides._queue.held), "an aside")
+    name = next(iter(run.controller.asides._queue.held))
+    os.kill(dict(run.active())[name], signal.SIGKILL)
+    assert run.join(800).code == 0
+    assert run.steps() == list(range(STEPS)) and run.generations() > 1
+    measured = [event for event in run.events if isinstance(event, HeldOutMeasured)]
+    assert measured and measured[0].step == EVERY - 1 and measured[-1].step == STEPS - 1
+    for event in measured:
+        found = validate(run.run_dir / "checkpoints" / f"step-{event.step}", device="cpu")
+        assert event.loss == pytest.approx(found.loss, rel=1e-6) and event.clips == found.clips

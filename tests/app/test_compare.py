@@ -12,6 +12,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from actors.outcome import Exit
+from actors.records.events import HeldOutMeasured
 from app.cli import app
 from app.records.rundir import RunDir
 from app.report.compare import LossDifference, flops_by_step, labels, loss_difference, page, read_run, write_comparison
@@ -256,3 +257,18 @@ def test_steps_of_other_clips_are_counted(run_folder: Path) -> None:
     lines = write_comparison([one, other], run_folder / "page.html")
     assert lines[1].endswith("of 30, 4 of them of other clips")
     assert "<p>4 of them were trained on other clips" in (run_folder / "page.html").read_text()
+
+
+def test_the_newest_held_out_loss_of_each_run_stands_in_the_table(run_folder: Path) -> None:
+    def event(step: int, loss: float) -> HeldOutMeasured:
+        return HeldOutMeasured(step=step, loss=loss, clips=3, unread=0, by_bucket={}, by_noise={}, seconds=1.0)
+
+    other = copy_of(run_folder, "other")
+    with (other / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(one.line()) + "\n" for one in (event(9, 0.5), event(19, 0.25)))
+    out = run_folder / "page.html"
+    write_comparison([run_folder, other], out)
+    text = out.read_text()
+    assert "<th>held-out loss</th>" in text and "<td>0.2500 (step 20)</td>" in text and "0.5000" not in text
+    write_comparison([run_folder, copy_of(run_folder, "third")], out)
+    assert "held-out loss" not in out.read_text()

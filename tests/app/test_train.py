@@ -165,8 +165,8 @@ def test_the_loss_of_held_out_clips_is_that_of_the_command(folder: Path, whole: 
     run = folder / "runs" / "one"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     *_, last = (event for event in events if event["event"] == "held_out")
-    assert last["step"] == STEPS - 1 and (last["clips"], last["unread"]) == (6, 0)
     found = validate(run / "checkpoints" / f"step-{STEPS - 1}", device="cpu")
+    assert last["step"] == STEPS - 1 and last["unread"] == 0 < last["clips"] == found.clips
     assert found.loss == pytest.approx(last["loss"], rel=1e-6) and found.by_bucket.keys() == last["by_bucket"].keys()
     assert not (run / ".held_out").exists()
 
