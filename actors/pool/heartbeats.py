@@ -14,7 +14,7 @@ _LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stall:
-    """A cascade that runs far beyond its prediction. `first_late` is the worker that the others wait for."""
+    """Work that goes far beyond its prediction. `first_late` is the worker that the others wait for."""
 
     first_late: Progress
     running_s: float
@@ -22,6 +22,11 @@ class Stall:
 
     def __str__(self) -> str:
         late, waiting = self.first_late, ", ".join(self.waiting) or "nobody"
+        if not late.predicted_s:
+            return (
+                f"stall: all workers wait for each other's packets in {late.activity!r} (phase {late.phase}), for "
+                f"{self.running_s:.1f} s, at most {late.limit_s:g} s; the fewest exchanges have ended on {late.worker}"
+            )
         verb = "wait" if len(self.waiting) > 1 else "waits"
         until = f", at most {late.limit_s:g} s" if late.limit_s else ""
         return (
@@ -70,14 +75,18 @@ class Watch:
         )
 
     def _stall(self, all_seen: list[LastHeartbeat], now: float) -> Stall | None:
-        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done."""
+        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done. Of the
+        end of a step nothing is predicted: it stalls where all wait in it."""
         age = {seen.progress.worker: now - seen.since for seen in all_seen}
         all_progress = [seen.progress for seen in all_seen]
         self._stalled &= {(p.worker, p.since) for p in all_progress}
+        newest = max((p.generation for p in all_progress), default=-1)
+        at_end = all(p.waiting_in and p.step >= 0 for p in all_progress if p.generation == newest)
         busy = [
             p
             for p in all_progress
-            if p.predicted_s > 0 and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
+            if (p.predicted_s > 0 or (at_end and p.generation == newest))
+            and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
         ]
         first = first_late(busy)
         if first is None or (first.worker, first.since) in self._stalled:

@@ -85,6 +85,21 @@ def test_a_cascade_within_its_prediction_is_no_stall_and_a_stall_is_told_once() 
     assert watch.look(late, ["w0"]).stall is None
 
 
+def test_the_end_of_a_step_stalls_where_all_wait_in_it() -> None:
+    """Nothing is predicted of it, and who waits there for one that works is not late."""
+    waiting = [(progress(f"w{n}", 60, predicted_s=0, waiting_in="broadcast", collectives=n + 3), 100) for n in range(2)]
+    works = (progress("w2", 95, predicted_s=9), 100)
+    assert Watch(CONFIG).look(report(100, *waiting, works), ["w0", "w1", "w2"]).stall is None
+    left_out = (replace(progress("w2", 0, predicted_s=0), generation=0, activity="idle"), 100)
+    for others in ((), (left_out,)):
+        watch = Watch(CONFIG)
+        assert watch.look(report(89, *waiting, *others), ["w0", "w1", "w2"]).stall is None, "29 s"
+        stall = watch.look(report(100, *waiting, *others), ["w0", "w1", "w2"]).stall
+        assert stall is not None and stall.first_late.worker == "w0" and stall.running_s == 40.0
+        assert "all workers wait for each other's packets in 'dit of w0'" in str(stall)
+        assert watch.look(report(101, *waiting, *others), ["w0", "w1", "w2"]).stall is None, "told once"
+
+
 def test_notices_and_wishes_are_told_once() -> None:
     watch = Watch(CONFIG)
     seen = report(
