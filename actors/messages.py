@@ -435,15 +435,18 @@ class NodeDoor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodesApart:
-    """A node that does not reach others, although all of them answer the controller."""
+    """A node that does not reach others, or hardly, although all of them answer the controller."""
 
     node: str
     host: str
     others: tuple[NodeDoor, ...]
+    losing: str = ""  # how it was seen that packets are lost on the way; "": nothing comes through
 
     def describe(self) -> str:
         """The words for a person, as a sentence without its full stop."""
         named = [f"{door.host} ({door.address[0]})" if door.address else door.host for door in self.others]
+        if self.losing:
+            return f"packets are lost between {self.host} and {first_of(named)}: {self.losing}"
         return f"{self.host} does not reach {first_of(named)} over the network, although all of them answer this run"
 
 

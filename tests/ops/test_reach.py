@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from ops.reach import Door, DoorAddress, door_at, out_of_reach
+from ops.reach import Door, DoorAddress, door_at, losing, out_of_reach
 
 HERE = "127.0.0.1"
 
@@ -99,3 +99,13 @@ def test_an_address_of_another_machine_has_no_door_here() -> None:
 
 def test_nobody_to_ask() -> None:
     assert out_of_reach({}) == []
+
+
+def test_packets_are_lost_where_the_kernel_has_sent_them_again_and_nowhere_else() -> None:
+    """A host that says no has answered, and so has one whose process takes no connection of those that are made."""
+    closed = Door(HERE)
+    closed.close()
+    with closing(Door(HERE)) as door, silent() as dropped, socket.create_server((HERE, 0), backlog=64) as busy:
+        doors = {"door": door.address, "dropped": dropped, "closed": closed.address, "busy": busy.getsockname()[:2]}
+        found = losing(doors)
+    assert list(found) == ["dropped"] and found["dropped"].startswith("20 of 20 connections")
