@@ -25,8 +25,8 @@ reach, and once these have come, those beyond are let go.
 Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; no more than `max` are
 kept; numbers of generations only grow; after a bounded number of generations in a row that finish no step, whatever
 ended them, the run fails; a worker that is gone never comes back under its number; late events about it are ignored;
-whenever enough workers that reach each other and have the memory to train together are ready and no survivor is still
-expected to answer, the next `observe` forms a generation of them.
+whenever enough workers that reach each other and have the memory to train together are ready and no survivor within
+their reach is still expected to answer, the next `observe` forms a generation of them.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Membership:
         member = self._members.get(worker)
         if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
-            self._others = True
+            self._others |= not member.left_out
 
     def _broken(self, event: Break, now: float) -> None:
         if self._state != "running" or event.generation != self._generation:
@@ -436,8 +436,8 @@ class Membership:
         return (chosen if self._formed else members), first  # the first step's planner says what is missing
 
     def _leave_out(self, why: str) -> None:
-        """The workers that are ready and not in the generation wait until others come or go."""
-        found = tuple(m.worker for m in self._with("ready") if not m.leaving)
+        """The workers that are not in the generation, and may be ready or become so, wait until others come or go."""
+        found = tuple(m.worker for m in self._with("ready", "recovering") if not m.leaving)
         for worker in found:
             self._update(worker, left_out=True)
         if found and found != self._left_out:
@@ -463,10 +463,12 @@ class Membership:
         )
 
     def _form_or_wait(self, now: float) -> None:
-        if self._with("recovering"):
-            return
         ready = self._with("ready")
-        reaching, apart = self._reaching(ready)
+        # A survivor beyond reach would be left out anyway, and its answer may get lost as well.
+        reaching, apart = self._reaching([*ready, *self._with("recovering")])
+        expected = reaching if len(reaching) >= self._limits.min else self._members.values()
+        if any(member.phase == "recovering" for member in expected):
+            return
         chosen, why = self._fitting(reaching)
         why = why or apart
         if len(chosen) < self._limits.min:

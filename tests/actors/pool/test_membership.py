@@ -517,6 +517,27 @@ def test_nodes_that_do_not_reach_each_other_are_not_formed_together_until_a_whil
     assert form.workers == (0, 1, 2)
 
 
+def test_a_survivor_beyond_reach_is_not_waited_for() -> None:
+    """Its answer may get lost like anything else on the way."""
+    pool = Pool().run(0, 1, 2)
+    pool.see(FirstStep())
+    pool.see(apart(1, "n0", "n1"))
+    found = pool.see(*recovered(0), Tick())
+    assert of(Form, found) == [], "1 is within reach, and will answer"
+    found = pool.see(*recovered(1))
+    assert [form.workers for form in of(Form, found)] == [(0, 1)]
+    assert [one.workers for one in of(Exclusion, found)] == [(2,)]
+    assert of(Exclusion, pool.see(FirstStep(), *recovered(2), Boundary(step=4))) == [], "said already"
+    pool.see(Tick(), after=LIMITS.apart_s)
+    (form,) = of(Form, pool.see(Boundary(step=9)))
+    assert form.workers == (0, 1, 2)
+    pool.see(apart(3, "n0", "n1"), *recovered(0, 1))
+    assert pool.view.workers == (0, 1)
+    (replaced,) = of(Replacement, pool.see(FirstStep(), Tick(), after=LIMITS.first_step_s + 1))
+    assert replaced.worker == 2, "it never answered"
+    assert pool.view.workers == (0, 1), "and steps went on all the while"
+
+
 def test_nodes_apart_end_no_run_however_often_they_are_tried() -> None:
     """Each try is one generation without a finished step, and its workers were not at fault."""
     pool = Pool().run(0, 1, 2)
