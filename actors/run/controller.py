@@ -186,6 +186,8 @@ class Controller:
             return
         try:
             self._dispatch(runner)
+            if not runner.running:  # its first step may wait for data all the while
+                runner.check_forming()
             began = time.thread_time()
             done = runner.collect(timeout_s=self._look_s) if runner.running else None
             if done is not None:

@@ -173,7 +173,7 @@ class StepRunner:
         """The oldest running step if it ends within the timeout, else None. Raises GenerationLost, or PlanError and
         ConfigError where the workers could not form the generation and no other one would be better."""
         running = self.running[0]
-        self._check_forming()
+        self.check_forming()
         asked: list[Ref[object]] = [*running.finishes, *running.letters]
         ready, waiting = wait(asked, num_returns=len(asked), timeout=timeout_s)
         self._raise_failures(ready, ended=not waiting)
@@ -251,8 +251,9 @@ class StepRunner:
         self._holdings.drop_before(step + 1)
         self._submitter.forget_but(set(self._holdings.published.values()))
 
-    def _check_forming(self) -> None:
-        """A worker that could not form the generation leaves the others waiting for it in a collective."""
+    def check_forming(self) -> None:
+        """Raise what keeps the generation from being formed: GenerationLost, PlanError or ConfigError. A worker that
+        could not form it leaves the others waiting for it in a collective."""
         if not self.forming:
             return
         done, waiting = wait(self.forming, num_returns=len(self.forming), timeout=0)
@@ -313,7 +314,7 @@ class StepRunner:
         if not dead:
             failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
         if failed and not dead:  # by a worker that is in no generation, as it could not form this one
-            self._check_forming()
+            self.check_forming()
         if dead or failed:
             raise GenerationLost(dead, failed, pixels_lost or self._pixels_lost(), exceeded)
 

@@ -247,7 +247,7 @@ class Run:
             planner=self.planner,
             shortage=shortage,
             membership=Membership(Limits(min=1, max=2, wait_s=wait_s), generation=0),
-            pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names),
+            pool=pool_here(handle=workers.handles.__getitem__, remove=workers.remove, names=workers.names, taken=list),
             lookout=SimpleNamespace(
                 look=look, stop="", hopeless="", doing=lambda name: "", late=lambda: "", try_again=lambda: None
             ),
@@ -337,7 +337,7 @@ def test_a_relay_that_hangs_is_ended_also_while_only_a_commit_waits_for_it() -> 
     lost: list[str] = []
     relays = SimpleNamespace(silent=lambda now: {"a": 61.0, "b": 70.0}, lose=lambda node, now: lost.append(node))
     runner = SimpleNamespace(running=[], world=(), relays=relays, _submitter=SimpleNamespace(relay_of={"a": None}))
-    runner.take_up_relays = lambda: None
+    runner.take_up_relays = runner.check_forming = lambda: None
     runner.end_hanging_relays = lambda: StepRunner.end_hanging_relays(runner)  # type: ignore[arg-type]
     controller = SimpleNamespace(
         generations=SimpleNamespace(runner=runner),
@@ -395,8 +395,8 @@ def test_what_no_other_generation_would_do_better_ends_the_run_at_once(
         for handle in workers.handles.values():
             handle.finish_step = Remote(lambda task: stale)
         looks = iter([False])
-        check = StepRunner._check_forming
-        monkeypatch.setattr(StepRunner, "_check_forming", lambda runner: next(looks, True) and check(runner))
+        check = StepRunner.check_forming
+        monkeypatch.setattr(StepRunner, "check_forming", lambda runner: next(looks, True) and check(runner))
     with pytest.raises(ends, match=str(cause)[:20]):
         Run(workers)
     assert [task.generation for task in workers.formed] == [1, 1]
@@ -408,6 +408,23 @@ def test_what_a_worker_lacks_that_could_not_form_may_be_there_the_next_time() ->
     run = Run(workers)
     assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
     assert "could not form the generation: a peer has gone" in run.told(GenerationEnded)[0].why
+
+
+def test_a_generation_that_cannot_be_formed_ends_also_while_its_data_is_awaited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The data may be late for the same reason, such as a node that is out of reach, and come for the next one."""
+    failed = ray.exceptions.RayTaskError("form", "", RuntimeError("a peer has gone"))
+    workers = Workers(forms=lambda task: failed if task.generation == 1 else None)
+    looks = iter(range(1000))
+
+    def has(source: Source, step: int, timeout_s: float) -> bool:
+        assert next(looks, None) is not None, "the run waits for ever"
+        return workers.formed[-1].generation > 1
+
+    monkeypatch.setattr(Source, "has", has)
+    run = Run(workers)
+    assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
 
 
 class Apart(Workers):
