@@ -22,7 +22,7 @@ from tests.blackbox.processes import wait_for
 
 _TOOLS = ("unshare", "nsenter", "ip", "iptables", "mount")
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
-_BRIDGE = "switch"
+_BRIDGE, _CABLE = "switch", "eth0"
 _SHM = "size=4g"
 
 
@@ -79,9 +79,16 @@ class Host:
         for other in others:
             self.rule("-I", "INPUT", "-s", other.address, *more, "-j", "DROP")
 
+    def lose(self, share: float) -> None:
+        """This share of the packets from other hosts is dropped here, and of those to them."""
+        some = ("-m", "statistic", "--mode", "random", "--probability", f"{share:g}", "-j", "DROP")
+        self.rule("-I", "INPUT", "-i", _CABLE, *some)
+        self.rule("-I", "OUTPUT", "-o", _CABLE, *some)
+
     def listen(self) -> None:
         """No packet is dropped any more."""
         self.rule("-F", "INPUT")
+        self.rule("-F", "OUTPUT")
 
     def processes(self) -> dict[int, str]:
         """Command lines of what runs on the host, by process id as this machine sees it."""
@@ -164,15 +171,15 @@ class Network:
             ],
             check=True,
         )
-        host._set_up("tc", "qdisc", "replace", "dev", "eth0", *shape)
+        host._set_up("tc", "qdisc", "replace", "dev", _CABLE, *shape)
 
     def _host(self, number: int) -> Host:
         host = Host(f"host{number}", f"10.77.0.{number}", self.folder / f"host{number}")
         port = self._port(host)
-        self._of_switch("link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
+        self._of_switch("link", "add", port, "type", "veth", "peer", "name", _CABLE, "netns", host.namespace)
         self._of_switch("link", "set", port, "master", _BRIDGE, "up")
-        host._set_up("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
-        host._set_up("ip", "link", "set", "eth0", "up")
+        host._set_up("ip", "address", "add", f"{host.address}/24", "dev", _CABLE)
+        host._set_up("ip", "link", "set", _CABLE, "up")
         return host
 
     def _port(self, host: Host) -> str:

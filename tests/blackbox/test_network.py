@@ -106,6 +106,20 @@ def test_a_host_that_is_cut_off_without_a_word_is_gone_on_without(place: HostedP
     assert_ends_as(truth, run)
 
 
+def test_a_host_that_loses_packets_is_named_and_gone_on_without(place: HostedPlace, run: Run, truth: Truth) -> None:
+    """A third of them, either way: TCP sends them again after ever longer times, so that a step takes minutes, while
+    Ray and the heartbeats come through."""
+    main = place.controller_of(run)
+    lossy = next(host for host in place.workers_of(run).values() if host is not main)
+    since = time.time()
+    lossy.lose(0.3)
+    assert wait_for_generation(run, 2, since, _GOES_ON_S), run.said()[-3000:]
+    assert lossy not in place.workers_of(run).values()
+    (left_out, *_) = run.events("left_out")
+    assert "packets are lost between" in left_out["why"] and lossy.name in left_out["why"]
+    assert_ends_as(truth, run)
+
+
 def test_a_run_whose_controllers_host_is_cut_off_goes_on_by_another(place: HostedPlace, run: Run, truth: Truth) -> None:
     """The old controller lives on there and holds the folder, until the new one asks for it."""
     cut, since = place.controller_of(run), time.time()
