@@ -25,8 +25,8 @@ _PAUSE_S = 0.001  # between two answers: whoever knocks all the time takes no mo
 _AGAIN_S = 0.5  # before a host that has said no is asked again
 _KNOCKS = 20  # at a door, to find out whether packets are lost on the way
 _KNOCKS_S = 4.0  # a packet that is lost is sent again after 1 and 3 s
-# So many knocks of these that needed a second packet are no chance: of 1 % of packets lost in either direction one in
-# 1,500 times, of 30 % nearly always.
+# This number of them that needed a second packet is no chance: where 1 % of packets are lost either way it is seen once
+# in 1,500 times, where 30 % are nearly always.
 _UNSURE_KNOCKS = 4
 # Linux: offset of tcpi_total_retrans in struct tcp_info (include/uapi/linux/tcp.h), after 8 bytes and 23 numbers.
 _TOTAL_RETRANS = 100
