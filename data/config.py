@@ -359,5 +359,5 @@ def check_weights(weights: list[float], where: str) -> None:
         remedy = ", ".join(f"{weight / total:.6g}" for weight in weights) if total > 0 else "shares between 0 and 1"
         given = ", ".join(f"{weight:g}" for weight in weights)
         raise ValueError(f"{where} weights {given} sum to {total:g}, not 1. Use {remedy}.")
-    if where == "data.sources" and not all(weights):
+    if where.endswith(".sources") and not all(weights):
         raise ValueError(f"{where} weights {weights}: some sources have none. Give all a share, or none of them.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from data.config import SourceConfig
+from data.config import SourceConfig, check_weights
 from ops.counted import counted
 from ops.ranges import SEED, above, between, check_numbers
 
@@ -113,6 +113,9 @@ class ValidationConfig:
 
     def __post_init__(self) -> None:
         check_numbers("validation", self, every=between(0), clips=between(1, 1_000_000), draws=between(1, 1000))
+        weights = [source.weight for source in self.sources]
+        if any(weights):
+            check_weights(weights, "validation.sources")
         if self.every and not self.sources:
             raise ValueError(
                 f"validation.every is {self.every} and validation.sources is empty; give a source that is not among "

@@ -68,7 +68,7 @@ class LiveHeldOut:
             return None
         try:
             _ = self._clips
-        except (DataError, DataIOError, OSError) as error:
+        except (DataError, DataIOError, OSError, ValueError) as error:
             return HeldOutFailed(step=-1, why=str(error))
         return None
 
@@ -117,7 +117,7 @@ class LiveHeldOut:
             self._let_go(late)
         try:
             clips = self._clips
-        except (DataError, DataIOError, OSError) as error:
+        except (DataError, DataIOError, OSError, ValueError) as error:
             return HeldOutFailed(step=step, why=str(error))
         self._next = self._round_of(step, clips)
         if self._round is None:

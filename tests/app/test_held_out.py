@@ -73,6 +73,8 @@ def test_what_cannot_be_measured_is_refused_by_name(folder: Path) -> None:
         config_of(folder, "demo", "validation.every=30")
     with pytest.raises(ConfigError, match=r"validation\.every is 40 and validation\.sources is empty"):
         config_of(folder, "demo", "validation.sources=[]")
+    with pytest.raises(ConfigError, match=r"validation\.sources weights 0\.5, 0 sum to 0\.5"):
+        config_of(folder, "demo", "validation.sources=[{path: a.tar, weight: 0.5}, {path: b.tar}]")
     with pytest.raises(ConfigError, match=r"which data\.sources trains on"):
         config_of(folder, "demo", f"data.sources=[{{path: {folder / 'shards'}}}]")
     with pytest.raises(DataError, match="no sample can be trained"):
