@@ -136,7 +136,7 @@ def test_every_node_must_have_memory_for_a_sample_and_may_make_as_many_at_a_time
     assert plain.asides_at_once(full) is None and found.asides_at_once(full) == 3
     short = gpus((8, 8), places, room_gib=50.0, host_gib=of_each(2, places) + 0.5 * sample)
     shortage_of(places).begin(short, fresh=True)
-    with pytest.raises(PlanError, match=r"sample\.every: 0"):
+    with pytest.raises(PlanError, match=r"set sample\.every and validation\.every to 0"):
         replace(shortage_of(places), samples=True).begin(short, fresh=True)
 
 
