@@ -483,6 +483,9 @@ class Handover:
     snapshot: Snapshot | None = None
 
 
+WAITS = ""  # no piece: an aside waits for what no worker computes
+
+
 class AsideWork(Protocol):
     """Work of low priority that a worker does in turns (`actors.worker.aside`). Whoever wants it makes it; it is
     pickled. `modules` are the worker's (`actors.worker.loading.Modules`)."""
@@ -498,7 +501,9 @@ class AsideWork(Protocol):
         ...
 
     def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> object:  # Modules
-        """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first."""
+        """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first, and
+        `before(WAITS)` where it waits for others after a piece, as for a decoder: the turn ends, and until its next
+        piece it computes nothing."""
         ...
 
 

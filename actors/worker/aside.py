@@ -18,7 +18,8 @@ copies there and back are part of it. A worker that cannot have its own back end
 **How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
 piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
 of the time that has passed, less what earlier turns took beyond their gaps (`Allowance`). Weights are brought only for
-a piece that fits after that, which counts, too. So a run pays that share of its time and a piece more, at most.
+a piece that fits after that, which counts, too. So a run pays that share of its time and a piece more, at most. An
+aside that waits for others between two pieces (`WAITS`) ends its turn, and has none until it goes on.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from actors.messages import AsideWork, TurnReport, TurnTask
+from actors.messages import WAITS, AsideWork, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
 from ops.sync import trainable
@@ -219,12 +220,13 @@ class AsideThread:
         self.failure: BaseException | None = None
         self._modules, self._device = modules, device
         self._change = threading.Condition()
-        self._go = self._abandoned = False
+        self._go = self._abandoned = self._waits = False
         self._thread = threading.Thread(target=self._run, name=f"heddle-aside-{work.name}", daemon=True)
         self._thread.start()
 
     def is_ready(self, wait: bool) -> bool:
-        """Whether it stands before a piece; otherwise it reads its weights, which may take minutes, or has failed."""
+        """Whether it stands before a piece; otherwise it reads its weights or waits for others, which may take minutes,
+        or has failed."""
         with self._change:
             while wait and self.next_piece is None and not self.has_ended:
                 self._change.wait(_LATEST)
@@ -233,9 +235,9 @@ class AsideThread:
     def run_piece(self) -> None:
         """Returns when the piece is over."""
         with self._change:
-            self.next_piece, self._go = None, True
+            self.next_piece, self._go, self._waits = None, True, False
             self._change.notify_all()
-            while self.next_piece is None and not self.has_ended:
+            while self.next_piece is None and not self._waits and not self.has_ended:
                 self._change.wait()
 
     def end(self) -> None:
@@ -254,8 +256,11 @@ class AsideThread:
         with self._change:
             if self._abandoned:
                 raise _AbandonedAside
-            self.next_piece = kind
+            self._waits = kind == WAITS
+            self.next_piece = None if self._waits else kind
             self._change.notify_all()
+            if self._waits:
+                return
             while not self._go and not self._abandoned:
                 self._change.wait()
             self._go = False

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.config import TrainConfig
+from actors.messages import WAITS
 from actors.worker.encoding import encode_clips, encode_texts
 from actors.worker.loading import Modules
 from app.sampling.live_clip import checkpoint_weights
@@ -66,11 +67,11 @@ class HeldOutPart:
     def run(
         self, modules: Modules, device: torch.device, before: Callable[[str], None] = lambda piece: None
     ) -> ClipLosses:
-        """Clips are decoded in a process of their own while others are computed. Raises DataIOError where storage
-        fails."""
+        """Clips are decoded in a process of their own while others are computed; what is not decoded by then is waited
+        for between two pieces. Raises DataIOError where storage fails."""
         found: list[ClipLoss] = []
         unread = 0
-        with closing(self._decoded()) as decoded:
+        with closing(self._decoded(before)) as decoded:
             for clip, batch in decoded:
                 if batch is None or not batch.ok[0]:
                     unread += 1
@@ -82,7 +83,7 @@ class HeldOutPart:
                     found.append(encoded.loss(draw))
         return ClipLosses(losses=tuple(found), unread=unread)
 
-    def _decoded(self) -> Generator[tuple[HeldOutClip, Batch | None]]:
+    def _decoded(self, before: Callable[[str], None]) -> Generator[tuple[HeldOutClip, Batch | None]]:
         """Each clip with its pixels and caption, or None where that ended the decoder; the one after it is decoded
         meanwhile."""
         with DecodeProcess() as process, ThreadPoolExecutor(1) as ahead:
@@ -95,6 +96,8 @@ class HeldOutPart:
 
             coming = ahead.submit(decode, self.clips[0])
             for clip, later in zip(self.clips, (*self.clips[1:], None), strict=True):
+                if not coming.done():
+                    before(WAITS)  # for seconds, or for all that a clip which hangs the decoder may take
                 batch = coming.result()
                 if later is not None:
                     coming = ahead.submit(decode, later)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from actors.messages import TurnReport, TurnTask
+from actors.messages import WAITS, TurnReport, TurnTask
 from actors.worker import aside
 from actors.worker.aside import Allowance, Asides, AsideThread
 from tests.actors.chaos import DeviceAsides
@@ -176,6 +177,34 @@ def test_an_aside_that_is_dropped_ends_where_it_stands() -> None:
     assert thread is not None
     thread.join(10)
     assert not thread.is_alive()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded(Steps):
+    """An aside that waits between two pieces until something is decoded."""
+
+    decoded: threading.Event
+
+    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> list[float]:
+        before("piece")
+        first = float(modules.dit.weight.detach().sum())
+        before(WAITS)
+        assert self.decoded.wait(60)
+        before("piece")
+        return [first, float(modules.dit.weight.detach().sum())]
+
+
+def test_a_worker_does_not_wait_for_what_an_aside_waits_for() -> None:
+    of, dit = asides()
+    work = Decoded(decoded=threading.Event())
+    begun(of, work)
+    of._allowance.saved_s = 9.0
+    for _ in range(3):
+        report = of.turn(task(work, gap_s=9.0))  # returns: its first piece is over
+        assert not report.ended and report.took_s < 9.0 and float(dit.weight.detach().sum()) == 2.0
+    assert of._now is not None and of._now.next_piece is None
+    work.decoded.set()
+    assert of.turn(task(work, whole=True)).made == [8.0, 8.0]
 
 
 def test_an_aside_never_waits_for_a_whole_device(monkeypatch: pytest.MonkeyPatch) -> None:
