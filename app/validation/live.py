@@ -39,6 +39,7 @@ class _HeldOutRound:
     """The clips of one checkpoint on their way."""
 
     step: int
+    held_at: Path  # links to the checkpoint's files
     began: float
     clips: int
     works: tuple[HeldOutWork, ...]
@@ -60,6 +61,7 @@ class LiveHeldOut:
         self._next: _HeldOutRound | None = None
         self._wanted: list[HeldOutWork] = []
         self._dropped: set[str] = set()
+        self._num_rounds = 0
 
     def open(self) -> RunEvent | None:
         """Find the clips now: what is wrong with them is known at the start of a run, and does not end it."""
@@ -137,13 +139,15 @@ class LiveHeldOut:
         from actors.state.checkpoint_writer import root_of
         from app.validation.work import HeldOutPart, HeldOutWork
 
-        config = self._config
-        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at / f"step-{step}")
+        config, self._num_rounds = self._config, self._num_rounds + 1
+        held_at = self._held_at / f"round-{self._num_rounds}"
+        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), held_at)
         parts = min(config.workers.max, len(clips))
         works = tuple(
             HeldOutWork(
                 folder=str(folder.resolve()),
                 step=step,
+                round=self._num_rounds,
                 number=number,
                 part=HeldOutPart(
                     train=config.train,
@@ -154,7 +158,7 @@ class LiveHeldOut:
             )
             for number in range(parts)
         )
-        return _HeldOutRound(step=step, began=time.monotonic(), clips=len(clips), works=works)
+        return _HeldOutRound(step=step, held_at=held_at, began=time.monotonic(), clips=len(clips), works=works)
 
     def _begin_next(self) -> None:
         if self._round is not None:
@@ -163,7 +167,7 @@ class LiveHeldOut:
         self._wanted = list(self._round.works) if self._round else []
 
     def _let_go(self, ended: _HeldOutRound) -> None:
-        shutil.rmtree(self._held_at / f"step-{ended.step}", ignore_errors=True)
+        shutil.rmtree(ended.held_at, ignore_errors=True)
 
     @cached_property
     def _resolved(self) -> tuple[RunConfig, Geometry]:

@@ -110,12 +110,13 @@ class HeldOutWork:
 
     folder: str  # of the checkpoint
     step: int
-    number: int  # among those of the checkpoint
+    round: int  # of the run: a checkpoint that is made again has another one
+    number: int  # among those of the round
     part: HeldOutPart
 
     @property
     def name(self) -> str:
-        return f"step-{self.step} held out {self.number}"
+        return f"step-{self.step} held out {self.number} of round {self.round}"
 
     def weights(self, modules: Modules) -> Mapping[str, Tensor]:
         """The EMA of the checkpoint where it has one. Raises what `model_state` raises."""
