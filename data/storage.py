@@ -334,7 +334,7 @@ def check_there(path: str) -> None:
         first = min((pattern.index(sign) for sign in "*?[" if sign in pattern), default=None)
         place = pattern if first is None else parent(pattern[:first])
         if is_local(place) and not os.path.exists(local_path(place)):
-            raise DataError(f"{pattern}: there is no {place} on this machine. Check data.sources path.")
+            raise DataError(f"{pattern}: there is no {place} on this machine. Check the source's path.")
 
 
 def join(folder: str, name: str) -> str:

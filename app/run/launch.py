@@ -136,7 +136,7 @@ def _check_files(config: RunConfig) -> None:
     num_trained(model.dit)
     make_missing(config.data.sources)
     if not is_on_a_cluster():  # whose nodes may see more than this machine
-        for source in (*config.data.sources, *config.validation.sources):
+        for source in (*config.data.sources, *(config.validation.sources if config.validation.every else ())):
             check_there(source.path)
         check_held_out(config)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from actors.records.events import HeldOutMeasured
 from app.device.choice import pick_device
 from app.sampling.model import saved_model
+from app.sampling.published import is_pipeline
 from app.settings.config import RunConfig, check, from_here
 from app.validation.clips import held_out_clips
 from app.validation.live import measured
@@ -35,9 +36,14 @@ def validate(
 ) -> HeldOutMeasured:
     """Body of the command: what is not given is that of the run. Prints what it finds, and returns it.
 
-    Raises ConfigError where there is nothing to measure, DataError where no clip fits a bucket of the run, and what
-    `saved_model` raises.
+    Raises ConfigError where there is nothing to measure or no run behind the weights, DataError where no clip fits a
+    bucket of the run, and what `saved_model` raises.
     """
+    if is_pipeline(checkpoint):
+        raise ConfigError(
+            f"{checkpoint} is a published pipeline, which no run of Heddle has made: it names no buckets. Give a run's "
+            f"folder, a checkpoint, or a folder of heddle export."
+        )
     saved = saved_model(checkpoint, ema=ema, device=device)
     saved = replace(saved, config=_of_command(saved.config, sources, clips, draws))
     config = saved.config

@@ -14,10 +14,13 @@ from actors.messages import WAITS, CascadeTask, StepSample, TurnReport
 from actors.records.events import HeldOutFailed, HeldOutMeasured
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html
+from app.run import launch
 from app.settings.config import RunConfig
+from app.validation.checkpoint import validate
 from app.validation.clips import SEED, HeldOutClip, check_held_out, held_out_clips
 from app.validation.live import LiveHeldOut, measured
 from app.validation.work import ClipLoss, ClipLosses, HeldOutPart, HeldOutWork
+from data.config import SourceConfig
 from data.decode import decode_job
 from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
@@ -73,12 +76,30 @@ def test_what_cannot_be_measured_is_refused_by_name(folder: Path) -> None:
         config_of(folder, "demo", "validation.every=30")
     with pytest.raises(ConfigError, match=r"validation\.every is 40 and validation\.sources is empty"):
         config_of(folder, "demo", "validation.sources=[]")
-    with pytest.raises(ConfigError, match=r"validation\.sources weights 0\.5, 0 sum to 0\.5"):
+    with pytest.raises(ConfigError, match=r"validation\.sources weights 0\.5, 0 sum to 0\.5, not 1"):
         config_of(folder, "demo", "validation.sources=[{path: a.tar, weight: 0.5}, {path: b.tar}]")
     with pytest.raises(ConfigError, match=r"which data\.sources trains on"):
         config_of(folder, "demo", f"data.sources=[{{path: {folder / 'shards'}}}]")
     with pytest.raises(DataError, match="no sample can be trained"):
         check_held_out(config_of(folder, "demo", "data.buckets.table=[97x64x96]"))
+
+
+def test_a_start_looks_for_the_held_out_clips_where_it_measures_their_loss_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "is_on_a_cluster", lambda: False)
+    (tmp_path / "trained").symlink_to(folder / "shards")
+    config = config_of(folder, "demo", f"data.sources=[{{path: {tmp_path / 'trained'}}}]", "validation.every=0")
+    gone = replace(config.validation, sources=(SourceConfig(path=str(tmp_path / "gone")),))
+    launch._check_files(replace(config, validation=gone))
+    with pytest.raises(DataError, match=r"there is no .*gone on this machine\. Check the source's path"):
+        launch._check_files(replace(config, validation=replace(gone, every=20)))
+
+
+def test_a_published_pipeline_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is a published pipeline, which no run of Heddle has made"):
+        validate(tmp_path, (str(tmp_path),), device="cpu")
 
 
 # -- its loss
