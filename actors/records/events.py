@@ -584,7 +584,7 @@ class HeldOutMeasured(RunEvent, event="held_out"):
     """The loss of held-out clips at a checkpoint, measured while the run went on: the mean over all noise levels of all
     clips, of the clips of each bucket, and of the levels in each range."""
 
-    step: int
+    step: int  # -1: of weights whose step nobody knows, those of an exported folder
     loss: float
     clips: int
     unread: int  # clips that could not be decoded, which count nowhere
@@ -595,7 +595,8 @@ class HeldOutMeasured(RunEvent, event="held_out"):
     def describe(self) -> str:
         unread = f", {self.unread} could not be read" if self.unread else ""
         about = f"{counted(self.clips, 'clip')}{unread}, {self.seconds:.0f} s"
-        return f"held-out loss after {counted(self.step + 1, 'step')}: {self.loss:.4f} ({about})"
+        when = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
+        return f"held-out loss{when}: {self.loss:.4f} ({about})"
 
 
 class HeldOutFailed(RunEvent, event="held_out_failed"):

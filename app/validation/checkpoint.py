@@ -61,7 +61,8 @@ def validate(
     if not done.losses:
         raise ConfigError(f"none of {counted(len(chosen), 'clip')} could be decoded; `heddle data lint` says why.")
     seconds = time.monotonic() - began
-    found = measured(saved.step, done.losses, len(chosen) - done.unread, done.unread, seconds)
+    step = saved.step if saved.trained is not None else -1
+    found = measured(step, done.losses, len(chosen) - done.unread, done.unread, seconds)
     print("\n".join([found.describe(), *_table(found)]))
     return found
 

@@ -30,7 +30,9 @@ from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection
-from data.config import DataConfig
+from app.validation.checkpoint import validate
+from data.config import BucketsConfig, DataConfig
+from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
@@ -213,6 +215,18 @@ def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     clip, same = (clips_of(saved, ["a red disc"], settings)[0] for saved in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
     assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_an_exported_folder_has_the_held_out_loss_of_its_checkpoint_and_no_step(rank: int, tmp_path: Path) -> None:
+    synthesize(tmp_path / "data", SynthConfig(clips=2, images=1, shards=1, koala=False))
+    data = DataConfig(buckets=BucketsConfig(table=("1x32x48", "9x32x48")))
+    run = write_checkpoint(tmp_path / "run", replace(haar_run(lora_rank=rank), data=data))
+    export.export(run, tmp_path / "out")
+    held_out = (str(tmp_path / "data" / "shards" / "00000.tar"),)
+    first, second = (validate(path, held_out, draws=2, device="cpu") for path in (run, tmp_path / "out"))
+    assert second.loss == pytest.approx(first.loss, rel=1e-4) and second.clips == first.clips
+    assert first.describe().startswith("held-out loss after ") and second.describe().startswith("held-out loss: ")
 
 
 def test_the_config_of_an_export_has_the_numbers_of_the_model(tmp_path: Path) -> None:
