@@ -104,11 +104,11 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
         guard()
         samples, held_out = LiveSamples(config, folder), LiveHeldOut(config, folder)
         samples.note_what_waits()
-        without = held_out.open()
+        unmeasured = held_out.open()
         asides = RunAsides([held_out, samples], config.sample.share)
         with Recorder(folder, asides, guard, config, settings["changes"]) as recorder:
-            if without is not None:
-                recorder.on_event(replace(without, time=time.time()))
+            for event in unmeasured:
+                recorder.on_event(replace(event, time=time.time()))
             runtime = replace(runtime_config(config, folder), cluster=settings["cluster"])
             controller = start_controller(runtime, recorder, asides=asides)
             outcome = controller.train()

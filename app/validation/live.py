@@ -63,16 +63,24 @@ class LiveHeldOut:
         self._dropped: set[str] = set()
         self._num_rounds = 0
 
-    def open(self) -> RunEvent | None:
-        """Find the clips now: what is wrong with them is known at the start of a run, and does not end it."""
-        shutil.rmtree(self._held_at, ignore_errors=True)  # of a run that ended in the middle
+    def open(self) -> list[RunEvent]:
+        """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. A round in
+        whose middle the controller or the whole run was killed begins again. Returns an event for each that does not.
+        """
+        from actors.state.checkpoint_files import is_complete
+
+        left = sorted({int(held.name.split("-")[1]) for held in self._held_at.glob("step-*-*")})
+        shutil.rmtree(self._held_at, ignore_errors=True)
         if not self._every:
-            return None
+            return []
         try:
-            _ = self._clips
+            clips = self._clips
         except (DataError, DataIOError, OSError, ValueError) as error:
-            return HeldOutFailed(step=-1, why=str(error))
-        return None
+            return [HeldOutFailed(step=-1, why=str(error))]
+        if left and is_complete(self._checkpoint(left[-1])):
+            self._next = self._round_of(left.pop(), clips)
+            self._begin_next()
+        return [HeldOutFailed(step=step, why="the run was killed before it was measured") for step in left]
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
@@ -135,13 +143,11 @@ class LiveHeldOut:
         shutil.rmtree(self._held_at, ignore_errors=True)
 
     def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _HeldOutRound:
-        from actors.state.checkpoint_files import step_folder
-        from actors.state.checkpoint_writer import root_of
         from app.validation.work import HeldOutPart, HeldOutWork
 
         config, self._num_rounds = self._config, self._num_rounds + 1
-        held_at = self._held_at / f"round-{self._num_rounds}"
-        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), held_at)
+        held_at = self._held_at / f"step-{step}-{self._num_rounds}"
+        folder = held_checkpoint(self._checkpoint(step), held_at)
         parts = min(config.workers.max, len(clips))
         works = tuple(
             HeldOutWork(
@@ -165,6 +171,12 @@ class LiveHeldOut:
             self._let_go(self._round)
         self._round, self._next = self._next, None
         self._wanted = list(self._round.works) if self._round else []
+
+    def _checkpoint(self, step: int) -> Path:
+        from actors.state.checkpoint_files import step_folder
+        from actors.state.checkpoint_writer import root_of
+
+        return step_folder(root_of(self._run_dir), step)
 
     def _let_go(self, ended: _HeldOutRound) -> None:
         shutil.rmtree(ended.held_at, ignore_errors=True)

@@ -201,7 +201,7 @@ def live_of(folder: Path, run_dir: Path, *changes: str) -> LiveHeldOut:
 
 def test_all_parts_of_a_checkpoint_become_one_event(folder: Path, tmp_path: Path) -> None:
     live = live_of(folder, tmp_path)
-    assert live.open() is None and live.on_checkpoint(19) is None and live.wanted() == []
+    assert live.open() == [] and live.on_checkpoint(19) is None and live.wanted() == []
     live.on_checkpoint(39)
     works = live.wanted()
     assert sorted(len(work.part.clips) for work in works) == [2, 3, 3] and live.wanted() == []
@@ -236,11 +236,30 @@ def test_a_part_that_fails_ends_its_checkpoint_and_not_the_next(folder: Path, tm
     assert [work.step for work in live.wanted()] == [79, 79, 79]
 
 
+def checkpoint_of(run_dir: Path, step: int) -> None:
+    (folder := run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True)
+    (folder / "COMPLETE").write_text(json.dumps({"files": {}}))
+
+
+def test_what_a_killed_controller_was_at_begins_again_with_the_next(folder: Path, tmp_path: Path) -> None:
+    checkpoint_of(tmp_path, 39)
+    checkpoint_of(tmp_path, 79)
+    killed = live_of(folder, tmp_path)
+    killed.on_checkpoint(39)
+    killed.on_checkpoint(79)
+    live = live_of(folder, tmp_path)
+    assert live.open() == [HeldOutFailed(step=39, why="the run was killed before it was measured")]
+    works = live.wanted()
+    assert {work.step for work in works} == {79} and all((Path(w.folder) / "COMPLETE").exists() for w in works)
+    events = [live.ended(done_by(work, 1.0)) for work in works]
+    assert isinstance(events[-1], HeldOutMeasured) and not list(tmp_path.glob(".held_out/*"))
+    assert live_of(folder, tmp_path).open() == [], "what has ended leaves nothing"
+
+
 def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_path: Path) -> None:
     """Training may go back behind a checkpoint that is damaged: the works of its first round are not those of the
     second, which ends, with files of its own."""
-    (checkpoint := tmp_path / "checkpoints" / "step-39").mkdir(parents=True)
-    (checkpoint / "COMPLETE").touch()
+    checkpoint_of(tmp_path, 39)
     live = live_of(folder, tmp_path)
     live.on_checkpoint(39)
     first = live.wanted()
@@ -256,7 +275,7 @@ def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_pat
 
 def test_sources_that_are_not_there_are_told_at_the_start_and_end_no_run(tmp_path: Path) -> None:
     live = live_of(tmp_path / "nowhere", tmp_path)
-    event = live.open()
+    (event,) = live.open()
     assert isinstance(event, HeldOutFailed) and "nowhere" in event.describe()
     assert isinstance(live.on_checkpoint(39), HeldOutFailed) and live.wanted() == []
 
