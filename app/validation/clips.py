@@ -6,15 +6,18 @@ do not depend on the run's batch sizes, workers or steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from app.settings.config import RunConfig
-from data.config import BatchConfig, DataConfig
+from data.config import BatchConfig, DataConfig, SourceConfig
 from data.dataset.dataset import Dataset
+from data.storage import absolute, expand
 from data.types import DecodeJob
 from ops.counted import counted
 from ops.geometry import Geometry
 from ops.models.folders import resolve
+from ops.typed import ConfigError
 
 SEED = 0  # of everything that chance decides; not the run's: runs of other seeds are measured alike
 _STEPS_PER_CLIP = 50  # drawn for each clip that is wanted: sources with small weights come late
@@ -57,15 +60,27 @@ def held_out_clips(config: RunConfig, geometry: Geometry) -> list[HeldOutClip]:
 
 
 def check_held_out(config: RunConfig) -> str:
-    """What will be measured, in words; empty where nothing will. Raises as `held_out_clips` does."""
+    """What will be measured, in words; empty where nothing will. Raises as `held_out_clips` does, and ConfigError for a
+    clip that lies in a shard of `data.sources`, however that is written there."""
     validation = config.validation
     if not validation.every:
         return ""
     model, geometry = resolve(config.model)
     clips = held_out_clips(replace(config, model=model), geometry)
+    trained = _local_shards(config.data.sources)
+    if doubled := next((path for clip in clips if (path := absolute(clip.job.clips[0].shard)) in trained), ""):
+        raise ConfigError(
+            f"validation.sources has {doubled}, which data.sources trains on; give clips that are in no other source."
+        )
     buckets = counted(len({clip.bucket for clip in clips}), "bucket")
     levels = counted(validation.draws, "noise level")
     return f"{counted(len(clips), 'held-out clip')} of {buckets}, {levels} each, every {validation.every:,} steps"
+
+
+def _local_shards(sources: Sequence[SourceConfig]) -> set[str]:
+    """The tars of sources on this machine; no remote storage is asked."""
+    tars = [source.path for source in sources if source.kind == "webdataset" and "://" not in source.path]
+    return {absolute(shard) for path in tars for shard in expand(path, (".tar",))}
 
 
 def held_out_data(config: RunConfig) -> DataConfig:

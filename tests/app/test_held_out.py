@@ -84,6 +84,15 @@ def test_what_cannot_be_measured_is_refused_by_name(folder: Path) -> None:
         check_held_out(config_of(folder, "demo", "data.buckets.table=[97x64x96]"))
 
 
+@pytest.mark.parametrize(
+    "spelled", ["shards/{00000..00001}.tar", "shards/*.tar", "other/../shards", "shards/00001.tar"]
+)
+def test_clips_that_are_trained_on_are_refused_however_their_shards_are_written(folder: Path, spelled: str) -> None:
+    (folder / "other").mkdir(exist_ok=True)
+    with pytest.raises(ConfigError, match=r"validation\.sources has .*/0000.\.tar, which data\.sources trains on"):
+        check_held_out(config_of(folder, "demo", f"data.sources=[{{path: '{folder / spelled}'}}]"))
+
+
 def test_a_start_looks_for_the_held_out_clips_where_it_measures_their_loss_alone(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
