@@ -266,7 +266,7 @@ def test_what_a_killed_controller_was_at_begins_again_with_the_next(folder: Path
 
 
 def test_a_checkpoint_that_is_made_again_is_measured_again(folder: Path, tmp_path: Path) -> None:
-    """Training may go back behind a checkpoint that is damaged: the works of its first round are not those of the
+    """Training may go back to before a checkpoint that is damaged: the works of its first round are not those of the
     second, which ends, with files of its own."""
     checkpoint_of(tmp_path, 39)
     live = live_of(folder, tmp_path)
