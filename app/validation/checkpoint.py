@@ -36,7 +36,7 @@ def validate(
 ) -> HeldOutMeasured:
     """Body of the command: what is not given is that of the run. Prints what it finds, and returns it.
 
-    Raises ConfigError where there is nothing to measure or no run behind the weights, DataError where no clip fits a
+    Raises ConfigError where there is nothing to measure or the weights are of no run, DataError where no clip fits a
     bucket of the run, and what `saved_model` raises.
     """
     if is_pipeline(checkpoint):
