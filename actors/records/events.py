@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self, dataclass_transform
 
-from actors.records.lines import line_of, record_of
+from actors.records.lines import finite, line_of, record_of
 from ops.counted import counted, first_of
 
 
@@ -597,6 +597,11 @@ class HeldOutMeasured(RunEvent, event="held_out"):
         about = f"{counted(self.clips, 'clip')}{unread}, {self.seconds:.0f} s"
         when = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
         return f"held-out loss{when}: {self.loss:.4f} ({about})"
+
+    def line(self) -> dict[str, object]:
+        """The event's object in events.jsonl; a loss that is not finite is null there."""
+        line = super().line()
+        return line | {name: finite(line[name]) for name in ("loss", "by_bucket", "by_noise")}
 
 
 class HeldOutFailed(RunEvent, event="held_out_failed"):

@@ -66,6 +66,17 @@ def record_of(cls: type[R], line: Mapping[str, object], renamed: Mapping[str, st
     return cls(**values)
 
 
+def finite(value: object) -> object:
+    """The value, or the mapping of numbers, with None in the place of each that is not finite: JSON has no NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        if all(map(math.isfinite, value.values())):  # numbers of a thousand workers
+            return value
+        return {key: finite(child) for key, child in value.items()}
+    return value
+
+
 @cache
 def _fields(cls: type[DataclassInstance]) -> tuple[tuple[str, Convert, Callable[[], object] | None], ...]:
     """Name, reader and empty value of each field; no empty value where the field has a default."""

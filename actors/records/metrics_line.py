@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.records.lines import line_of, record_of
+from actors.records.lines import finite, line_of, record_of
 
 # Key of versions 0.1 and early 0.2 -> field.
 RENAMED = {"planned_s": "predicted_s", "plan_s": "planning_s"}
@@ -82,23 +82,13 @@ class StepMetrics:
 
     def line(self) -> dict[str, object]:
         """The line's object in metrics.jsonl; numbers that are not finite are null there, as JSON has none."""
-        line = {name: _finite(value) for name, value in line_of(self).items()}
+        line = {name: finite(value) for name, value in line_of(self).items()}
         if not self.recomputed:
             del line["recomputed"]
         for name in _LATER:
             if line[name] in (None, {}) or (name == "tokens" and not self.tokens):
                 del line[name]
         return line
-
-
-def _finite(value: object) -> object:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        if all(map(math.isfinite, value.values())):  # numbers of a thousand workers
-            return value
-        return {key: _finite(child) for key, child in value.items()}
-    return value
 
 
 def metrics_of(line: Mapping[str, object]) -> StepMetrics:

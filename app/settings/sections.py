@@ -116,6 +116,11 @@ class ValidationConfig:
         weights = [source.weight for source in self.sources]
         if any(weights):
             check_weights(weights, "validation.sources")
+        if made := next((source.path for source in self.sources if source.synthetic), ""):
+            raise ValueError(
+                f"validation.sources path {made!r} is synthetic: what is made is the set that the demo trains on. Make "
+                f"another with `heddle data synth --seed`, and leave synthetic out."
+            )
         if self.every and not self.sources:
             raise ValueError(
                 f"validation.every is {self.every} and validation.sources is empty; give a source that is not among "

@@ -65,8 +65,7 @@ class LiveHeldOut:
 
     def open(self) -> list[RunEvent]:
         """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. A round in
-        whose middle the controller or the whole run was killed begins again. Returns an event for each that does not.
-        """
+        whose middle the controller or the whole run ended begins again. Returns an event for each that does not."""
         from actors.state.checkpoint_files import is_complete
 
         left = sorted({int(held.name.split("-")[1]) for held in self._held_at.glob("step-*-*")})
@@ -80,7 +79,7 @@ class LiveHeldOut:
         if left and is_complete(self._checkpoint(left[-1])):
             self._next = self._round_of(left.pop(), clips)
             self._begin_next()
-        return [HeldOutFailed(step=step, why="the run was killed before it was measured") for step in left]
+        return [HeldOutFailed(step=step, why="the run ended before it was measured") for step in left]
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
@@ -135,12 +134,13 @@ class LiveHeldOut:
         return None if late is None else HeldOutFailed(step=late.step, why="the next one is due and it has not begun")
 
     def close(self) -> None:
-        """The run is over."""
-        for left in (self._round, self._next):
-            if left is not None:
-                log.warning("no held-out loss after %s: the run is over", counted(left.step + 1, "step"))
+        """The run is over, or goes on later: of what is not measured the step is kept, for `open`, and no file."""
+        left = [one for one in (self._round, self._next) if one is not None]
         self._round = self._next = None
         shutil.rmtree(self._held_at, ignore_errors=True)
+        for one in left:
+            log.warning("not measured yet: the held-out loss after %s", counted(one.step + 1, "step"))
+            one.held_at.mkdir(parents=True, exist_ok=True)
 
     def _round_of(self, step: int, clips: Sequence[HeldOutClip]) -> _HeldOutRound:
         from app.validation.work import HeldOutPart, HeldOutWork

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from actors.messages import WAITS, CascadeTask, StepSample, TurnReport
-from actors.records.events import HeldOutFailed, HeldOutMeasured
+from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html
 from app.run import launch
@@ -78,6 +79,8 @@ def test_what_cannot_be_measured_is_refused_by_name(folder: Path) -> None:
         config_of(folder, "demo", "validation.sources=[]")
     with pytest.raises(ConfigError, match=r"validation\.sources weights 0\.5, 0 sum to 0\.5, not 1"):
         config_of(folder, "demo", "validation.sources=[{path: a.tar, weight: 0.5}, {path: b.tar}]")
+    with pytest.raises(ConfigError, match=r"b/shards/0\.tar' is synthetic"):
+        config_of(folder, "demo", "validation.sources=[{path: b/shards/0.tar, synthetic: true}]")
     with pytest.raises(ConfigError, match=r"which data\.sources trains on"):
         config_of(folder, "demo", f"data.sources=[{{path: {folder / 'shards'}}}]")
     with pytest.raises(DataError, match="no sample can be trained"):
@@ -250,14 +253,18 @@ def checkpoint_of(run_dir: Path, step: int) -> None:
     (folder / "COMPLETE").write_text(json.dumps({"files": {}}))
 
 
-def test_what_a_killed_controller_was_at_begins_again_with_the_next(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["killed", "closed"])
+def test_what_a_controller_was_at_begins_again_with_the_next(folder: Path, tmp_path: Path, end: str) -> None:
     checkpoint_of(tmp_path, 39)
     checkpoint_of(tmp_path, 79)
-    killed = live_of(folder, tmp_path)
-    killed.on_checkpoint(39)
-    killed.on_checkpoint(79)
+    before = live_of(folder, tmp_path)
+    before.on_checkpoint(39)
+    before.on_checkpoint(79)
+    if end == "closed":
+        before.close()
+        assert not list(tmp_path.glob(".held_out/*/*")), "what is left keeps no file"
     live = live_of(folder, tmp_path)
-    assert live.open() == [HeldOutFailed(step=39, why="the run was killed before it was measured")]
+    assert live.open() == [HeldOutFailed(step=39, why="the run ended before it was measured")]
     works = live.wanted()
     assert {work.step for work in works} == {79} and all((Path(w.folder) / "COMPLETE").exists() for w in works)
     events = [live.ended(done_by(work, 1.0)) for work in works]
@@ -307,3 +314,10 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     text = held_out_html({39: one, 79: replace(one, step=79, loss=0.25)})
     assert "<td>40</td><td>0.4667</td>" in text and "<td>80</td><td>0.2500</td>" in text and "noise 0.25-0.5" in text
     assert held_out_html({}) == ""
+
+
+def test_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:
+    one = measured(39, [ClipLoss(bucket="9x32x48", noise=0.1, loss=math.nan)], 1, 0, 1.5)
+    text = json.dumps(one.line(), allow_nan=False)
+    again = event_of(json.loads(text))
+    assert isinstance(again, HeldOutMeasured) and math.isnan(again.loss) and math.isnan(again.by_bucket["9x32x48"])

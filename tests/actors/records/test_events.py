@@ -83,6 +83,10 @@ WORDS = {  # a value for every field that an event has
     "cpus": 1.0,
     "nodes_avoided": 1,
     "cpus_avoided": 6.0,
+    "clips": 12,
+    "unread": 1,
+    "by_bucket": {"17x64x96": 0.5},
+    "by_noise": {"0-0.25": 0.5},
 }
 
 
