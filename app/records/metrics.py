@@ -151,10 +151,7 @@ class Metrics:
 
     def held_out(self, measured: HeldOutMeasured) -> None:
         """A loss of held-out clips, for trackers: at the step of its checkpoint, which is over by now."""
-        curves = [("held_out/loss", measured.loss)]
-        curves += [(f"held_out/loss_by_bucket/{name}", loss) for name, loss in measured.by_bucket.items()]
-        curves += [(f"held_out/loss_by_noise/{name}", loss) for name, loss in measured.by_noise.items()]
-        self._trackers.log(measured.step, measured.time, curves)
+        self._trackers.log(measured.step, measured.time, held_out_scalars(measured))
 
     def close(self) -> None:
         self._workers.close()
@@ -207,6 +204,13 @@ def scalars(record: StepMetrics) -> list[tuple[str, float]]:
         elif _is_number(value):
             tagged.append((TAGS.get(name, f"run/{name}"), float(value)))
     return tagged + _ratios(record)
+
+
+def held_out_scalars(measured: HeldOutMeasured) -> list[tuple[str, float]]:
+    """Tags and values of a loss of held-out clips."""
+    tagged = [("held_out/loss", measured.loss)]
+    tagged += [(f"held_out/loss_by_bucket/{name}", loss) for name, loss in measured.by_bucket.items()]
+    return tagged + [(f"held_out/loss_by_noise/{name}", loss) for name, loss in measured.by_noise.items()]
 
 
 def _ratios(record: StepMetrics) -> list[tuple[str, float]]:

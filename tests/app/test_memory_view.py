@@ -58,7 +58,7 @@ def test_a_node_with_too_little_memory_of_its_own_is_refused_and_one_with_enough
     path = cluster(tmp_path, 8.0)
     Path(path).write_text(Path(path).read_text() + "host_gib: 0.001\n")
     monkeypatch.setattr("tests.app.test_memory_view.cluster", lambda folder, gib: path)
-    short = r"a node has 0\.0 GiB of host memory for training, .*two versions.*set sample\.every: 0"
+    short = r"a node has 0\.0 GiB of host memory for training, .*two versions.*set sample\.every and valida"
     with pytest.raises(PlanError, match=short):
         plan(tmp_path, 8.0, "sample.every=100", "checkpoint.every=100", 'sample.prompts=["a dot"]')
     Path(path).write_text(Path(path).read_text().replace("0.001", "64"))

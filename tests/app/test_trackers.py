@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.records.events import HeldOutMeasured
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
-from app.records.metrics import TAGS, Metrics, scalars
+from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
 from app.records.trackers import TRACKERS, Trackers, gauge_of
 from app.settings.config import RunConfig
 from app.settings.packages import check_installed
@@ -21,6 +22,7 @@ from tests.app.test_metrics import line
 from tests.rays import local_ray
 
 ROOT = Path(__file__).parents[2]
+HELD_OUT = HeldOutMeasured(step=4, loss=1.0, clips=1, unread=0, by_bucket={}, by_noise={}, seconds=1.0)
 RUN = "run: {name: tracked}\ndata: {sources: [{path: clips.tar}]}\n"
 
 
@@ -203,6 +205,7 @@ def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
     of_workers = ("tflops", "mfu", "hfu", "wait_sync", "exposed")
     values |= {f"{name}_by_worker": {"w0": 1.0} for name in of_workers}  # type: ignore[misc]
     gauges = {f"ray_{gauge_of(tag)[0]}" for tag, _ in scalars(line(0, **values))}
+    gauges |= {f"ray_{gauge_of(tag)[0]}" for tag, _ in held_out_scalars(HELD_OUT)}
     asked = {target["expr"].partition("{")[0] for panel in board["panels"] for target in panel["targets"]}
     assert asked and asked <= gauges
     assert {f"ray_heddle_workers_{name}" for name in of_workers} <= asked
@@ -229,7 +232,8 @@ def test_the_port_of_a_node_serves_every_gauge_that_the_dashboard_asks_for() -> 
             }
             until = time.monotonic() + 120
             while time.monotonic() < until:
-                tracker.log(0, 0.0, scalars(line(0, **values)))  # type: ignore[arg-type]
+                tracker.log(9, 0.0, scalars(line(9, **values)))  # type: ignore[arg-type]
+                tracker.log(4, 0.0, held_out_scalars(HELD_OUT))  # of a checkpoint, late: no other gauge changes
                 with suppress(OSError), urllib.request.urlopen(url, timeout=10) as answer:
                     if wanted(gauges_of(answer.read().decode(), "demo")):
                         return True
@@ -239,6 +243,7 @@ def test_the_port_of_a_node_serves_every_gauge_that_the_dashboard_asks_for() -> 
         assert served({"w0": 0.25, "w1": 0.75}, lambda found: asked <= {name for name, _ in found})
         mfu = "ray_heddle_workers_mfu"
         assert served({"w0": 0.5}, lambda found: (found.get((mfu, "w0")), found.get((mfu, "w1"))) == (0.5, 0.0))
+        assert served({"w0": 0.5}, lambda found: found.get(("ray_heddle_step", "")) == 9)
 
 
 def gauges_of(text: str, run: str) -> dict[tuple[str, str], float]:

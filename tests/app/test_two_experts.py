@@ -249,7 +249,7 @@ def test_samples_of_a_run_of_one_expert_are_told_to_wait_where_its_workers_take_
         assert live.expected == (expert == "both")
         started: list[bool] = []
         monkeypatch.setattr(live, "_start_task", lambda started=started: started.append(True))
-        monkeypatch.setattr(live_samples, "_held", lambda checkpoint, at: checkpoint)
+        monkeypatch.setattr(live_samples, "held_checkpoint", lambda checkpoint, at: checkpoint)
         live.on_checkpoint(3)
         assert (len(live.wanted()), len(started)) == ((1, 0) if expert == "both" else (0, 1))
 

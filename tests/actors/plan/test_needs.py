@@ -130,7 +130,7 @@ def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
     dit: WanConfig | HunyuanConfig, degrees: tuple[int, ...]
 ) -> None:
     """A row of text takes less than one of video in one model, more in the other. Each of several clips has modulation
-    of its own, which is a percent of models as small as these."""
+    of its own, 3 % of what models as small as these need."""
     model = ModelConfig(dit=dit, text=TextConfig(max_length=64), vae=VAEConfig(kind="haar"))
     geometry, clip, needs = Geometry(), (17, 64, 96), Needs()
     predict_dit(needs, model, geometry, [clip, (1, 64, 96)], degrees, Precision())
@@ -138,7 +138,7 @@ def test_no_caption_makes_a_cascade_need_more_than_was_predicted(
         samples = [Samples(count=count, frames=17, height=64, width=96, text_tokens=text)]
         predicted = needs.gib(footprint("dit", samples, degree, geometry.tokens, needs))
         real = dit_need_gib(dit, [PackedSequence(geometry.token_grid(*clip), text)] * count, degree, Precision())
-        assert predicted is not None and 0.98 * real <= predicted <= 1.1 * real, (count, text, degree)
+        assert predicted is not None and 0.95 * real <= predicted <= 1.1 * real, (count, text, degree)
 
 
 def counted_for_wan_14b(

@@ -87,7 +87,9 @@ def test_one_sample_is_counted_on_every_node_and_more_are_made_where_there_is_ro
     assert asides_at_once(found) == 1 + int(spare / gib) > 1
     assert asides_at_once(plain) is None and asides_at_once(found[2:]) is None
     short = [(node, need, need.total - 1) for node, need, _ in found]
-    with pytest.raises(PlanError, match=r"lower snapshot\.copies, set sample\.every: 0, or train fewer"):
+    with pytest.raises(
+        PlanError, match=r"snapshot\.copies, set sample\.every and validation\.every to 0, or train fewer"
+    ):
         refuse_short_hosts(short)
 
 
