@@ -29,6 +29,7 @@ from ops.units import share_units
 from ops.uploads import upload
 
 if TYPE_CHECKING:
+    from ops.config import PictureNoise
     from ops.models.text import TextEncoder
 
 
@@ -68,21 +69,10 @@ class Encoding:
         executor.ready(task)
         with executor.cascade(task) as measure:
             pixels, group = video if isinstance(video, Tensor) else torch.from_numpy(video), measure.meet()
-            noise = self._picture_noise(task)
+            seen = [(one.step, one.key) for one in task.samples]
+            noise = picture_noise(executor.train.picture_noise, executor.train.seed, seen)
             rows = encode_clips(executor.modules, executor.frame, pixels, group, measure, executor.device, noise)
             return self._deliver(task, rows, ok)
-
-    def _picture_noise(self, task: CascadeTask) -> list[ScaledNoise]:
-        """What the VAE sees on the picture of each sample; nothing where pictures get no noise."""
-        law, seed = self.executor.train.picture_noise, self.executor.train.seed
-        if law is None:
-            return []
-        return [
-            ScaledNoise(
-                draw_picture_sigma(law, seed, one.step, one.key), NoiseKey.of(seed, one.step, f"picture of {one.key}")
-            )
-            for one in task.samples
-        ]
 
     def _deliver(self, task: CascadeTask, rows: Sequence[Tensor], ok: Sequence[bool]) -> list[EncodeResult]:
         """Keeps and publishes what the task asks for. Returns what is published, unless its copy has just begun."""
@@ -110,6 +100,25 @@ class EncodeMeasure(Protocol):
     def phase(self, name: str) -> None: ...
 
     def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]: ...
+
+
+class NoMeasure:
+    """Where no cascade of a run is timed. A lack of memory is no reason to encode in parts."""
+
+    def phase(self, name: str) -> None: ...
+
+    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
+        return encode(samples) if len(samples) else []
+
+
+def picture_noise(law: PictureNoise | None, seed: int, samples: Sequence[tuple[int, str]]) -> list[ScaledNoise]:
+    """What the VAE sees on the picture of each sample (step, key); nothing where pictures get no noise."""
+    if law is None:
+        return []
+    return [
+        ScaledNoise(draw_picture_sigma(law, seed, step, key), NoiseKey.of(seed, step, f"picture of {key}"))
+        for step, key in samples
+    ]
 
 
 def encode_texts(

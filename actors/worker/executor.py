@@ -20,7 +20,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.messages import (
     CascadeShape,
@@ -58,6 +58,7 @@ from ops.train_pass import PassClip, sequence_losses, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
+    from ops.config import FlowConfig
 
 
 class Executor:
@@ -363,7 +364,7 @@ class Executor:
         """
         with self.cascade(task) as measure:
             group, modules = measure.meet(), self.modules
-            compute = self._compute_dtype()
+            compute = compute_dtype(modules.dit)
             measure.phase("handoff")
             inputs = gather_inputs(
                 task.samples,
@@ -412,7 +413,7 @@ class Executor:
                 dtype=compute,
                 autocast=self.train.autocast == "bfloat16",
                 phase=measure.phase,
-                conditions=self._conditions(inputs.tails, pooled),
+                conditions=conditions_of(self.frame, inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
             measure.tell_seconds(pass_timing(transformer))
@@ -481,13 +482,7 @@ class Executor:
         return self.frame.width, self.modules.config.text.d_model
 
     def _clean_frames(self, sample: StepSample) -> int:
-        """How many frames of the token grid the transformer gets as they are. Of an image there is no other frame."""
-        given = self.frame.given or is_first_frame_given(self.train.flow, self.train.seed, sample.step, sample.key)
-        return int(given and sample.grid[0] > 1)
-
-    def _conditions(self, tails: list[Tensor], pooled: Tensor | None) -> Conditions:
-        images = torch.cat([self.frame.image_of(tail) for tail in tails]) if self.frame.tail else None
-        return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
+        return clean_frames(self.frame, self.train.flow, self.train.seed, sample.step, sample.key, sample.grid)
 
     def _activation_bytes(self) -> int:
         """Bytes of an element that attention gives."""
@@ -495,10 +490,25 @@ class Executor:
             return 2
         return next(self.modules.dit.parameters()).element_size()
 
-    def _compute_dtype(self) -> torch.dtype:
-        """Noise, targets and loss are at least fp32, whatever the parameters are."""
-        parameter = next(self.modules.dit.parameters())
-        return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+def clean_frames(
+    frame: FirstFrame, flow: FlowConfig, seed: int, step: int, key: str, grid: tuple[int, int, int]
+) -> int:
+    """How many frames of its token grid the transformer gets of a sample as they are. Of an image there is no other
+    frame."""
+    given = frame.given or is_first_frame_given(flow, seed, step, key)
+    return int(given and grid[0] > 1)
+
+
+def conditions_of(frame: FirstFrame, tails: Sequence[Tensor], pooled: Tensor | None) -> Conditions:
+    """What a pass gets beside its text: images from the rows after those of the tokens, vectors [S, V]."""
+    images = torch.cat([frame.image_of(tail) for tail in tails]) if frame.tail else None
+    return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
+
+
+def compute_dtype(dit: nn.Module) -> torch.dtype:
+    """Noise, targets and loss are at least fp32, whatever the parameters are."""
+    return torch.promote_types(next(dit.parameters()).dtype, torch.float32)
 
 
 def _whole() -> None:

@@ -271,11 +271,11 @@ class Bench:
         return work, self.attention.end(need_gib) if module == "dit" else need_gib
 
     def _text(self, shape: ProfiledShape) -> Callable[[], object]:
-        from actors.worker.encoding import encode_texts
+        from actors.worker.encoding import NoMeasure, encode_texts
 
         captions = [self._caption(shape.text_tokens)] * shape.batch
         pictures = [np.zeros((*_PICTURE, 3), np.uint8)] * (shape.batch if self.model.text.sees_picture else 0)
-        return lambda: encode_texts(self.text, captions, self.group, _WholeMeasure(), self.device, pictures)
+        return lambda: encode_texts(self.text, captions, self.group, NoMeasure(), self.device, pictures)
 
     def _caption(self, tokens: int) -> str:
         """A caption of about this many tokens."""
@@ -291,13 +291,13 @@ class Bench:
         size = (shape.batch, bucket.frames, bucket.height, bucket.width, 3)
         video = torch.randint(0, 256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
-        from actors.worker.encoding import encode_clips
+        from actors.worker.encoding import NoMeasure, encode_clips
         from actors.worker.loading import Modules
 
         modules = Modules(
             config=self.model, geometry=self.geometry, dit=self.dit, vae=self.vae, text=self.text, image=self.image
         )
-        return lambda: encode_clips(modules, self.frame, video, self.group, _WholeMeasure(), self.device)
+        return lambda: encode_clips(modules, self.frame, video, self.group, NoMeasure(), self.device)
 
     def _dit(self, shape: ProfiledShape) -> Callable[[], object]:
         """Forward and backward of one packed batch, gradients accumulated as in training; in a bag after the handoff
@@ -383,12 +383,3 @@ class Bench:
 
 def _let_fall(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-class _WholeMeasure:
-    """Stands for what times a cascade of a run: a lack of memory is a limit here, and no reason to encode in parts."""
-
-    def phase(self, name: str) -> None: ...
-
-    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        return encode(samples) if len(samples) else []

@@ -19,19 +19,19 @@ from torch import Tensor
 
 from actors.config import TrainConfig
 from actors.messages import WAITS
-from actors.worker.encoding import encode_clips, encode_texts
+from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
+from actors.worker.executor import clean_frames, compute_dtype, conditions_of
 from actors.worker.loading import Modules
 from app.sampling.live_clip import checkpoint_weights
 from app.validation.clips import SEED, HeldOutClip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
 from data.types import Batch
 from ops.comm import Group
-from ops.conditions import NOTHING, Conditions
+from ops.conditions import Conditions
 from ops.models.experts import transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.noise import NoiseKey, ScaledNoise
-from ops.objective import TIMES, draw_expert, draw_picture_sigma, is_first_frame_given, objective_of
+from ops.objective import TIMES, draw_expert, objective_of
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.sampling import evaluating
@@ -127,15 +127,6 @@ class HeldOutWork:
         return self.part.run(modules, device, before)
 
 
-class _NoMeasure:
-    """Stands for what times a cascade of a run, and takes lack of memory as it comes."""
-
-    def phase(self, name: str) -> None: ...
-
-    def in_parts(self, encode: Callable[[range], list[Tensor]], samples: range) -> list[Tensor]:
-        return encode(samples)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _EncodedClip:
     """A clip as the transformer gets it, but for noise."""
@@ -153,18 +144,16 @@ class _EncodedClip:
     @torch.no_grad()
     def of(clip: HeldOutClip, batch: Batch, modules: Modules, train: TrainConfig, device: torch.device) -> _EncodedClip:
         """Encode pixels (uint8 [1, T, H, W, 3]) and caption of the batch."""
-        frame, solo, measure = FirstFrame.of(modules.config), Group.solo(), _NoMeasure()
-        dtype = torch.promote_types(next(modules.dit.parameters()).dtype, torch.float32)
+        frame, solo, measure = FirstFrame.of(modules.config), Group.solo(), NoMeasure()
+        dtype = compute_dtype(modules.dit)
         seen = [batch.video[0, 0]] if modules.config.text.sees_picture else []
-        noise = _picture_noise(train, clip.key)
+        noise = picture_noise(train.picture_noise, SEED, [(0, clip.key)])
         (text,) = encode_texts(modules.text, batch.captions, solo, measure, device, seen)
         (rows,) = encode_clips(modules, frame, torch.from_numpy(batch.video), solo, measure, device, noise)
         (text,), pooled = split([text.to(device, dtype)], modules.config.text)
         rows = rows.to(device, dtype)
         grid = modules.geometry.token_grid(*clip.job.shape[1:4])
         tokens = math.prod(grid)
-        images = frame.image_of(rows[tokens:]) if frame.tail else None
-        conditions = NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
         return _EncodedClip(
             clip=clip,
             modules=modules,
@@ -173,15 +162,14 @@ class _EncodedClip:
             grid=grid,
             rows=rows[:tokens],
             text=text,
-            conditions=conditions,
+            conditions=conditions_of(frame, [rows[tokens:]], pooled),
         )
 
     def loss(self, draw: int) -> ClipLoss:
         """At the noise level of this draw, of the expert that it falls to."""
         model, flow, key = self.modules.config, self.train.flow, self.clip.key
         frame = FirstFrame.of(model)
-        given = frame.given or is_first_frame_given(flow, SEED, draw, key)
-        clean = int(given and self.grid[0] > 1)
+        clean = clean_frames(frame, flow, SEED, draw, key, self.grid)
         sequence = PackedSequence(self.grid, len(self.text), frame.image_tokens, clean, self.clip.own_rate)
         experts = [expert.sigmas for expert in model.dit.experts]
         expert = draw_expert(flow, SEED, draw, key, sequence.tokens, experts)
@@ -203,11 +191,3 @@ class _EncodedClip:
             )
         noise = found.level if model.dit.diffusion is None else found.level / TIMES
         return ClipLoss(bucket=self.clip.bucket, noise=noise, loss=found.loss)
-
-
-def _picture_noise(train: TrainConfig, key: str) -> list[ScaledNoise]:
-    """What the VAE sees on the picture of a clip that is made from one; nothing where pictures get no noise."""
-    law = train.picture_noise
-    if law is None:
-        return []
-    return [ScaledNoise(draw_picture_sigma(law, SEED, 0, key), NoiseKey.of(SEED, 0, f"picture of {key}"))]
