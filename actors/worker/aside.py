@@ -275,7 +275,7 @@ class AsideThread:
             made = self.work.make(self._modules, self._device, self._before)
         except _AbandonedAside:
             return
-        except Exception as error:  # a thread's boundary: the turn reports it, and it never ends the run
+        except BaseException as error:  # a panic of a library in Rust is no Exception: whoever waits must hear of it
             failure = error
         with self._change:
             if not self._abandoned:

@@ -132,6 +132,29 @@ def test_a_turn_ends_where_the_next_piece_does_not_fit() -> None:
     assert (last.took_s, last.made) == (1.0, [8.0] * 6)
 
 
+class Panic(BaseException):
+    """As a library written in Rust raises it: no Exception."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("where", ["weights", "piece"])
+def test_an_aside_that_ends_in_a_panic_is_told_and_holds_nobody_up(where: str) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Panics(Steps):
+        def weights(self, modules: Any) -> Mapping[str, Tensor]:
+            if where == "weights":
+                raise Panic("index out of bounds")
+            return super().weights(modules)
+
+    def tick() -> None:
+        raise Panic("index out of bounds")
+
+    of, _ = asides()
+    report = of.turn(task(Panics(tick=tick), whole=True))
+    assert (report.ended, report.failed) == (True, "index out of bounds")
+    assert of.turn(task(Steps(name="b"), whole=True)).made == [8.0] * 3
+
+
 class Brought(dict[str, Tensor]):
     """Weights that take a second to be copied to a device."""
 
