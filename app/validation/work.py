@@ -95,13 +95,16 @@ class HeldOutPart:
                     return None
 
             coming = ahead.submit(decode, self.clips[0])
-            for clip, later in zip(self.clips, (*self.clips[1:], None), strict=True):
-                if not coming.done():
-                    before(WAITS)  # for seconds, or for all that a clip which hangs the decoder may take
-                batch = coming.result()
-                if later is not None:
-                    coming = ahead.submit(decode, later)
-                yield clip, batch
+            try:
+                for clip, later in zip(self.clips, (*self.clips[1:], None), strict=True):
+                    if not coming.done():
+                        before(WAITS)  # for seconds, or for all that a clip which hangs the decoder may take
+                    batch = coming.result()
+                    if later is not None:
+                        coming = ahead.submit(decode, later)
+                    yield clip, batch
+            finally:
+                process.abandon()  # after a failure the clip ahead may hang it, and a turn waits for this thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,13 +49,15 @@ class DecodeProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._ready = False
+        self._ready = self._abandoned = False
 
     def decode(self, job: DecodeJob, timeout_s: float) -> Batch:
         """The batch of a job. Raises DataIOError as decode_job does."""
         process = self._running()
         assert process.stdin is not None and process.stdout is not None
         try:
+            if self._abandoned:
+                process.kill()
             if not self._ready:  # its start does not count as time of the clip
                 self._ready = _receive(partial(_read, process.stdout, time.monotonic() + START_SECONDS)) == READY
             _send(process.stdin, job)
@@ -71,6 +73,13 @@ class DecodeProcess:
             raise answer
         assert isinstance(answer, Batch), f"the decoder answered {answer!r}"
         return answer
+
+    def abandon(self) -> None:
+        """No batch is wanted any more: a job that another thread waits for ends now, as each later one, by
+        DecoderDied."""
+        self._abandoned = True  # first: a process that starts meanwhile is ended by `decode`
+        if (process := self._process) is not None:
+            process.kill()
 
     @property
     def pid(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -197,6 +198,28 @@ def test_a_clip_that_ends_its_decoder_counts_nowhere(
     (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
     done = work_of(resolved, dangerous, draws=1).run(host.executor.modules, CPU)
     assert done.unread == 1 and [one.bucket for one in done.losses] == [clips[0].bucket, clips[2].bucket]
+
+
+def test_a_failure_does_not_wait_for_the_clip_that_is_decoded_ahead(
+    folder: Path, ended: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a run the worker waits for it within a step, and all the others for that worker."""
+    resolved, clips = clips_of(config_of(folder, "demo", "validation.clips=2"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "data"))
+    monkeypatch.setenv("CRASHING_CLIPS", "")
+    monkeypatch.setenv("HANGING_CLIPS", clips[1].job.clips[0].key)
+    dangerous = [replace(clip, job=replace(clip.job, decoder="dangerous_decoder:decode")) for clip in clips]
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    failed_at: list[float] = []
+
+    def fail(piece: str) -> None:
+        if piece.startswith("loss"):
+            failed_at.append(time.monotonic())
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        work_of(resolved, dangerous).run(host.executor.modules, CPU, fail)
+    assert time.monotonic() - failed_at[0] < 30, "the decoder may take 60 s for a clip"
 
 
 # -- beside a run
