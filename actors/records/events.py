@@ -59,6 +59,10 @@ def _because(why: str) -> str:
     return f" ({why})" if why else ""
 
 
+def _parts(asides: tuple[str, ...]) -> str:
+    return f"{counted(len(asides), 'part')} of samples and held-out losses"
+
+
 # -- the run -----------------------------------------------------------------------------------------------------------
 
 
@@ -614,6 +618,32 @@ class HeldOutFailed(RunEvent, event="held_out_failed"):
         if self.step < 0:
             return f"no held-out loss in this run{_because(self.why)}"
         return f"no held-out loss after {counted(self.step + 1, 'step')}{_because(self.why)}"
+
+
+class AsidesAwaited(RunEvent, event="asides_awaited"):
+    """All steps are done, and the run goes on for what its workers make of its checkpoints."""
+
+    asides: tuple[str, ...]  # their names
+    limit_s: float
+
+    def describe(self) -> str:
+        return (
+            f"all steps are done; the run waits up to {self.limit_s:.0f} s for {_parts(self.asides)}, and whoever ends "
+            f"it now loses only these"
+        )
+
+
+class AsidesLeft(RunEvent, event="asides_left"):
+    """The run ends without the last of what its workers make of its checkpoints."""
+
+    asides: tuple[str, ...]
+    why: str
+
+    def describe(self) -> str:
+        return (
+            f"the run ends without {_parts(self.asides)}{_because(self.why)}; `heddle sample` and `heddle validate` "
+            f"make them from its last checkpoint"
+        )
 
 
 class CheckpointFailed(RunEvent, event="checkpoint_failed"):

@@ -24,18 +24,17 @@ from actors.messages import AsideWork, TurnReport, TurnTask
 from actors.outcome import Tell
 from actors.plan.types import Cascade
 from actors.ray_calls import GONE, get, wait
-from actors.records.events import RunEvent
+from actors.records.events import AsidesAwaited, AsidesLeft, RunEvent
 from actors.refs import Ref
 from actors.run.dispatch import end_of
 from actors.run.failures import failed_turn
 from actors.step import Seat
-from ops.counted import counted
 from ops.waiting import Patience
 
 log = logging.getLogger(__name__)
 
 MAX_LOSSES = 3  # of workers while they had one aside
-FINISH_S = 600.0  # the last asides of a run may take this long after its last step
+FINISH_S = 600.0  # who ends the run meanwhile loses nothing else
 _LOOK_S = 1.0
 
 
@@ -94,8 +93,9 @@ class AsideQueue:
     _losses: Counter[str] = field(default_factory=Counter)  # by name
 
     @property
-    def left(self) -> int:
-        return len(self.waiting) + len(self.held)
+    def left(self) -> tuple[str, ...]:
+        """Names of those that are not made."""
+        return tuple(work.name for work in (*self.held.values(), *self.waiting))
 
     def add(self, works: Sequence[AsideWork]) -> None:
         self.waiting.extend(works)
@@ -154,8 +154,9 @@ def _nodes(world: Sequence[Seat]) -> dict[str, str]:
 class AsideTurns:
     """The asides of one run: asks workers, hears what they say, tells the source that wanted them."""
 
-    def __init__(self, source: AsideSource, tell: Tell) -> None:
-        self._source, self._tell = source, tell
+    def __init__(self, source: AsideSource, tell: Tell, finish_s: float = FINISH_S) -> None:
+        """The last ones may take `finish_s` after the last step."""
+        self._source, self._tell, self._finish_s = source, tell, finish_s
         self._queue = AsideQueue()
         self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
         self._practised: set[str] = set()  # workers that have made one: nothing of the next is compiled there
@@ -197,26 +198,40 @@ class AsideTurns:
                 self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience, elsewhere=by)
 
     def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> None:
-        """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Never raises."""
-        until, alive = time.monotonic() + FINISH_S, list(world)
+        """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Events say that the
+        run goes on for it, and what it ends without. Never raises."""
         try:
-            while alive and time.monotonic() < until:
-                gone = self._hear(_LOOK_S)
-                alive = [seat for seat in alive if seat.name not in gone]
-                self._queue.add(self._source.wanted())
-                self._queue.deal(_nodes(alive), self._most)
-                if not self._queue.left:
-                    return
-                if unwanted():
-                    break
-                asked = set(self._asked.values())
-                for seat in alive:
-                    if seat.name not in asked:
-                        self._ask(seat, generation, -1, whole=True)
+            self._finish(generation, world, unwanted)
         except Exception:
             log.exception("the last asides were not made")
-        if self._queue.left:
-            log.warning("not made after the last step: %s", counted(self._queue.left, "aside"))
+
+    def _finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool]) -> None:
+        until, alive, told = time.monotonic() + self._finish_s, list(world), False
+        while True:
+            gone = self._hear(_LOOK_S)
+            alive = [seat for seat in alive if seat.name not in gone]
+            self._queue.add(self._source.wanted())
+            self._queue.deal(_nodes(alive), self._most)
+            if not (left := self._queue.left):
+                return
+            if why := self._why_no_more(alive, time.monotonic() > until, unwanted):
+                self._tell(AsidesLeft(asides=left, why=why))
+                return
+            if not told:
+                told = True
+                self._tell(AsidesAwaited(asides=left, limit_s=self._finish_s))
+            asked = set(self._asked.values())
+            for seat in alive:
+                if seat.name not in asked:
+                    self._ask(seat, generation, -1, whole=True)
+
+    def _why_no_more(self, alive: Sequence[Seat], is_late: bool, unwanted: Callable[[], bool]) -> str:
+        """Why none are made any more after the last step; "" while they are."""
+        if not alive:
+            return "no worker is left"
+        if is_late:
+            return f"they were not ready {self._finish_s:.0f} s after the last step"
+        return "the run was asked to end" if unwanted() else ""
 
     def _ask(
         self,

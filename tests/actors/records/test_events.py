@@ -85,6 +85,8 @@ WORDS = {  # a value for every field that an event has
     "cpus_avoided": 6.0,
     "clips": 12,
     "unread": 1,
+    "asides": ("step-19 prompt 0",),
+    "limit_s": 600.0,
     "by_bucket": {"17x64x96": 0.5},
     "by_noise": {"0-0.25": 0.5},
 }

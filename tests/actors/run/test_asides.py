@@ -12,7 +12,7 @@ import ray
 
 from actors.messages import TurnReport, TurnTask
 from actors.plan.types import Cascade, Part
-from actors.records.events import RunEvent, SamplesFailed
+from actors.records.events import AsidesAwaited, AsidesLeft, RunEvent, SamplesFailed
 from actors.run import asides
 from actors.run.asides import MAX_LOSSES, AsideQueue, AsideTurns, gaps_of
 from actors.step import Seat
@@ -64,7 +64,7 @@ def test_who_is_free_takes_the_next_and_who_goes_gives_it_back_first() -> None:
     assert queue.end("b") and not queue.end("b")
     queue.deal(on("n", "w1", "w2"))  # w0 has gone
     assert {worker: work.name for worker, work in queue.held.items()} == {"w1": "a", "w2": "c"}
-    assert [work.name for work in queue.waiting] == ["d"] and queue.left == 3
+    assert [work.name for work in queue.waiting] == ["d"] and queue.left == ("a", "c", "d")
 
 
 def test_an_aside_that_ends_its_workers_is_given_up() -> None:
@@ -193,15 +193,33 @@ def test_a_failure_is_told_and_the_others_of_its_round_are_dropped(monkeypatch: 
 
 
 def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunEvent] = []
     source, answers = Wanting(works("a", "b", "c")), Answers(monkeypatch, w0="gone")
-    turns = AsideTurns(source, lambda event: None)
-    turns.finish(1, answers.seats("w0", "w1"))
+    AsideTurns(source, told.append).finish(1, answers.seats("w0", "w1"))
     assert sorted(report.aside for report in source.reports) == ["a", "b", "c"]
     assert all(task.whole for _, task in answers.asked)
+    assert told == [AsidesAwaited(asides=("a", "b", "c"), limit_s=600.0)], "once, as it begins to wait"
+
+
+def test_a_run_that_ends_with_nothing_left_to_make_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunEvent] = []
+    AsideTurns(Wanting([]), told.append).finish(1, Answers(monkeypatch).seats("w0"))
+    assert told == []
 
 
 def test_who_stops_the_run_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunEvent] = []
     source, answers = Wanting(works("a", "b", "c")), Answers(monkeypatch)
     asked = iter([False, True])
-    AsideTurns(source, lambda event: None).finish(1, answers.seats("w0"), lambda: next(asked))
+    AsideTurns(source, told.append).finish(1, answers.seats("w0"), lambda: next(asked))
     assert len(answers.asked) == 1
+    assert told[1:] == [AsidesLeft(asides=("b", "c"), why="the run was asked to end")]
+
+
+def test_what_is_not_ready_after_the_last_step_is_told_and_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[RunEvent] = []
+    source, answers = Wanting(works("a")), Answers(monkeypatch, w0="slow")
+    AsideTurns(source, told.append, finish_s=0.05).finish(1, answers.seats("w0"))
+    assert isinstance(told[-1], AsidesLeft) and told[-1].asides == ("a",) and answers.asked
+    AsideTurns(Wanting(works("b")), told.append).finish(1, ())
+    assert told[-1] == AsidesLeft(asides=("b",), why="no worker is left")
