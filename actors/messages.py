@@ -49,6 +49,7 @@ COPIES = "copies"  # concurrency groups of a keeper: in which it copies what oth
 READS = "reads"  # in which it hands out what it holds
 WRITES = "writes"  # in which it writes checkpoints
 LOADING = "loading"  # activity of a worker until its modules are there
+ASIDE = "aside"  # phase of a worker in a turn of an aside
 
 
 class StaleGeneration(RuntimeError):

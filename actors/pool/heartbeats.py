@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
-from actors.messages import Progress
+from actors.messages import ASIDE, Progress
 from actors.pool.monitor import LastHeartbeat, MonitorReport
 
 _LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any factor
@@ -22,16 +22,17 @@ class Stall:
 
     def __str__(self) -> str:
         late, waiting = self.first_late, ", ".join(self.waiting) or "nobody"
-        if not late.predicted_s:
+        if not late.predicted_s and late.waiting_in:
             return (
                 f"stall: all workers wait for each other's packets in {late.activity!r} (phase {late.phase}), for "
                 f"{self.running_s:.1f} s, at most {late.limit_s:g} s; the fewest exchanges have ended on {late.worker}"
             )
         verb = "wait" if len(self.waiting) > 1 else "waits"
         until = f", at most {late.limit_s:g} s" if late.limit_s else ""
+        planned = f"planned {late.predicted_s:.1f} s" if late.predicted_s else "beside the plan"
         return (
             f"stall: {late.worker} has been in {late.activity!r} (phase {late.phase}, step {late.step}) for "
-            f"{self.running_s:.1f} s, planned {late.predicted_s:.1f} s; {waiting} {verb} for it{until}"
+            f"{self.running_s:.1f} s, {planned}; {waiting} {verb} for it{until}"
         )
 
 
@@ -76,16 +77,18 @@ class Watch:
 
     def _stall(self, all_seen: list[LastHeartbeat], now: float) -> Stall | None:
         """The late one among the busy: not waiting in a collective, or else with the fewest collectives done. Of the
-        end of a step nothing is predicted: it stalls where all wait in it."""
+        end of a step nothing is predicted: it stalls where all wait in it, or for one in a turn of an aside."""
         age = {seen.progress.worker: now - seen.since for seen in all_seen}
         all_progress = [seen.progress for seen in all_seen]
         self._stalled &= {(p.worker, p.since) for p in all_progress}
         newest = max((p.generation for p in all_progress), default=-1)
-        at_end = all(p.waiting_in and p.step >= 0 for p in all_progress if p.generation == newest)
+        present = [p for p in all_progress if p.generation == newest]
+        at_end = all(p.waiting_in and p.step >= 0 for p in present)
+        ending = [p for p in present if at_end or (p.phase == ASIDE and any(other.waiting_in for other in present))]
         busy = [
             p
             for p in all_progress
-            if (p.predicted_s > 0 or (at_end and p.generation == newest))
+            if (p.predicted_s > 0 or p in ending)
             and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
         ]
         first = first_late(busy)

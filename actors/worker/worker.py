@@ -20,6 +20,7 @@ from datetime import timedelta
 import torch
 
 from actors.messages import (
+    ASIDE,
     SNAPSHOTS,
     CascadeTask,
     FinishTask,
@@ -299,7 +300,7 @@ class Worker:
             return TurnReport(aside=task.aside.name)
         for module in ENCODED:
             self._ready(module, task)
-        self.heartbeat.activity(f"aside s{task.step}", "aside", task.step, 0.0, task.patience)
+        self.heartbeat.activity(f"aside s{task.step}", ASIDE, task.step, 0.0, task.patience)
         executor.settle()
         with bar(f"aside s{task.step}"):
             report = self._asides.turn(task)

@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import Orders, Progress
+from actors.messages import ASIDE, Orders, Progress
 from actors.pool.heartbeats import Stall, Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.heartbeat import Heartbeat
@@ -98,6 +98,22 @@ def test_the_end_of_a_step_stalls_where_all_wait_in_it() -> None:
         assert stall is not None and stall.first_late.worker == "w0" and stall.running_s == 40.0
         assert "all workers wait for each other's packets in 'dit of w0'" in str(stall)
         assert watch.look(report(101, *waiting, *others), ["w0", "w1", "w2"]).stall is None, "told once"
+
+
+def test_a_turn_of_an_aside_stalls_where_others_wait_for_it() -> None:
+    """Nothing is predicted of it either; alone, after the last step, it may take minutes."""
+    turn = replace(progress("w0", 60, predicted_s=0), activity="aside s7", phase=ASIDE, limit_s=1020.0)
+    waits = progress("w1", 62, predicted_s=0, waiting_in="all_reduce", collectives=3)
+    names, watch = ["w0", "w1"], Watch(CONFIG)
+    assert watch.look(report(89, (turn, 89), (waits, 89)), names).stall is None, "29 s"
+    idle = replace(waits, activity="idle", waiting_in="")
+    assert watch.look(report(95, (turn, 95), (idle, 95)), names).stall is None
+    stall = watch.look(report(95, (turn, 95), (waits, 95)), names).stall
+    assert stall is not None and str(stall) == (
+        "stall: w0 has been in 'aside s7' (phase aside, step 7) for 35.0 s, beside the plan; w1 waits for it, at most "
+        "1020 s"
+    )
+    assert watch.look(report(96, (turn, 96), (waits, 96)), names).stall is None, "told once"
 
 
 def test_notices_and_wishes_are_told_once() -> None:
