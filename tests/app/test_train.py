@@ -24,6 +24,7 @@ from app.settings.config import RunConfig
 from app.validation.checkpoint import validate
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.folders import resolve
+from tests.stacks import stacks_below
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,10 +123,21 @@ def whole(folder: Path, cluster: Any) -> list[dict]:
         sys.executable,
         *command(folder)[1:],
     ]
-    done = subprocess.run(submit, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    try:
+        done = subprocess.run(submit, cwd=ROOT, capture_output=True, text=True, timeout=500)
+    except subprocess.TimeoutExpired as late:  # the job itself goes on
+        told = bytes(late.stdout or b"").decode(errors="replace")[-3000:]
+        pytest.fail(f"the job has not ended:\n{told}\n{tail_of_run(folder / 'runs' / 'one')}")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "succeeded" in done.stdout
     return metrics(folder, "one")
+
+
+def tail_of_run(run: Path) -> str:
+    """How far a run is, and what its processes are in the middle of."""
+    files = [run / "metrics.jsonl", run / "events.jsonl"]
+    ends = [file.read_text(encoding="utf-8")[-4000:] if file.is_file() else f"no {file}" for file in files]
+    return "\n".join([*ends, stacks_below(os.getpid())])
 
 
 def test_a_submitted_job_leaves_everything_that_is_promised(folder: Path, whole: list[dict]) -> None:
