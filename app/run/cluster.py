@@ -29,6 +29,7 @@ CLUSTER = "cluster.json"
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 _GONE_S = 30.0  # a node that Ray has not known as alive for so long is gone
 _CONNECT_S = 5.0
+_GRACE_S = 120.0  # for Ray Train to end after a run that has; it takes seconds
 _WATCH_S = 2.0  # between two looks whether Ray is there
 _SHUTDOWN_S = 60.0
 
@@ -218,13 +219,21 @@ class RayGone(RuntimeError):
     """The cluster has ended under the run."""
 
 
-def wait_while_ray_lives(result: Future[T]) -> None:
-    """Returns when the result is there. Raises RayGone when this process's node has been gone for a while."""
+def wait_while_ray_lives(
+    result: Future[T], is_over: Callable[[], bool] = lambda: False, grace_s: float = _GRACE_S
+) -> None:
+    """Returns when the result is there, or has not come `grace_s` after the run was over. Raises RayGone when this
+    process's node has been gone for a while."""
     lost = threading.Event()
     threading.Thread(target=_watch_node, args=(result, lost), name="watch-ray", daemon=True).start()
+    over_at: float | None = None
     while not wait([result], timeout=1.0).done:
         if lost.is_set():
             raise RayGone("Ray has ended under the run")
+        if over_at is None and is_over():
+            over_at = time.monotonic()
+        if over_at is not None and time.monotonic() - over_at > grace_s:
+            return
 
 
 def _watch_node(result: Future[T], lost: threading.Event) -> None:

@@ -10,7 +10,8 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from app.records.follow import Follower
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
-from app.run.outcomes import EndedRun, read_outcome
+from app.run.outcomes import OUTCOME, EndedRun, read_outcome
 from app.run.signals import stops_on_signal
 from app.settings.config import RunConfig
 from app.settings.errors import one_line
@@ -88,7 +89,8 @@ def _fit(
     """Let Ray Train run the controller, and start it again if its process dies. Returns what the controller returned.
 
     Ray Train gets a folder of its own for every start: what it remembers of an earlier one (checkpoints that are pruned
-    since, another version of Ray) must not refuse this one. Raises RayGone when Ray itself has ended.
+    since, another version of Ray) must not refuse this one. None also where the folder says how the run ended and Ray
+    Train does not come to its end. Raises RayGone when Ray itself has ended.
     """
     from ray.train import FailureConfig, ScalingConfig
     from ray.train import RunConfig as TrainRun
@@ -126,10 +128,14 @@ def _fit(
         try:
             result.set_result(trainer.fit())
         except BaseException as error:  # a thread boundary: raised again by result()
-            result.set_exception(error)
+            with suppress(InvalidStateError):  # nobody waits any more
+                result.set_exception(error)
 
     threading.Thread(target=fit, name="ray-train", daemon=True).start()
     ControllerWatch(folder, nodes, note).start(result.done)
-    wait_while_ray_lives(result)
+    wait_while_ray_lives(result, lambda: (folder / OUTCOME).is_file() and read_outcome(folder, token) is not None)
+    if result.cancel():  # whoever asks Ray until it is there ends as well
+        log.warning("the run has ended, and Ray Train is not waited for any longer")
+        return None
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None

@@ -1,0 +1,39 @@
+"""How the process that starts a run waits for its end."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import pytest
+
+from app.run import cluster
+from app.run.cluster import RayGone, wait_while_ray_lives
+
+
+@pytest.fixture(autouse=True)
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: None)
+
+
+@pytest.mark.timeout(60)
+def test_a_run_that_is_over_is_not_held_up_by_a_ray_train_that_does_not_end() -> None:
+    asked = iter([False, True])
+    wait_while_ray_lives(Future[int](), lambda: next(asked), grace_s=0.0)
+    assert next(asked, None) is None
+
+
+def test_what_comes_within_the_grace_is_waited_for() -> None:
+    result = Future[int]()
+
+    def is_over() -> bool:
+        result.set_result(3)
+        return True
+
+    wait_while_ray_lives(result, is_over)
+    assert result.result(timeout=0) == 3
+
+
+def test_a_node_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: lost.set())
+    with pytest.raises(RayGone):
+        wait_while_ray_lives(Future[int]())
