@@ -19,6 +19,7 @@ from actors.step import StepAssignment
 from app.records.rundir import OLDER_TIMELINE, TIMELINE
 from app.records.tails import cut_torn_line
 from app.run.asides import RunAsides
+from app.run.train_reports import TrainReports
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
 from ops.typed import as_plain
@@ -53,6 +54,7 @@ class Recorder:
 
         self._run_dir, self._asides, self._guard = run_dir, asides, guard
         self._plans, self._timeline_bytes = plans, timeline_bytes
+        self._reports = TrainReports()
         self._unsaved, self._changes = config, tuple(changes)
         if config is None:
             self._metrics = Metrics(run_dir)
@@ -66,7 +68,7 @@ class Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for part in (self._asides, self._metrics, self._timeline, self._events):
+        for part in (self._asides, self._metrics, self._timeline, self._events, self._reports):
             if part is None:
                 continue
             try:
@@ -116,11 +118,7 @@ class Recorder:
     def on_checkpoint(self, folder: Path, step: int) -> None:
         if self._asides is None:
             return
-        import ray.train
-
-        # Without the checkpoint itself: at the next start Ray Train would insist that all that was reported still
-        # exist.
-        ray.train.report({"step": step})
+        self._reports.put(step)
         for event in self._asides.on_checkpoint(step):
             self.on_event(replace(event, time=time.time()))
 

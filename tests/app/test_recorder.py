@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.train
 
 from actors.plan.types import StepPlan
 from actors.records.events import RunFinished, SettingsChanged, WorkersAwaited
@@ -13,6 +15,7 @@ from actors.records.metrics_line import metrics_of
 from actors.records.span_record import span_of
 from actors.step import StepAssignment
 from app.records.rundir import RunDir
+from app.run.asides import RunAsides
 from app.run.recorder import Recorder
 from app.settings.config import RunConfig
 from app.settings.run_folder import prepare_run_dir
@@ -77,3 +80,36 @@ def test_a_resume_with_nothing_left_to_do_has_its_settings(resumed: tuple[RunCon
     with Recorder(run, config=config) as writer:
         writer.on_event(RunFinished(time=1.0, step=9, ledger={}))
     assert RunConfig.load(run / "config.yaml") == config
+
+
+@pytest.mark.timeout(60)
+def test_a_ray_train_that_takes_no_report_in_holds_up_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, reported = threading.Event(), list[int]()
+    begun = threading.Event()
+
+    def report(metrics: dict[str, int]) -> None:
+        begun.set()
+        taken.wait()
+        reported.append(metrics["step"])
+
+    monkeypatch.setattr(ray.train, "report", report)
+    with Recorder(tmp_path, asides=RunAsides([], share=0.05)) as writer:
+        writer.on_checkpoint(tmp_path, 3)
+        assert begun.wait(30)
+        for step in (7, 11):
+            writer.on_checkpoint(tmp_path, step)
+        taken.set()
+    assert reported == [3, 11], "and the newest of those that it was too slow for"
+
+
+def test_a_ray_train_that_refuses_a_report_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[int] = []
+
+    def report(metrics: dict[str, int]) -> None:
+        reported.append(metrics["step"])
+        raise RuntimeError("its actor is gone")
+
+    monkeypatch.setattr(ray.train, "report", report)
+    with Recorder(tmp_path, asides=RunAsides([], share=0.05)) as writer:
+        writer.on_checkpoint(tmp_path, 3)
+    assert reported == [3]
