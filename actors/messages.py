@@ -290,6 +290,19 @@ class StepReport:
 
 @sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkUse:
+    """What a worker has sent to another host in a while (`ops.links`)."""
+
+    host: str  # the worker's
+    other: str
+    num_bytes: int
+    busy_s: float  # its connections were for so long, added up
+    rate: float  # bytes per second that the network gives
+    over_s: float
+
+
+@sent_often
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
     """Sent with every heartbeat: what the worker is doing and since when."""
 
@@ -305,6 +318,7 @@ class Progress:
     leaving: bool = False
     limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    links: tuple[LinkUse, ...] = ()  # those that were busy the longest in the last while
 
     @classmethod
     def of_start(cls, worker: str) -> Progress:

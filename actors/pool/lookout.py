@@ -12,6 +12,7 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
+from actors.pool.links import LinkWatch
 from actors.pool.membership_types import (
     Arrival,
     Event,
@@ -28,6 +29,7 @@ from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.workers import PoolNews, uses_gpu
 from actors.ray_calls import free_outside, get
 from actors.records.events import (
+    LinkSlow,
     MonitorRestarted,
     PoolResized,
     StackDumped,
@@ -69,7 +71,7 @@ class Lookout:
         """`start_s` is how long a worker may take to load its modules."""
         self._start_s = start_s
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
-        self._watch = Watch(config)
+        self._watch, self._links = Watch(config), LinkWatch()
         self._target = config.max
         self._failed_starts = self._loading = 0
         self.hopeless = ""  # why no further start is worth trying
@@ -192,6 +194,17 @@ class Lookout:
             self._monitor.ask_stacks.remote((found.stall.first_late.worker,))
         for name, stack in report.stacks.items():
             self._tell(StackDumped(worker=name, stack=stack))
+        for link in self._links.look((use for progress in self._doing.values() for use in progress.links), report.now):
+            self._tell(
+                LinkSlow(
+                    host=link.host,
+                    other=link.other,
+                    mib_per_s=round(link.rate / 2**20, 2),
+                    usual_mib_per_s=round(link.usual / 2**20, 2),
+                    busy_s=round(link.busy_s, 1),
+                    over_s=round(link.over_s, 1),
+                )
+            )
         return events
 
     def _wish(self) -> list[Event]:

@@ -160,6 +160,24 @@ class WorkerSilent(RunEvent, event="suspect"):
         return f"worker {self.worker} is silent"
 
 
+class LinkSlow(RunEvent, event="slow_link"):
+    """Data moves slower from one host to another than between others, and steps wait for it."""
+
+    host: str
+    other: str
+    mib_per_s: float
+    usual_mib_per_s: float  # between most others
+    busy_s: float  # for which some was on its way
+    over_s: float  # since it was last looked at
+
+    def describe(self) -> str:
+        return (
+            f"the network is slow from {self.host} to {self.other}: {self.mib_per_s:.3g} MiB/s, "
+            f"{self.usual_mib_per_s:.3g} between others; data was on its way for {self.busy_s:.0f} of "
+            f"{self.over_s:.0f} s"
+        )
+
+
 class WorkerReplaced(RunEvent, event="replace", disturbs=True):
     """A silent or frozen worker is ended and another takes its place."""
 

@@ -18,6 +18,7 @@ from actors.messages import Orders, Progress
 from actors.plan.types import GpuPlace
 from actors.ray_calls import get
 from actors.refs import Method
+from actors.worker.outgoing import Outgoing
 from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
 from ops.groups import Groups
@@ -53,6 +54,7 @@ class Heartbeat:
         self.groups: Groups | None = None  # of the running generation
         self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
         self.surroundings = Surroundings(config.suspect_s)  # nodes that silence would not blame
+        self._outgoing = Outgoing()
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
@@ -138,8 +140,9 @@ class Heartbeat:
             progress = replace(
                 progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else ""
             )
+        links = self._outgoing.look(*self.surroundings.hosts)
         beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
-        orders = get(beat.remote(replace(progress, leaving=self.leaving)), timeout=_ANSWER_S)
+        orders = get(beat.remote(replace(progress, leaving=self.leaving, links=links)), timeout=_ANSWER_S)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
         elif groups is not None and (failure := groups.failure):  # on NCCL no other worker learns of it, and waits

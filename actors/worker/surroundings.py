@@ -54,6 +54,12 @@ class Surroundings:
         """The generation has ended: its nodes may go."""
         self._own, self._others = None, {}
 
+    @property
+    def hosts(self) -> tuple[NodeDoor | None, dict[str, NodeDoor]]:
+        """The own node, and the others by the addresses of their hosts."""
+        own, others = self._own, self._others
+        return own, {one.address[0]: one for one in others.values() if one.address}
+
     def look(self, late_s: float, tell: Callable[[str], None]) -> None:
         """Ask now and then, in a thread, for a worker that has done one thing for `late_s` longer than planned; `tell`
         what is wrong."""

@@ -20,7 +20,7 @@ import psutil
 
 from tests.blackbox.processes import wait_for
 
-_TOOLS = ("unshare", "nsenter", "ip", "iptables", "mount")
+_TOOLS = ("unshare", "nsenter", "ip", "iptables", "tc", "mount")
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child")
 _BRIDGE, _CABLE = "switch", "eth0"
 _SHM = "size=4g"
@@ -84,6 +84,11 @@ class Host:
         some = ("-m", "statistic", "--mode", "random", "--probability", f"{share:g}", "-j", "DROP")
         self.rule("-I", "INPUT", "-i", _CABLE, *some)
         self.rule("-I", "OUTPUT", "-o", _CABLE, *some)
+
+    def slow_down(self, bytes_per_s: float) -> None:
+        """Packets to other hosts leave here at this speed."""
+        shape = ("rate", f"{bytes_per_s * 8:.0f}bit", "burst", "64kb", "latency", "50ms")
+        self._set_up("tc", "qdisc", "replace", "dev", _CABLE, "root", "tbf", *shape)
 
     def listen(self) -> None:
         """No packet is dropped any more."""

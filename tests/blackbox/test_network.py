@@ -14,6 +14,7 @@ from tests.blackbox.episode import reference
 from tests.blackbox.hosted import SETTINGS, HostedPlace, wait_for_generation
 from tests.blackbox.network import why_not
 from tests.blackbox.place import Place
+from tests.blackbox.processes import wait_for
 from tests.blackbox.run import START_S, Run
 
 pytestmark = [pytest.mark.faults, pytest.mark.cluster, pytest.mark.timeout(2400)]
@@ -119,6 +120,17 @@ def test_a_host_that_loses_packets_is_named_and_gone_on_without(place: HostedPla
     assert "packets are lost between" in ended["why"] and lossy.name in ended["why"]
     lossy.listen()
     assert_ends_as(truth, run)
+
+
+def test_a_host_whose_network_is_slow_is_named(place: HostedPlace, run: Run, truth: Truth) -> None:
+    """Nothing fails, and everything takes longer: no other part of the run would say why."""
+    slow = next(iter(place.workers_of(run).values()))
+    slow.slow_down(1e6)
+    assert wait_for(lambda: run.events("slow_link"), _GOES_ON_S), run.said()[-3000:]
+    assert {event["host"] for event in run.events("slow_link")} == {slow.name}
+    assert all(event["mib_per_s"] < 2 for event in run.events("slow_link"))
+    assert_ends_as(truth, run)
+    assert not run.events("dead") and not run.events("left_out")
 
 
 def test_a_run_whose_controllers_host_is_cut_off_goes_on_by_another(place: HostedPlace, run: Run, truth: Truth) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import ASIDE, Orders, Progress
+from actors.messages import ASIDE, FormTask, LinkUse, NodeDoor, NodeKeeper, Orders, Progress
 from actors.pool.heartbeats import Stall, Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
 from actors.worker.heartbeat import Heartbeat
+from actors.worker.outgoing import Outgoing
+from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
+from ops.links import Sent
 from ops.waiting import Cancelled, Patience
 from tests.actors.fakes import Handle, Remote
 
@@ -205,6 +208,31 @@ def test_a_heartbeat_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
     sent.beat()
     assert asked == [{"max_task_retries": 0}]
+
+
+def test_a_heartbeat_says_what_went_to_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The surroundings know the hosts of the generation, and the links are measured by their addresses."""
+    made, sent = heartbeat(), list[Progress]()
+    now = [100.0]
+    given = Sent(num_bytes=5 * 2**20, busy_s=2.0, newest=0.0)
+    made._outgoing = Outgoing(lambda hosts: dict.fromkeys(hosts, given), lambda: now[0])
+    made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    made.surroundings = Surroundings(1.0, lambda doors, within_s: [], lambda doors: {})
+    doors = tuple(NodeDoor(node=f"n{n}", host=f"host{n}", address=(f"10.0.0.{n}", 4000 + n)) for n in range(2))
+    home = cast(NodeKeeper, None)
+    task = FormTask(generation=1, rank=0, world=2, store=("", 0), origin=None, home=home, nodes=(0, 1), doors=doors)
+    made.surroundings.enter(task)
+    made.beat()
+    now[0] += 40.0
+    made.beat()
+    assert [one.links for one in sent] == [
+        (),
+        (LinkUse(host="host0", other="host1", num_bytes=5 * 2**20, busy_s=2.0, rate=2.5 * 2**20, over_s=40.0),),
+    ]
+    made.surroundings.leave()
+    made.beat()
+    assert sent[-1].links == ()
 
 
 def launched(name: str, since: float, predicted_s: float) -> Launched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LOADING, Progress
+from actors.messages import LOADING, LinkUse, Progress
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Loading, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
-from actors.records.events import WorkerLost
+from actors.records.events import LinkSlow, WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig
 from tests.actors.fakes import Handle, Listening
@@ -163,6 +164,25 @@ def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.
     lookout.look()
     assert lookout.doing("w2") == " in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
     assert "w1" in lookout.late() and lookout.doing("w9") == ""
+
+
+def test_a_slow_link_between_members_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, listener = Monitor(), Listening()
+    for name, other, busy_s in (("w1", "host2", 20.0), ("w2", "host1", 0.1), ("w9", "host1", 25.0)):
+        link = LinkUse(
+            host=f"host{name[1]}", other=other, num_bytes=2**24, busy_s=busy_s, rate=2**24 / busy_s, over_s=30.0
+        )
+        monitor.beat(replace(Progress.of_start(name), activity="idle", links=(link,)))
+    handle = Handle(collect=monitor.collect)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(CONFIG, Starting(names=["w1", "w2"]), handle, listener.on_event)
+    lookout.look()
+    lookout.look()
+    assert listener.kinds == [LinkSlow], "w9 is none of the pool's"
+    assert listener.told[0].describe() == (
+        "the network is slow from host1 to host2: 0.8 MiB/s, 160 between others; data was on its way for 20 of 30 s"
+    )
 
 
 def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(tmp_path: Path) -> None:

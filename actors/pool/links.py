@@ -1,0 +1,77 @@
+"""Which links between hosts are slow, from what workers send over them. Pure: heartbeats and time in, findings out.
+
+The rule: a link is slow where data moves at less than a quarter of the speed that it has between most other hosts, and
+where the difference has taken a quarter of the last while. Links are compared with each other alone, as nobody knows
+what a network ought to give: two hosts whose ways to each other are equally slow are not found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from actors.messages import LinkUse
+
+_SLOWER = 4.0  # times
+_NOTICEABLE = 0.25  # share of the time that it takes
+_LEAST_BYTES = 2**20  # in a window, to know how fast a link is
+_USUAL = 75  # percentile of the others: a slow host makes several links slow
+_AGAIN_S = 3600.0  # a link that is still slow is named again
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlowLink:
+    """A link that is slow, with what it gives and what others give, in bytes per second."""
+
+    host: str
+    other: str
+    rate: float
+    usual: float
+    busy_s: float
+    over_s: float
+
+
+@dataclass
+class LinkWatch:
+    """Remembers which links it has already named."""
+
+    _named_at: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def look(self, uses: Iterable[LinkUse], now: float) -> list[SlowLink]:
+        """Those that are slow and have not been named within the hour; `now` in seconds of any clock."""
+        self._named_at = {link: at for link, at in self._named_at.items() if now - at < _AGAIN_S}
+        fresh = [one for one in slow_links(uses) if (one.host, one.other) not in self._named_at]
+        self._named_at.update({(one.host, one.other): now for one in fresh})
+        return fresh
+
+
+def slow_links(uses: Iterable[LinkUse]) -> list[SlowLink]:
+    """The slow ones among the links that workers have used, the slowest first."""
+    by_link: dict[tuple[str, str], list[LinkUse]] = defaultdict(list)
+    for use in uses:
+        by_link[use.host, use.other].append(use)
+    known = {link: some for link, some in by_link.items() if sum(use.num_bytes for use in some) >= _LEAST_BYTES}
+    rates = {link: max(use.rate for use in some) for link, some in known.items()}
+    found: list[SlowLink] = []
+    for link, some in known.items():
+        others = [rate for other, rate in rates.items() if other != link]
+        if not others:
+            continue
+        rate, usual = rates[link], float(np.percentile(others, _USUAL))
+        busiest = max(some, key=lambda use: use.busy_s)  # of its workers, which send at the same time
+        lost_s = busiest.busy_s - busiest.num_bytes / usual
+        if rate * _SLOWER < usual and lost_s >= _NOTICEABLE * busiest.over_s:
+            found.append(
+                SlowLink(
+                    host=link[0],
+                    other=link[1],
+                    rate=rate,
+                    usual=usual,
+                    busy_s=min(busiest.busy_s, busiest.over_s),
+                    over_s=busiest.over_s,
+                )
+            )
+    return sorted(found, key=lambda one: one.rate)

@@ -1,0 +1,98 @@
+"""How fast what this process sends to other hosts gets there, as the kernel counts it, whichever library sends.
+
+    links = Links()
+    links.read(["10.0.0.7"])            # counts from here
+    links.read(["10.0.0.7"])            # {"10.0.0.7": Sent(num_bytes=52_000_000, busy_s=4.9, ...)}
+
+For each connection Linux counts the bytes that the other side has acknowledged, and the time in which some were under
+way (`TCP_INFO`). A sender that has nothing to send, or whose receiver takes nothing, is not busy then: so the bytes of
+a busy second are what the network between the two gives. Connections whose messages are too small to fill it say
+nothing and are left out; the kernel knows which. What does not go by TCP, such as InfiniBand, is not seen, and nothing
+is on other systems than Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+_OWN_FILES = "/proc/self/fd"
+# Linux: places in struct tcp_info (include/uapi/linux/tcp.h).
+_APP_LIMITED = 7  # tcpi_delivery_rate_app_limited, the lowest bit
+_BYTES_ACKED = 120  # tcpi_bytes_acked
+_DELIVERY = 160  # tcpi_delivery_rate, tcpi_busy_time, tcpi_rwnd_limited
+_LENGTH = _DELIVERY + 24
+_MAPPED = "::ffff:"  # an IPv4 address as an IPv6 socket has it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sent:
+    """What went to one host in a while."""
+
+    num_bytes: int
+    busy_s: float  # connections to it were busy for so long, added up
+    newest: float  # bytes per second by the kernel's last estimate, of the fastest connection
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that the network gives, at least."""
+        return max(self.newest, self.num_bytes / self.busy_s if self.busy_s else 0.0)
+
+
+class Links:
+    """The connections of this process, with what they had sent when they were last looked at."""
+
+    def __init__(self) -> None:
+        self._before: dict[str, Sent] = {}  # by the kernel's name of the connection
+
+    def read(self, hosts: Collection[str]) -> dict[str, Sent]:
+        """What has gone to each of these hosts, named by their addresses, since the last call; of a connection that is
+        new all it has sent. One that has been closed meanwhile is not seen. Some microseconds per open file."""
+        found: dict[str, list[Sent]] = {}
+        seen: dict[str, Sent] = {}
+        for name, host, sent, fills in _connections():
+            if host in hosts and name not in seen:
+                seen[name] = sent
+                if fills:
+                    found.setdefault(host, []).append(_since(self._before.get(name), sent))
+        self._before = seen
+        return {
+            host: Sent(
+                num_bytes=sum(one.num_bytes for one in some),
+                busy_s=sum(one.busy_s for one in some),
+                newest=max(one.newest for one in some),
+            )
+            for host, some in found.items()
+        }
+
+
+def _since(before: Sent | None, now: Sent) -> Sent:
+    if before is None:
+        return now
+    return Sent(num_bytes=now.num_bytes - before.num_bytes, busy_s=now.busy_s - before.busy_s, newest=now.newest)
+
+
+def _connections() -> Iterator[tuple[str, str, Sent, bool]]:
+    """Each TCP connection of this process: its name, the address of its other end, what it has sent, and whether that
+    fills the way there."""
+    if not hasattr(socket, "TCP_INFO") or socket.getdefaulttimeout() is not None:
+        return  # with a default time-out Python would set one on connections of other libraries
+    for number in os.listdir(_OWN_FILES):
+        with suppress(OSError, struct.error):  # closed meanwhile, not connected, an old kernel
+            name = os.readlink(f"{_OWN_FILES}/{number}")
+            if not name.startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(number))) as one:
+                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
+                    host = str(one.getpeername()[0]).removeprefix(_MAPPED)
+                    yield name, host, *_counted(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH))
+
+
+def _counted(info: bytes) -> tuple[Sent, bool]:
+    (num_bytes,) = struct.unpack_from("Q", info, _BYTES_ACKED)
+    newest, busy_us, no_window_us = struct.unpack_from("QQQ", info, _DELIVERY)
+    return Sent(num_bytes=num_bytes, busy_s=(busy_us - no_window_us) / 1e6, newest=newest), not info[_APP_LIMITED] & 1

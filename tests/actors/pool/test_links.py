@@ -1,0 +1,78 @@
+"""Which links are called slow, and when they are named."""
+
+from __future__ import annotations
+
+import itertools
+
+from actors.messages import LinkUse
+from actors.pool.links import LinkWatch, slow_links
+
+MIB = 2**20
+HOSTS = ("a", "b", "c")
+
+
+def use(host: str, other: str, mib_per_s: float, mib: float = 200.0, over_s: float = 30.0) -> LinkUse:
+    rate = mib_per_s * MIB
+    return LinkUse(host=host, other=other, num_bytes=int(mib * MIB), busy_s=mib / mib_per_s, rate=rate, over_s=over_s)
+
+
+def all_links(mib_per_s: float, mib: float = 200.0) -> dict[tuple[str, str], LinkUse]:
+    return {(a, b): use(a, b, mib_per_s, mib) for a, b in itertools.permutations(HOSTS, 2)}
+
+
+def named(links: dict[tuple[str, str], LinkUse]) -> list[tuple[str, str]]:
+    return [(one.host, one.other) for one in slow_links(links.values())]
+
+
+def test_a_link_slower_than_the_others_is_found() -> None:
+    links = all_links(1000.0)
+    assert named(links) == []
+    links["a", "b"] = use("a", "b", 10.0)
+    (found,) = slow_links(links.values())
+    assert (found.host, found.other, found.rate, found.usual) == ("a", "b", 10.0 * MIB, 1000.0 * MIB)
+    assert (found.busy_s, found.over_s) == (20.0, 30.0)
+
+
+def test_all_links_of_a_host_that_is_slow_either_way_are_found() -> None:
+    """Four of six: the others are still what is usual."""
+    links = all_links(1000.0)
+    for other in ("b", "c"):
+        links["a", other], links[other, "a"] = use("a", other, 8.0), use(other, "a", 9.0)
+    assert sorted(named(links)) == [("a", "b"), ("a", "c"), ("b", "a"), ("c", "a")]
+
+
+def test_what_hardly_costs_anything_is_no_matter() -> None:
+    links = all_links(1000.0)
+    links["a", "b"] = use("a", "b", 100.0, mib=500.0)  # 5 of 30 s
+    assert named(links) == []
+    links["a", "b"] = use("a", "b", 300.0, mib=5000.0)  # 17 of 30 s, but hardly slower
+    assert named(links) == []
+
+
+def test_links_that_are_alike_or_alone_are_not_compared_with_anything_else() -> None:
+    assert named(all_links(5.0)) == []
+    assert named({("a", "b"): use("a", "b", 5.0)}) == []
+    assert named({("a", "b"): use("a", "b", 5.0), ("b", "a"): use("b", "a", 1000.0)}) == [("a", "b")]
+
+
+def test_a_link_is_as_fast_as_the_fastest_of_its_workers() -> None:
+    """One of them may send little messages alone."""
+    links = [*all_links(1000.0).values(), use("a", "b", 10.0)]
+    assert slow_links(links) == []
+
+
+def test_a_few_bytes_say_nothing_of_a_link() -> None:
+    links = {**all_links(1000.0), ("a", "b"): use("a", "b", 0.01, mib=0.3)}
+    assert named(links) == []
+    few = {("a", "b"): use("a", "b", 10.0), ("b", "a"): use("b", "a", 1000.0, mib=0.5)}
+    assert named(few) == []
+
+
+def test_a_slow_link_is_named_once_in_an_hour() -> None:
+    watch, links = LinkWatch(), all_links(1000.0)
+    links["a", "b"] = use("a", "b", 10.0)
+    assert len(watch.look(links.values(), 100.0)) == 1
+    assert watch.look(links.values(), 101.0) == []
+    links["b", "c"] = use("b", "c", 9.0)
+    assert [(one.host, one.other) for one in watch.look(links.values(), 102.0)] == [("b", "c")]
+    assert [one.host for one in watch.look(links.values(), 100.0 + 3601.0)] == ["a"]
