@@ -296,8 +296,9 @@ class LinkUse:
     host: str  # the worker's
     other: str
     num_bytes: int
-    busy_s: float  # its connections were for so long, added up
-    rate: float  # bytes per second that the network gives
+    busy_s: float  # for which some of it was on its way
+    rate: float  # bytes per second that the network gives, at least
+    fills: bool  # whether the worker took all that the network gives
     over_s: float
 
 

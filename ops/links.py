@@ -6,9 +6,9 @@
 
 For each connection Linux counts the bytes that the other side has acknowledged, and the time in which some were under
 way (`TCP_INFO`). A sender that has nothing to send, or whose receiver takes nothing, is not busy then: so the bytes of
-a busy second are what the network between the two gives. Connections whose messages are too small to fill it say
-nothing and are left out; the kernel knows which. What does not go by TCP, such as InfiniBand, is not seen, and nothing
-is on other systems than Linux.
+a busy second are what the network between the two gives, or less where messages are too small to fill it. The kernel
+knows which (it calls their sender limited by the application). What does not go by TCP, such as InfiniBand, is not
+seen, and nothing is on other systems than Linux.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _OWN_FILES = "/proc/self/fd"
 # Linux: places in struct tcp_info (include/uapi/linux/tcp.h).
@@ -34,12 +34,13 @@ class Sent:
     """What went to one host in a while."""
 
     num_bytes: int
-    busy_s: float  # connections to it were busy for so long, added up
-    newest: float  # bytes per second by the kernel's last estimate, of the fastest connection
+    busy_s: float  # the connection to it that was busy for the longest
+    newest: float  # bytes per second of the connection that has sent the most, by the kernel's last estimate
+    fills: bool  # whether that connection took all that the network gives
 
     @property
     def rate(self) -> float:
-        """Bytes per second that the network gives, at least."""
+        """Bytes per second that the network gives, at least; where the sender `fills` it, all."""
         return max(self.newest, self.num_bytes / self.busy_s if self.busy_s else 0.0)
 
 
@@ -54,31 +55,29 @@ class Links:
         new all it has sent. One that has been closed meanwhile is not seen. Some microseconds per open file."""
         found: dict[str, list[Sent]] = {}
         seen: dict[str, Sent] = {}
-        for name, host, sent, fills in _connections():
+        for name, host, now in _connections():
             if host in hosts and name not in seen:
-                seen[name] = sent
-                if fills:
-                    found.setdefault(host, []).append(_since(self._before.get(name), sent))
+                seen[name] = now
+                found.setdefault(host, []).append(_since(self._before.get(name), now))
         self._before = seen
-        return {
-            host: Sent(
-                num_bytes=sum(one.num_bytes for one in some),
-                busy_s=sum(one.busy_s for one in some),
-                newest=max(one.newest for one in some),
-            )
-            for host, some in found.items()
-        }
+        return {host: _together(some) for host, some in found.items()}
 
 
 def _since(before: Sent | None, now: Sent) -> Sent:
     if before is None:
         return now
-    return Sent(num_bytes=now.num_bytes - before.num_bytes, busy_s=now.busy_s - before.busy_s, newest=now.newest)
+    return replace(now, num_bytes=now.num_bytes - before.num_bytes, busy_s=now.busy_s - before.busy_s)
 
 
-def _connections() -> Iterator[tuple[str, str, Sent, bool]]:
-    """Each TCP connection of this process: its name, the address of its other end, what it has sent, and whether that
-    fills the way there."""
+def _together(connections: Sequence[Sent]) -> Sent:
+    """Those to one host. They may have sent at the same time."""
+    most = max(connections, key=lambda one: one.num_bytes)
+    num_bytes, busy_s = sum(one.num_bytes for one in connections), max(one.busy_s for one in connections)
+    return replace(most, num_bytes=num_bytes, busy_s=busy_s)
+
+
+def _connections() -> Iterator[tuple[str, str, Sent]]:
+    """Each TCP connection of this process: its name, the address of its other end, and what it has sent."""
     if not hasattr(socket, "TCP_INFO") or socket.getdefaulttimeout() is not None:
         return  # with a default time-out Python would set one on connections of other libraries
     for number in os.listdir(_OWN_FILES):
@@ -89,10 +88,11 @@ def _connections() -> Iterator[tuple[str, str, Sent, bool]]:
             with socket.socket(fileno=os.dup(int(number))) as one:
                 if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
                     host = str(one.getpeername()[0]).removeprefix(_MAPPED)
-                    yield name, host, *_counted(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH))
+                    yield name, host, _counted(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH))
 
 
-def _counted(info: bytes) -> tuple[Sent, bool]:
+def _counted(info: bytes) -> Sent:
     (num_bytes,) = struct.unpack_from("Q", info, _BYTES_ACKED)
     newest, busy_us, no_window_us = struct.unpack_from("QQQ", info, _DELIVERY)
-    return Sent(num_bytes=num_bytes, busy_s=(busy_us - no_window_us) / 1e6, newest=newest), not info[_APP_LIMITED] & 1
+    fills = not info[_APP_LIMITED] & 1
+    return Sent(num_bytes=num_bytes, busy_s=(busy_us - no_window_us) / 1e6, newest=newest, fills=fills)

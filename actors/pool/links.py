@@ -63,15 +63,8 @@ def slow_links(uses: Iterable[LinkUse]) -> list[SlowLink]:
         rate, usual = rates[link], float(np.percentile(others, _USUAL))
         busiest = max(some, key=lambda use: use.busy_s)  # of its workers, which send at the same time
         lost_s = busiest.busy_s - busiest.num_bytes / usual
-        if rate * _SLOWER < usual and lost_s >= _NOTICEABLE * busiest.over_s:
-            found.append(
-                SlowLink(
-                    host=link[0],
-                    other=link[1],
-                    rate=rate,
-                    usual=usual,
-                    busy_s=min(busiest.busy_s, busiest.over_s),
-                    over_s=busiest.over_s,
-                )
-            )
+        if busiest.fills and rate * _SLOWER < usual and lost_s >= _NOTICEABLE * busiest.over_s:
+            host, other = link
+            busy_s, over_s = busiest.busy_s, busiest.over_s
+            found.append(SlowLink(host=host, other=other, rate=rate, usual=usual, busy_s=busy_s, over_s=over_s))
     return sorted(found, key=lambda one: one.rate)

@@ -45,5 +45,6 @@ def _use(own: NodeDoor, door: NodeDoor, sent: Sent, over_s: float) -> LinkUse:
         num_bytes=sent.num_bytes,
         busy_s=sent.busy_s,
         rate=sent.rate,
+        fills=sent.fills,
         over_s=over_s,
     )

@@ -90,6 +90,10 @@ class Host:
         shape = ("rate", f"{bytes_per_s * 8:.0f}bit", "burst", "64kb", "latency", "50ms")
         self._set_up("tc", "qdisc", "replace", "dev", _CABLE, "root", "tbf", *shape)
 
+    def hurry(self) -> None:
+        """Packets leave as fast as they can again."""
+        self._set_up("tc", "qdisc", "del", "dev", _CABLE, "root")
+
     def listen(self) -> None:
         """No packet is dropped any more."""
         self.rule("-F", "INPUT")

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from ops.links import Links
+from ops.links import Links, Sent, _together
 
 ONE, OTHER = "127.0.0.2", "127.0.0.3"  # hosts of their own, as far as addresses say
 MIB = 2**20
@@ -70,14 +70,27 @@ def test_a_receiver_that_takes_its_time_makes_no_link_slow() -> None:
         assert sent.rate > 3 * sent.num_bytes / took_s
 
 
-def test_messages_too_small_to_fill_the_way_say_nothing() -> None:
+def test_messages_too_small_to_fill_the_way_are_known() -> None:
     with connected(ONE) as one:
         links = Links()
         links.read([ONE])
         for _ in range(200):
             send(one, 100)
             time.sleep(0.001)
-        assert links.read([ONE]) == {}
+        assert not links.read([ONE])[ONE].fills
+        send(one, 50 * MIB)
+        time.sleep(0.2)
+        assert links.read([ONE])[ONE].fills
+
+
+def test_of_several_connections_the_one_that_sends_the_most_says_how_fast_the_link_is() -> None:
+    """Another may have been fast once, when it was last used."""
+    idle = Sent(num_bytes=100, busy_s=0.1, newest=4e9, fills=True)
+    busy = Sent(num_bytes=10_000_000, busy_s=9.0, newest=1.2e6, fills=True)
+    small = Sent(num_bytes=5_000_000, busy_s=4.0, newest=2e6, fills=False)
+    found = _together([idle, busy, small])
+    assert found == Sent(num_bytes=15_000_100, busy_s=9.0, newest=1.2e6, fills=True)
+    assert found.rate == 15_000_100 / 9.0
 
 
 def test_connections_to_others_and_files_that_are_none_are_left_alone() -> None:

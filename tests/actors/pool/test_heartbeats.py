@@ -214,7 +214,7 @@ def test_a_heartbeat_says_what_went_to_other_hosts(monkeypatch: pytest.MonkeyPat
     """The surroundings know the hosts of the generation, and the links are measured by their addresses."""
     made, sent = heartbeat(), list[Progress]()
     now = [100.0]
-    given = Sent(num_bytes=5 * 2**20, busy_s=2.0, newest=0.0)
+    given = Sent(num_bytes=5 * 2**20, busy_s=2.0, newest=0.0, fills=True)
     made._outgoing = Outgoing(lambda hosts: dict.fromkeys(hosts, given), lambda: now[0])
     made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
@@ -228,7 +228,11 @@ def test_a_heartbeat_says_what_went_to_other_hosts(monkeypatch: pytest.MonkeyPat
     made.beat()
     assert [one.links for one in sent] == [
         (),
-        (LinkUse(host="host0", other="host1", num_bytes=5 * 2**20, busy_s=2.0, rate=2.5 * 2**20, over_s=40.0),),
+        (
+            LinkUse(
+                host="host0", other="host1", num_bytes=5 * 2**20, busy_s=2.0, rate=2.5 * 2**20, fills=True, over_s=40.0
+            ),
+        ),
     ]
     made.surroundings.leave()
     made.beat()

@@ -11,9 +11,16 @@ MIB = 2**20
 HOSTS = ("a", "b", "c")
 
 
-def use(host: str, other: str, mib_per_s: float, mib: float = 200.0, over_s: float = 30.0) -> LinkUse:
-    rate = mib_per_s * MIB
-    return LinkUse(host=host, other=other, num_bytes=int(mib * MIB), busy_s=mib / mib_per_s, rate=rate, over_s=over_s)
+def use(host: str, other: str, mib_per_s: float, mib: float = 200.0, fills: bool = True) -> LinkUse:
+    return LinkUse(
+        host=host,
+        other=other,
+        num_bytes=int(mib * MIB),
+        busy_s=mib / mib_per_s,
+        rate=mib_per_s * MIB,
+        fills=fills,
+        over_s=30.0,
+    )
 
 
 def all_links(mib_per_s: float, mib: float = 200.0) -> dict[tuple[str, str], LinkUse]:
@@ -47,6 +54,14 @@ def test_what_hardly_costs_anything_is_no_matter() -> None:
     assert named(links) == []
     links["a", "b"] = use("a", "b", 300.0, mib=5000.0)  # 17 of 30 s, but hardly slower
     assert named(links) == []
+
+
+def test_a_link_on_which_little_messages_wait_for_each_other_may_be_as_fast_as_the_others() -> None:
+    links = all_links(1000.0)
+    links["a", "b"] = use("a", "b", 10.0, fills=False)
+    assert named(links) == []
+    others = {pair: use(*pair, 500.0, fills=False) for pair in links}
+    assert named({**others, ("a", "b"): use("a", "b", 10.0)}) == [("a", "b")], "they give that much at least"
 
 
 def test_links_that_are_alike_or_alone_are_not_compared_with_anything_else() -> None:

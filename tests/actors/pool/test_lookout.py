@@ -170,7 +170,13 @@ def test_a_slow_link_between_members_is_reported_once(monkeypatch: pytest.Monkey
     monitor, listener = Monitor(), Listening()
     for name, other, busy_s in (("w1", "host2", 20.0), ("w2", "host1", 0.1), ("w9", "host1", 25.0)):
         link = LinkUse(
-            host=f"host{name[1]}", other=other, num_bytes=2**24, busy_s=busy_s, rate=2**24 / busy_s, over_s=30.0
+            host=f"host{name[1]}",
+            other=other,
+            num_bytes=2**24,
+            busy_s=busy_s,
+            rate=2**24 / busy_s,
+            fills=True,
+            over_s=30.0,
         )
         monitor.beat(replace(Progress.of_start(name), activity="idle", links=(link,)))
     handle = Handle(collect=monitor.collect)

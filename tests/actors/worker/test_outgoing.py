@@ -20,7 +20,10 @@ class Kernel:
 
     def read(self, hosts: Collection[str]) -> dict[str, Sent]:
         self.asked += 1
-        return {host: Sent(num_bytes=1000, busy_s=9.0 - n * 0.5, newest=500.0) for n, host in enumerate(hosts)}
+        return {
+            host: Sent(num_bytes=1000, busy_s=9.0 - n * 0.5, newest=500.0, fills=n % 2 == 0)
+            for n, host in enumerate(hosts)
+        }
 
 
 def test_links_are_said_when_a_window_is_over_the_busiest_first() -> None:
@@ -35,6 +38,7 @@ def test_links_are_said_when_a_window_is_over_the_busiest_first() -> None:
     first = found[0]
     assert (first.host, first.other, first.num_bytes, first.busy_s) == ("host0", "host2", 1000, 9.0)
     assert (first.rate, first.over_s) == (500.0, WINDOW_S + 2)
+    assert [one.fills for one in found[:2]] == [True, False]
     kernel.now += 5
     assert outgoing.look(OWN, DOORS) == found and kernel.asked == 2, "each heartbeat says it: any may be lost"
 
