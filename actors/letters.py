@@ -122,30 +122,44 @@ class CommitCall:
 
 
 @dataclass(kw_only=True, slots=True)
+class Failures:
+    """What is known to have failed in a step. It is false while nothing has; anything else ends the generation."""
+
+    dead: list[str] = field(default_factory=list)  # workers that are gone
+    failed: dict[str, str] = field(default_factory=dict)  # worker, or relay of a node -> why it did not do its part
+    pixels_lost: bool = False  # batches are gone with the process or node that held them and must be decoded again
+    exceeded: list[MemoryExceeded] = field(default_factory=list)  # cascades that ran out of memory
+
+    def __bool__(self) -> bool:
+        return bool(self.dead or self.failed)
+
+    def add(self, other: Failures) -> None:
+        """Add what is known elsewhere. Of two reasons why the same worker failed, that of `other` is kept."""
+        self.dead += other.dead
+        self.failed.update(other.failed)
+        self.pixels_lost |= other.pixels_lost
+        self.exceeded += other.exceeded
+
+
+@dataclass(kw_only=True, slots=True)
 class NodeAnswer:
     """What became of a letter, or of those of a group of nodes: the ends of the step by rank; or, when something has
     failed, what is known of it."""
 
     ends: dict[int, Answer] = field(default_factory=dict)
     turns: dict[int, TurnReport] = field(default_factory=dict)  # of asides, by rank
-    dead: list[str] = field(default_factory=list)  # workers that are gone
-    failed: dict[str, str] = field(default_factory=dict)  # worker -> why
-    pixels_lost: bool = False
-    exceeded: list[MemoryExceeded] = field(default_factory=list)
+    failures: Failures = field(default_factory=Failures)  # of workers
     lost: dict[str, str] = field(default_factory=dict)  # nodes whose relay is gone or has failed -> why
 
     @property
     def has_failed(self) -> bool:
-        return bool(self.dead or self.failed or self.lost)
+        return bool(self.failures or self.lost)
 
     def add(self, other: NodeAnswer) -> None:
         """Take in the answer of another node."""
         self.ends.update(other.ends)
         self.turns.update(other.turns)
-        self.dead += other.dead
-        self.failed.update(other.failed)
-        self.pixels_lost |= other.pixels_lost
-        self.exceeded += other.exceeded
+        self.failures.add(other.failures)
         self.lost.update(other.lost)
 
     def by_now(self) -> NodeAnswer:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from actors.letters import NodeAnswer
-from actors.messages import MemoryExceeded, NodesApart, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
+from actors.letters import Failures, NodeAnswer
+from actors.messages import NodesApart, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.geometry import Geometry
@@ -122,23 +122,12 @@ class StepData:
 
 
 class GenerationLost(RuntimeError):
-    """The generation cannot go on. `dead` workers are gone, `failed` ones said why they could not do their part.
+    """The generation cannot go on. `apart`: nodes that do not reach each other."""
 
-    `pixels_lost`: batches are gone with the process or node that held them and must be decoded again. `exceeded`:
-    cascades that ran out of memory, each once. `apart`: nodes that do not reach each other.
-    """
-
-    def __init__(
-        self,
-        dead: Sequence[str],
-        failed: dict[str, str],
-        pixels_lost: bool = False,
-        exceeded: Sequence[MemoryExceeded] = (),
-        apart: Sequence[NodesApart] = (),
-    ) -> None:
-        self.dead, self.failed, self.pixels_lost, self.apart = tuple(dead), failed, pixels_lost, tuple(apart)
-        self.exceeded = tuple(dict.fromkeys(exceeded))
-        super().__init__("; ".join([f"{name} died" for name in dead] + [f"{n}: {why}" for n, why in failed.items()]))
+    def __init__(self, failures: Failures, apart: Sequence[NodesApart] = ()) -> None:
+        self.failures, self.apart = failures, tuple(apart)
+        whys = [f"{worker} died" for worker in failures.dead]
+        super().__init__("; ".join(whys + [f"{name}: {why}" for name, why in failures.failed.items()]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,7 +164,6 @@ class RunningStep:
     assignment: StepAssignment
     data: StepData
     finishes: dict[Ref[tuple[StepReport, Snapshot | None]], int]  # the ends of its workers -> rank
-    results: dict[str, Ref[list[PublishedResult]]]  # by cascade id: what it has published
     calls: list[SubmittedCall]  # until the step has ended: a call that could not be run says so only here
     dispatched_at: float
     dispatch_s: float

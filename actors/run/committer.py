@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import RelayFinder
+from actors.letters import Failures, RelayFinder
 from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
@@ -210,9 +210,10 @@ def _check_copied(reference: Ref[None], worker: str) -> None:
     try:
         get(reference, timeout=_ANSWER_S)
     except GONE:
-        raise GenerationLost([worker], {}) from None
+        raise GenerationLost(Failures(dead=[worker])) from None
     except ray.exceptions.RayTaskError as error:
-        raise GenerationLost([], {worker: f"its state was not copied: {error.cause}"}) from None
+        why = f"its state was not copied: {error.cause}"
+        raise GenerationLost(Failures(failed={worker: why})) from None
 
 
 def _all_held(references: Sequence[Ref[bool]]) -> bool:

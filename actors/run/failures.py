@@ -38,11 +38,10 @@ def has_lost_argument(call: Ref[object]) -> bool:
     return error is not None and lost_argument(error)
 
 
-def why_of(error: ray.exceptions.RayError, exceeded: list[MemoryExceeded]) -> str:
+def why_of(error: ray.exceptions.RayError) -> str:
     """Why a call failed, in one line; "" where a worker that it depends on is gone: the call that ends the step on that
-    worker says so. Adds to `exceeded` what ran out of memory."""
+    worker says so."""
     if isinstance(error, ray.exceptions.RayTaskError):
-        exceeded += exceeded_of(error)
         return "" if isinstance(error.cause, GONE) else last_line(str(error.cause) or str(error))
     if isinstance(error, GONE):
         log.debug("a call failed: %s", error)
@@ -50,9 +49,10 @@ def why_of(error: ray.exceptions.RayError, exceeded: list[MemoryExceeded]) -> st
     return last_line(str(error))
 
 
-def exceeded_of(error: ray.exceptions.RayTaskError) -> list[MemoryExceeded]:
+def exceeded_of(error: ray.exceptions.RayError) -> list[MemoryExceeded]:
     """The cascade that ran out of memory, if that is why a call failed: its own, or an encode whose result it needs."""
-    return [error.cause.found] if isinstance(error.cause, OutOfMemory) else []
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+    return [cause.found] if isinstance(cause, OutOfMemory) else []
 
 
 def lost_argument(error: ray.exceptions.RayError) -> bool:

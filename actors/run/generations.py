@@ -115,18 +115,18 @@ class GenerationManager:
 
     def lost(self, lost: GenerationLost) -> None:
         """The running generation cannot go on."""
-        generation = self.view.generation
+        generation, failures = self.view.generation, lost.failures
         log.warning("generation %d: %s", generation, lost)
         self._broken_at = self._broken_at or time.time()
-        for name in lost.dead:
+        for name in failures.dead:
             self._remove(name)
             where = self.lookout.doing(name)
             self.events.tell(WorkerDied(worker=name, why=where.strip()))
             self.observe(Death(worker=worker_number(name), reason=f"died{where}"))
-        if lost.pixels_lost:
+        if failures.pixels_lost:
             self.committer.reopen_data("decoded batches were lost")
-        if lost.failed:
-            learned = [self._avoid(found) for found in lost.exceeded]
+        if failures.failed:
+            learned = [self._avoid(found) for found in dict.fromkeys(failures.exceeded)]
             reason = f"{lost}{self.lookout.late()}"
             self.observe(Break(generation=generation, reason=reason, learned=any(learned), apart=lost.apart))
 

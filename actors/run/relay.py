@@ -86,7 +86,7 @@ class Relay:
         sent, failure = [self._keep(answered(one)) for one in letters], self._keep(_is_set(failed))
         await _until(sent, failure)
         if failed.is_set() and not raised:
-            await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
+            await asyncio.sleep(0.0 if answer.failures.dead else _GRACE_S)
         failure.cancel()
         if raised:
             raise raised[0]
@@ -193,7 +193,7 @@ class Relay:
                     try:
                         relay = await self._other(one.relay)
                     except ValueError as error:
-                        answer.failed[self._seats[call.rank].name] = f"{call.name} did not run: {error}"
+                        answer.failures.failed[self._seats[call.rank].name] = f"{call.name} did not run: {error}"
                         return {}
                     asked = relay.published.options(name="handoff by relay")
                     found[one] = asked.remote(letter.generation, one.cascade)
@@ -234,10 +234,10 @@ class Relay:
             await answer_of(forming)
         except GONE as error:
             log.debug("%s is gone: %s", worker, error)
-            answer.dead.append(worker)
+            answer.failures.dead.append(worker)
         except ray.exceptions.RayError as error:
             why = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            answer.failed[worker] = f"could not form the generation: {last_line(str(why))}"
+            answer.failures.failed[worker] = f"could not form the generation: {last_line(str(why))}"
 
     def _result(self, cascade: str) -> asyncio.Future[Ref[list[PublishedResult]]]:
         return self._made.setdefault(cascade, asyncio.get_running_loop().create_future())
@@ -274,13 +274,13 @@ class Relay:
         if not failed.is_set():
             await _until(turns, failure, self._ended_s)
         if failed.is_set():
-            await asyncio.sleep(0.0 if answer.dead else _GRACE_S)
+            await asyncio.sleep(0.0 if answer.failures.dead else _GRACE_S)
         elif late:
             call = next(
                 call for (call, _), task in zip([s for s in sent if s[0].method == "dit"], dits) if task in late
             )
             name = self._seats[call.rank].name
-            answer.failed[name] = f"{call.name} has not answered, although its worker has finished the step"
+            answer.failures.failed[name] = f"{call.name} has not answered, although its worker has finished the step"
         failure.cancel()
         return answer.by_now()
 
@@ -311,16 +311,15 @@ class Relay:
 
 def _note(call: RelayedCall, worker: str, error: ray.exceptions.RayError, answer: NodeAnswer) -> None:
     """What the error of a worker's call says of the step."""
+    found = answer.failures
     if call.method == FINISH:
         if isinstance(error, GONE):
             log.debug("%s is gone: %s", worker, error)
-            answer.dead.append(worker)
+            found.dead.append(worker)
             return
-        if isinstance(error, ray.exceptions.RayTaskError):
-            answer.failed[worker] = str(error.cause)
-            answer.exceeded += exceeded_of(error)
-        else:
-            answer.failed[worker] = last_line(str(error))
+        own = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
+        found.failed[worker] = last_line(str(error)) if own is None else str(own)
+        found.exceeded += exceeded_of(error)
         return
     if call.method == TURN:  # of an aside, which ends no step
         task = call.arguments[0]
@@ -329,9 +328,10 @@ def _note(call: RelayedCall, worker: str, error: ray.exceptions.RayError, answer
             answer.turns[call.rank] = failed_turn(task.aside.name, error)
         return
     lost = call.reads_data and lost_argument(error)
-    answer.pixels_lost |= lost
-    if (call.method == "dit" or lost) and (why := why_of(error, answer.exceeded)):
-        answer.failed.setdefault(worker, f"{call.name} did not run: {why}")
+    found.pixels_lost |= lost
+    if (call.method == "dit" or lost) and (why := why_of(error)):
+        found.failed.setdefault(worker, f"{call.name} did not run: {why}")
+        found.exceeded += exceeded_of(error)
 
 
 async def _is_set(event: asyncio.Event) -> None:

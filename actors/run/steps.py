@@ -16,8 +16,8 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
-from actors.letters import NodeAnswer
-from actors.messages import MemoryExceeded, OutOfReach, Snapshot, StepReport
+from actors.letters import Failures, NodeAnswer
+from actors.messages import OutOfReach, Snapshot, StepReport
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib
@@ -155,7 +155,6 @@ class StepRunner:
             generation=self.generation,
             assignment=assignment,
             data=data[step],
-            results=dict(submitter.results),
             calls=watched,
             open_dits={call.reference: call for call in watched if call.module == "dit"},
             finishes=ending,
@@ -272,13 +271,13 @@ class StepRunner:
                 except GONE:
                     dead.append(seat.name)
         if dead:
-            raise GenerationLost(dead, {})
+            raise GenerationLost(Failures(dead=dead))
         if refused := refusal_of(failed):
             raise refused
         if failed:
             whys = {name: f"could not form the generation: {last_line(str(error))}" for name, error in failed.items()}
             apart = [error.found for error in failed.values() if isinstance(error, OutOfReach)]
-            raise GenerationLost([], whys, apart=apart)
+            raise GenerationLost(Failures(failed=whys), apart)
         if not waiting:
             self.forming = []
 
@@ -287,15 +286,27 @@ class StepRunner:
         for report in reports:
             if abs(report.weight + report.bad_weight - 1.0) > _WEIGHT_ERROR:
                 why = f"step {report.step} has samples of weight {report.weight + report.bad_weight:g} of 1"
-                raise GenerationLost([], {report.worker: why})
+                raise GenerationLost(Failures(failed={report.worker: why}))
 
     def _raise_failures(self, references: Sequence[Ref[object]], ended: bool) -> None:
-        """Raise the failures of the oldest step's finishes that are ready, and of the DiT calls of all steps. After
-        `ended`, when all its workers have finished the oldest step, its DiT calls have ended, too."""
-        dead: list[str] = []
-        failed: dict[str, str] = {}
-        exceeded: list[MemoryExceeded] = []
+        """Raise the failures of the oldest step's finishes and letters that are ready, and of the DiT calls of all
+        steps. After `ended`, when all its workers have finished the oldest step, its DiT calls have ended, too."""
         running, ready = self.running[0], set(references)
+        found = self._failed_finishes(running, ready)
+        found.add(self._hear(running, ready))
+        if not found.dead:
+            calls = self._failed_calls(ended and not found.failed)
+            calls.add(found)  # what a worker says at the end of the step is kept as its reason
+            found = calls
+        if found.failed and not found.dead:  # by a worker that is in no generation, as it could not form this one
+            self.check_forming()
+        if found:
+            found.pixels_lost = found.pixels_lost or self._pixels_lost()
+            raise GenerationLost(found)
+
+    def _failed_finishes(self, running: RunningStep, ready: Collection[Ref[object]]) -> Failures:
+        """Keep the answers of finishes that are ready in the running step. Returns which of them have failed."""
+        found = Failures()
         ends: dict[Ref[tuple[StepReport, Snapshot | None]], tuple[StepReport, Snapshot | None]] = {}
         fresh = [one for one, rank in running.finishes.items() if one in ready and rank not in running.answers]
         if not _taken(fresh, ends):
@@ -305,30 +316,19 @@ class StepRunner:
                     ends[reference] = get(reference)
                 except GONE as error:
                     log.debug("%s is gone: %s", worker, error)
-                    dead.append(worker)
+                    found.dead.append(worker)
                 except ray.exceptions.RayTaskError as error:
-                    failed[worker] = str(error.cause)
-                    exceeded += exceeded_of(error)
+                    found.failed[worker] = str(error.cause)
+                    found.exceeded += exceeded_of(error)
         running.answers.update({running.finishes[reference]: end for reference, end in ends.items()})
-        pixels_lost = self._hear(running, ready, dead, failed, exceeded)
-        if not dead:
-            failed = {**self._failed_calls(ended and not failed, exceeded), **failed}
-        if failed and not dead:  # by a worker that is in no generation, as it could not form this one
-            self.check_forming()
-        if dead or failed:
-            raise GenerationLost(dead, failed, pixels_lost or self._pixels_lost(), exceeded)
+        return found
 
-    def _hear(
-        self,
-        running: RunningStep,
-        ready: Collection[Ref[object]],
-        dead: list[str],
-        failed: dict[str, str],
-        exceeded: list[MemoryExceeded],
-    ) -> bool:
-        """Take in the answers of relays that have come. Returns whether one says that pixels are lost. Of a node whose
-        relay is gone, workers that live leave their groups like all others, and are called directly then."""
-        fresh, pixels_lost = [one for one in running.letters if one in ready and one not in running.heard], False
+    def _hear(self, running: RunningStep, ready: Collection[Ref[object]]) -> Failures:
+        """Keep the answers of relays that have come in the running step. Returns the failures they tell of, and relays
+        that are gone: the workers of such a node live, leave their groups like all others, and are called directly
+        from then on."""
+        found = Failures()
+        fresh = [one for one in running.letters if one in ready and one not in running.heard]
         answers: dict[Ref[NodeAnswer], NodeAnswer] = {}
         lost: dict[str, str] = {}
         now = time.monotonic()
@@ -344,43 +344,40 @@ class StepRunner:
             running.answers.update(one.ends)
             for rank, report in one.turns.items():
                 self.asides.hear(self.world[rank].name, report)
-            dead += one.dead
-            failed.update(one.failed)
-            exceeded += one.exceeded
-            pixels_lost |= one.pixels_lost
+            found.add(one.failures)
             lost.update(one.lost)
         for node, why in {**self.relays.gone(), **lost}.items() if lost else ():
             self.relays.lose(node, now)
-            failed[f"relay of node {node[:8]}"] = why
+            found.failed[f"relay of node {node[:8]}"] = why
         running.heard.update(answers)
-        return pixels_lost
+        return found
 
     def _check_relays(self) -> None:
         """A relay that hangs holds up all that its workers say, also that they cannot go on."""
-        if found := self.end_hanging_relays():
-            whys = {f"relay of node {n[:8]}": f"has not answered for {s:.0f} s" for n, s in found.items()}
-            raise GenerationLost([], whys)
+        if hanging := self.end_hanging_relays():
+            whys = {f"relay of node {n[:8]}": f"has not answered for {s:.0f} s" for n, s in hanging.items()}
+            raise GenerationLost(Failures(failed=whys))
 
-    def _failed_calls(self, ended: bool, exceeded: list[MemoryExceeded]) -> dict[str, str]:
-        """Workers whose DiT calls failed, and why; adds to what is known to have `exceeded` the memory. A call whose
-        argument is gone never reaches its worker; only its reference knows. An encode call says so to the DiT call that
-        waits for its result."""
-        failed: dict[str, str] = {}
+    def _failed_calls(self, ended: bool) -> Failures:
+        """DiT calls that have failed. A call whose argument is gone never reaches its worker; only its reference knows.
+        An encode call says so to the DiT call that waits for its result."""
+        found = Failures()
         for running in self.running:
             patience = ENDED_S if ended and running is self.running[0] else 0.0
             dits = running.open_dits
             done, waiting = wait(list(dits), num_returns=len(dits), timeout=patience) if dits else ([], [])
             if patience and waiting:
                 call = dits[waiting[0]]
-                failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
+                found.failed[call.worker] = f"{call.name} has not answered, although its worker has finished the step"
             well = _taken(done, {})
             for reference in done:
                 error = None if well else error_of(reference)
-                if error is not None and (why := why_of(error, exceeded)):
-                    failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
+                if error is not None and (why := why_of(error)):
+                    found.failed.setdefault(dits[reference].worker, f"{dits[reference].name} did not run: {why}")
+                    found.exceeded += exceeded_of(error)
                 else:
                     del dits[reference]
-        return failed
+        return found
 
     def _pixels_lost(self) -> bool:
         """An encode call whose argument is gone never reaches its worker; only its reference knows."""

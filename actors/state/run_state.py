@@ -18,7 +18,7 @@ from typing import Protocol
 import ray
 
 from actors.config import RuntimeConfig
-from actors.letters import RelayFinder
+from actors.letters import Failures, RelayFinder
 from actors.messages import Origin, Snapshot, WorkerInfo
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.ray_calls import wait
@@ -320,7 +320,7 @@ class RunState:
         lost = self.keepers.repair([seat.node for seat in world], give_up_s, self._least_bytes())
         if lost:
             why = "no keeper has the memory of its node any more"
-            raise GenerationLost([], {seat.name: why for seat in world if seat.node in lost})
+            raise GenerationLost(Failures(failed={seat.name: why for seat in world if seat.node in lost}))
         self.keepers.hold(self._held)  # no step waits for it, but a node that is lost now would take it along
         return self.keepers.hold(shards)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.letters import Failures
 from actors.messages import Origin, Snapshot
 from actors.outcome import Events
 from actors.records.events import CommitSlow, FeederLost
@@ -220,19 +221,18 @@ def test_a_repair_gives_others_the_shards_of_all_uncommitted_steps(ray_answers: 
 
 
 @pytest.mark.parametrize(
-    ("error", "dead", "failed"),
+    ("error", "failures"),
     [
-        (LOST, ("w3",), {}),
+        (LOST, Failures(dead=["w3"])),
         (
             ray.exceptions.RayTaskError("copied", "traceback", RuntimeError("a sticky error")),
-            (),
-            {"w3": "its state was not copied: a sticky error"},
+            Failures(failed={"w3": "its state was not copied: a sticky error"}),
         ),
     ],
     ids=["its worker died", "it failed"],
 )
 def test_a_copy_that_never_ends_breaks_the_generation(
-    ray_answers: dict[str, Any], error: Exception, dead: tuple[str, ...], failed: dict[str, str]
+    ray_answers: dict[str, Any], error: Exception, failures: Failures
 ) -> None:
     committer, _ = committer_of(committed=6)
     done = collected(7, 1, held_as(7, "a", copied="copy"))
@@ -241,7 +241,7 @@ def test_a_copy_that_never_ends_breaks_the_generation(
     ray_answers["copy"] = error
     with pytest.raises(GenerationLost) as lost:
         settle(committer)
-    assert (lost.value.dead, lost.value.failed) == (dead, failed)
+    assert lost.value.failures == failures
 
 
 def test_a_step_that_waits_for_slow_keepers_is_told_once(

@@ -11,6 +11,7 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
+from actors.letters import Failures
 from actors.messages import (
     FinishTask,
     FormTask,
@@ -466,7 +467,7 @@ def test_dit_calls_that_have_ended_well_are_asked_once_and_together(monkeypatch:
     calls = [SimpleNamespace(reference=f"dit {n}", module="dit", worker=f"w{n}", name="dit s0") for n in range(3)]
     runner = SimpleNamespace(running=[SimpleNamespace(open_dits={call.reference: call for call in calls})])
     for _ in range(3):
-        assert StepRunner._failed_calls(runner, False, []) == {}  # type: ignore[arg-type]
+        assert StepRunner._failed_calls(runner, False) == Failures()  # type: ignore[arg-type]
     assert asked == [["dit 0", "dit 1", "dit 2"]]
 
 
@@ -477,6 +478,6 @@ def test_of_calls_that_ended_together_each_that_failed_is_named() -> None:
         for n, reference in enumerate((failed[0], "well", failed[1]))
     ]
     running = SimpleNamespace(open_dits={call.reference: call for call in calls})
-    found = StepRunner._failed_calls(SimpleNamespace(running=[running]), False, [])  # type: ignore[arg-type]
-    assert found == {"w0": "dit s0 did not run: no room", "w2": "dit s0 did not run: no data"}
+    found = StepRunner._failed_calls(SimpleNamespace(running=[running]), False)  # type: ignore[arg-type]
+    assert found == Failures(failed={"w0": "dit s0 did not run: no room", "w2": "dit s0 did not run: no data"})
     assert list(running.open_dits) == failed

@@ -16,6 +16,7 @@ from actors.letters import (
     FINISH,
     TURN,
     CommitCall,
+    Failures,
     KeeperCall,
     Letter,
     NodeAnswer,
@@ -163,7 +164,7 @@ def test_a_dead_worker_is_named_without_waiting_for_the_others() -> None:
     async def case(relay: Relay, crew: Crew) -> None:
         gone = ray.exceptions.ActorDiedError()
         found = await answer_to(relay, crew, dit(1), finish(0), finish(1), w1_d=gone, w1_finish_step=gone)
-        assert found == NodeAnswer(dead=["w1"])
+        assert found == NodeAnswer(failures=Failures(dead=["w1"]))
 
     play(case)
 
@@ -176,8 +177,9 @@ def test_why_a_cascade_did_not_run_is_told_and_what_exceeded_the_memory() -> Non
     async def case(relay: Relay, crew: Crew) -> None:
         error = TASK_ERROR("dit", "", OutOfMemory(exceeded))
         found = await answer_to(relay, crew, dit(0), finish(0), w0_d=error)
-        assert found.exceeded == [exceeded] and not found.dead
-        assert found.failed["w0"].startswith("dit d did not run: ") and not found.pixels_lost
+        failures = found.failures
+        assert failures.exceeded == [exceeded] and not failures.dead
+        assert failures.failed["w0"].startswith("dit d did not run: ") and not failures.pixels_lost
 
     play(case)
 
@@ -186,7 +188,7 @@ def test_pixels_that_are_lost_are_told_at_once_and_other_faults_of_an_encode_by_
     async def lost(relay: Relay, crew: Crew) -> None:
         error = ray.exceptions.ObjectLostError("00" * 28, None, "")
         found = await answer_to(relay, crew, encode(0), finish(0), w0_v=error)
-        assert found.pixels_lost and list(found.failed) == ["w0"]
+        assert found.failures.pixels_lost and list(found.failures.failed) == ["w0"]
 
     async def other(relay: Relay, crew: Crew) -> None:
         crew.form()
@@ -196,7 +198,7 @@ def test_pixels_that_are_lost_are_told_at_once_and_other_faults_of_an_encode_by_
         await settled()
         assert not asked.done()
         crew.answers["w0", "d"].set_exception(TASK_ERROR("dit", "", ValueError("no latents")))
-        assert (await asked).failed == {"w0": "dit d did not run: no latents"}
+        assert (await asked).failures.failed == {"w0": "dit d did not run: no latents"}
 
     play(lost)
     play(other)
@@ -207,7 +209,7 @@ def test_who_could_not_form_is_named_and_gets_no_call() -> None:
         crew.formed[0].set_exception(ray.exceptions.ActorDiedError())
         crew.formed[1].set_exception(TASK_ERROR("form", "", RuntimeError("a peer has gone")))
         found = await relay.step(crew.letter(0, dit(0), finish(0)))
-        assert found.dead == ["w0"] and "a peer has gone" in found.failed["w1"] and crew.order == []
+        assert found.failures.dead == ["w0"] and "a peer has gone" in found.failures.failed["w1"] and crew.order == []
 
     play(case)
 
@@ -219,7 +221,9 @@ def test_a_dit_call_that_never_answers_does_not_hold_a_step_up_for_ever() -> Non
         await settled()
         for worker in ("w0", "w1"):
             crew.answers[worker, FINISH].set_result(("report", None))
-        assert (await asked).failed == {"w1": "dit d has not answered, although its worker has finished the step"}
+        assert (await asked).failures.failed == {
+            "w1": "dit d has not answered, although its worker has finished the step"
+        }
 
     play(case, ended_s=0.05)
 
@@ -361,9 +365,12 @@ def test_when_a_relay_is_lost_all_that_are_gone_are_lost_with_it(monkeypatch: py
     monkeypatch.setattr(
         steps, "_taken", lambda fresh, answers: answers.update(letters=NodeAnswer(lost={"e": "gone"})) or True
     )
-    failed: dict[str, str] = {}
-    steps.StepRunner._hear(runner, running, {"letters"}, [], failed, [])  # type: ignore[arg-type]
-    assert set(failed) == {f"relay of node {node}" for node in "bde"} and set(book.known) == {"a", "c"}
+    found = steps.StepRunner._hear(runner, running, {"letters"})  # type: ignore[arg-type]
+    assert (
+        not found.dead
+        and set(found.failed) == {f"relay of node {node}" for node in "bde"}
+        and set(book.known) == {"a", "c"}
+    )
     assert Relays().gone() == {}
 
 
@@ -642,7 +649,7 @@ def test_what_is_heard_after_a_failure_changes_no_answer_that_is_on_its_way() ->
         nodes.crews["a"].answers["w1", FINISH].set_result(("report", None))
         nodes.crews["b"].answers["w0", FINISH].set_exception(ray.exceptions.ActorDiedError())
         await asyncio.sleep(0.01)
-        assert found == NodeAnswer(dead=["w0"])
+        assert found == NodeAnswer(failures=Failures(dead=["w0"]))
 
     among("a", "b")(case)
 
@@ -656,7 +663,7 @@ def test_a_group_says_at_once_which_worker_has_died_on_whichever_node(dead: str)
         await nodes_settled(nodes, "a", "b")
         worker = f"w{'ab'.index(dead)}"
         nodes.crews[dead].answers[worker, FINISH].set_exception(ray.exceptions.ActorDiedError())
-        assert (await asked).dead == [worker]
+        assert (await asked).failures.dead == [worker]
 
     among("a", "b")(case)
 
@@ -670,7 +677,7 @@ def test_a_relay_that_is_gone_is_named_by_its_node_and_one_that_fails_too() -> N
         )
         letters = [nodes.crews["a"].letter(0, finish(0)), nodes.crews["b"].letter(0), replace(broken, seats={7: None})]  # type: ignore[dict-item]
         found = await nodes.relays["a"].deliver(letters)
-        assert found.lost["b"] == "no actor b" and "c" in found.lost and found.has_failed and not found.failed
+        assert found.lost["b"] == "no actor b" and "c" in found.lost and found.has_failed and not found.failures
 
     among("a", "b", "c")(case)
 
@@ -715,7 +722,7 @@ def test_what_an_encode_of_the_same_node_leaves_needs_no_question_and_a_relay_th
         nodes.gone.add("b")
         lost = dit(1, references=(RelayedResult(relay="b", cascade="x"),))
         found = await nodes.relays["a"].step(crew.letter(1, lost))
-        assert found.failed == {"w1": "dit d did not run: no actor b"}
+        assert found.failures.failed == {"w1": "dit d did not run: no actor b"}
 
     among("a", "b")(case)
 

@@ -154,4 +154,4 @@ def test_where_a_nodes_memory_went_with_its_keeper_the_generation_is_lost() -> N
     with pytest.raises(GenerationLost) as lost:
         stuck = StuckCommit(why="k")
         state_of(keepers=keepers, model=MODEL).repair_keepers(stuck, world, True, CommitLog(committed=6), ())
-    assert (lost.value.dead, list(lost.value.failed)) == ((), ["w1"])
+    assert (lost.value.failures.dead, list(lost.value.failures.failed)) == ([], ["w1"])
