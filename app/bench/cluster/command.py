@@ -31,7 +31,8 @@ import math
 import os
 import re
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -54,10 +55,10 @@ from app.settings.out_files import check_writable
 from ops.counted import counted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from app.bench.cluster.ddp import DdpFigures
-    from app.bench.cluster.simulate import ClusterFigures, Disturbance
+    from app.bench.cluster.simulate import ClusterFigures, Disturbance, Setup
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SETS = tuple(sorted(path.stem for path in (CONFIGS / "bench").glob("*gpu.json")))
@@ -101,111 +102,170 @@ def run(
         raise typer.BadParameter(
             f"{published} has its own cluster and steps; leave out {' and '.join(given)}.", param_hint="--set"
         )
-    nodes, gpus, steps = nodes or NODES, gpus or GPUS, steps or STEPS
-    sizes, ways = sizes_of(nodes), strategy or ["cascade"]
-    if unknown := [name for name in ways if name not in WAYS]:
-        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
-    if DDP in ways and not calm:
-        raise typer.BadParameter(
-            "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
-            param_hint="--strategy",
-        )
-    strategies = [name for name in ways if name != DDP]
-    if strategies and not published and (largest := max(sizes) * gpus) > MOST:
-        raise typer.BadParameter(
-            f"{max(sizes):,} nodes of {gpus} are {largest:,} workers; at most {MOST:,} are run. Give fewer, or ddp "
-            f"alone, which is evaluated.",
-            param_hint="--nodes",
-        )
-    if not 0 < speed < math.inf:
-        raise typer.BadParameter(f"{speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
-    from app.bench.cluster.ddp import NoDegree
-    from app.bench.cluster.physics import Physics
-    from app.bench.cluster.simulate import RELAY_FROM, Setup, VirtualRunFailed, ddp_of, run_here, run_on_ray
-
-    if published and published not in SETS:
-        raise typer.BadParameter(f"{published!r} is none of {', '.join(SETS)}.", param_hint="--set")
-    if published and DDP in ways:
-        raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
+    options = _Options(
+        nodes=nodes or NODES,
+        gpus=gpus or GPUS,
+        steps=steps or STEPS,
+        ways=tuple(strategy or ["cascade"]),
+        speed=speed,
+        on_ray=on_ray,
+        direct=direct,
+        calm=calm,
+        seed=seed,
+        published=published,
+        exact=exact,
+        lookahead=lookahead,
+        budget_s=budget,
+    )
+    options.check()
     check_writable(out or [])
-    physics = Physics(speed=speed, seed=seed)
-    if exact:
-        physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
-    relay_from = 0 if direct else RELAY_FROM
-    if published:
-        setups = [Setup.of_published(CONFIGS / "bench" / f"{published}.json", physics)]
-    else:
-        setups = [
-            Setup(
-                nodes=count,
-                gpus=gpus,
-                steps=steps,
-                physics=physics,
-                disturbances=() if calm else disturbances(steps, count),
-            )
-            for count in sizes
-        ]
-
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
-    found: list[ClusterFigures] = []
-    evaluated: list[DdpFigures] = []
-    if DDP in ways:
-        try:
-            for setup in setups:
-                evaluated += ddp_of(setup)
-        except NoDegree as failed:
-            raise typer.BadParameter(str(failed), param_hint="--nodes") from None
-    if strategies:
-        print(HEAD, flush=True)
-    for one in setups:
-        for name in strategies:
-            setup = replace(one, strategy=name, relay_from=relay_from, lookahead=lookahead, budget_s=budget)
-            try:
-                if on_ray:
-                    with _ray():
-                        found.append(run_on_ray(setup))
-                else:
-                    found.append(run_here(setup))
-            except VirtualRunFailed as failed:
-                print(f"{counted(setup.nodes, 'node')}, {name}: {failed}")
-                raise typer.Exit(1) from None
-            print(row(found[-1]), flush=True)
-            if on_ray and (line := thread_line(found[-1])):
-                print(line, flush=True)
-            if published:
-                print(steps_line(found[-1]), flush=True)
+    setups = options.setups()
+    evaluated = _evaluated(setups) if DDP in options.ways else []
+    found = _run_all(setups, options)
+    compared = ways_of(evaluated, found)
+    curves = curves_of([one for one in found if one.strategy in options.strategies[-1:]])
     if found:
         print(f"\n{markdown(*change_rows(found))}")
-    compared = ways_of(evaluated, found)
     if compared:
         print(f"\n{markdown(*way_rows(compared))}")
-    curves = curves_of([one for one in found if one.strategy in strategies[-1:]])
     for curve in curves:
         print(curve.line())
     for path in out or []:
         if path.suffix == ".html":
             from app.bench.cluster.page import html
 
-            options: list[tuple[str, object]] = [
-                *([("--set", published)] if published else [("--nodes", nodes), ("--gpus", gpus), ("--steps", steps)]),
-                ("--strategy", ways),
-            ]
-            options += [
-                ("--speed", f"{speed:g}"),
-                ("--ray", on_ray),
-                ("--direct", direct),
-                ("--calm", calm),
-                ("--seed", seed),
-                ("--exact", exact),
-                ("--lookahead", lookahead),
-                ("--budget", f"{budget:g}"),
-            ]
-            command = command_of("cluster", [*options, ("--out", path.name)])
-            path.write_text(html(compared, found, curves, command, facts_of()), encoding="utf-8")
+            path.write_text(html(compared, found, curves, options.command(path), facts_of()), encoding="utf-8")
         else:
             told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
             told["ddp"] = [asdict(one) for one in evaluated]
             path.write_text(json.dumps({"speed": speed, "ray": on_ray, "direct": direct, **told}, indent=1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """The command's options, with defaults in place of those that were not given."""
+
+    nodes: str
+    gpus: int
+    steps: int
+    ways: tuple[str, ...]
+    speed: float
+    on_ray: bool
+    direct: bool
+    calm: bool
+    seed: int
+    published: str
+    exact: bool
+    lookahead: int
+    budget_s: float
+
+    @property
+    def strategies(self) -> list[str]:
+        """The ways that are run, not only evaluated."""
+        return [name for name in self.ways if name != DDP]
+
+    def check(self) -> None:
+        """Raises BadParameter where options are wrong, or do not go together."""
+        sizes = sizes_of(self.nodes)
+        if unknown := [name for name in self.ways if name not in WAYS]:
+            raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
+        if DDP in self.ways and not self.calm:
+            raise typer.BadParameter(
+                "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
+                param_hint="--strategy",
+            )
+        if self.strategies and not self.published and (largest := max(sizes) * self.gpus) > MOST:
+            raise typer.BadParameter(
+                f"{max(sizes):,} nodes of {self.gpus} are {largest:,} workers; at most {MOST:,} are run. Give "
+                f"fewer, or ddp alone, which is evaluated.",
+                param_hint="--nodes",
+            )
+        if not 0 < self.speed < math.inf:
+            raise typer.BadParameter(f"{self.speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
+        if self.published and self.published not in SETS:
+            raise typer.BadParameter(f"{self.published!r} is none of {', '.join(SETS)}.", param_hint="--set")
+        if self.published and DDP in self.ways:
+            raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
+
+    def setups(self) -> list[Setup]:
+        """A run of each size, or of the published workload, whatever its strategy."""
+        from app.bench.cluster.physics import Physics
+        from app.bench.cluster.simulate import Setup
+
+        physics = Physics(speed=self.speed, seed=self.seed)
+        if self.exact:
+            physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
+        if self.published:
+            return [Setup.of_published(CONFIGS / "bench" / f"{self.published}.json", physics)]
+        return [
+            Setup(
+                nodes=count,
+                gpus=self.gpus,
+                steps=self.steps,
+                physics=physics,
+                disturbances=() if self.calm else disturbances(self.steps, count),
+            )
+            for count in sizes_of(self.nodes)
+        ]
+
+    def command(self, out: Path) -> str:
+        """The command line that writes this page."""
+        size = [("--nodes", self.nodes), ("--gpus", self.gpus), ("--steps", self.steps)]
+        options: list[tuple[str, object]] = [
+            *([("--set", self.published)] if self.published else size),
+            ("--strategy", list(self.ways)),
+            ("--speed", f"{self.speed:g}"),
+            ("--ray", self.on_ray),
+            ("--direct", self.direct),
+            ("--calm", self.calm),
+            ("--seed", self.seed),
+            ("--exact", self.exact),
+            ("--lookahead", self.lookahead),
+            ("--budget", f"{self.budget_s:g}"),
+            ("--out", out.name),
+        ]
+        return command_of("cluster", options)
+
+
+def _evaluated(setups: Sequence[Setup]) -> list[DdpFigures]:
+    """Figures of DDP. Raises BadParameter where it has no degree for a cluster."""
+    from app.bench.cluster.ddp import NoDegree
+    from app.bench.cluster.simulate import ddp_of
+
+    try:
+        return [figures for setup in setups for figures in ddp_of(setup)]
+    except NoDegree as failed:
+        raise typer.BadParameter(str(failed), param_hint="--nodes") from None
+
+
+def _run_all(setups: Sequence[Setup], options: _Options) -> list[ClusterFigures]:
+    """Run every setup with every strategy, and print a row of each as it ends. Ends the command where a run fails."""
+    from app.bench.cluster.simulate import RELAY_FROM, VirtualRunFailed, run_here, run_on_ray
+
+    if options.strategies:
+        print(HEAD, flush=True)
+    found: list[ClusterFigures] = []
+    relay_from = 0 if options.direct else RELAY_FROM
+    for one, name in product(setups, options.strategies):
+        setup = replace(
+            one, strategy=name, relay_from=relay_from, lookahead=options.lookahead, budget_s=options.budget_s
+        )
+        try:
+            if options.on_ray:
+                with _ray():
+                    found.append(run_on_ray(setup))
+            else:
+                found.append(run_here(setup))
+        except VirtualRunFailed as failed:
+            print(f"{counted(setup.nodes, 'node')}, {name}: {failed}")
+            raise typer.Exit(1) from None
+        print(row(found[-1]), flush=True)
+        if options.on_ray and (line := thread_line(found[-1])):
+            print(line, flush=True)
+        if options.published:
+            print(steps_line(found[-1]), flush=True)
+    return found
 
 
 def sizes_of(text: str) -> list[int]:
