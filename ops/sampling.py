@@ -133,64 +133,29 @@ def sample_latents(
     weight = next(dit.parameters())
     device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
-    told = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
-    guidance = 1000.0 * config.guidance_scale if told else None
-    guided = config.is_guided and not told
-    halves = _Halves.of(group, half) if guided and half is not None else None
-    own = group if halves is None else halves.own
-    in_halves: bool | None = dit.config.in_halves  # type: ignore[union-attr, assignment]
-
-    def with_prompt() -> _Prompts:
-        vectors = [request.pooled for request in requests if request.pooled is not None]
-        texts = [request.text for request in requests]
-        return _Prompts.of(grids, requests, texts, vectors, guidance, own, device, in_halves)
-
-    def with_negative() -> _Prompts:
-        vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
-        return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device, in_halves)
-
-    prompt = with_prompt() if halves is None or halves.prompted else with_negative()
-    # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its layout,
-    # and the two velocities of a row must meet on one rank.
-    plain = with_negative() if guided and halves is None else None
+    guidance = _Guidance.of(dit, requests, grids, negative, negative_pooled, config, group, half)
+    layout, own = guidance.prompt.layout, guidance.group
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     start = [_noise_tokens(request, geometry, channels).to(device, dtype) for request in requests]
-    x = prompt.layout.local(start)
+    x = layout.local(start)
     steps: _OwnSteps | _SchedulerSteps
     if config.scheduler is None:
-        steps = _OwnSteps(config, prompt.layout, dit.config.diffusion, x)  # type: ignore[union-attr, arg-type]
+        steps = _OwnSteps(config, layout, dit.config.diffusion, x)  # type: ignore[union-attr, arg-type]
     else:
         clips = [
             _scheduled(config, config.scheduler, request, length)
-            for request, length in zip(requests, prompt.layout.lengths, strict=True)
+            for request, length in zip(requests, layout.lengths, strict=True)
         ]
-        steps = _SchedulerSteps(clips, start, grids, geometry.patch, prompt.layout, own)
-
-    def velocity_of(chosen: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
-        # Around each forward alone. What autocast has cast of weights is kept for the whole process, all its threads,
-        # and beside a run these are other weights than those that train when `progress` returns to them; and a
-        # spatial-temporal transformer chooses its slices by its mode, alike on all ranks of a bag.
-        with evaluating(chosen), torch.autocast(device.type, torch.bfloat16) if config.autocast else nullcontext():
-            return _velocity(chosen, x, timesteps, prompts, own)
-
+        steps = _SchedulerSteps(clips, start, grids, geometry.patch, layout, own)
     for index in range(len(steps)):
         timesteps = steps.times(index)
         chosen = _expert(dit, low, timesteps, config)
         second = config.guidance_scale_2 if low is not None and chosen is low.dit else None
         scale = config.guidance_scale if second is None else second
-        velocity = velocity_of(chosen, x, timesteps, prompt)
-        if halves is not None:
-            velocity, base = halves.both(velocity)
-            velocity = base + scale * (velocity - base)
-        if plain is not None:
-            base = velocity_of(chosen, x, timesteps, plain)
-            velocity = base + scale * (velocity - base)
-        x = steps.step(index, x, velocity)
+        x = steps.step(index, x, guidance.velocity(chosen, x, timesteps, scale))
         if progress is not None:
             progress(index + 1)
-    whole = [
-        unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, prompt.layout, own), grids)
-    ]
+    whole = [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, layout, own), grids)]
     # without the frames that filled up the first patch
     return [
         latent[:, -geometry.latent_grid(one.frames, one.height, one.width)[0] :] for latent, one in zip(whole, requests)
@@ -221,6 +186,78 @@ class _Halves:
         rows = [len(own) if rank == partner else 0 for rank in range(self.whole.size)]
         self.whole.all_to_all(other, own, rows, rows)
         return (own, other) if self.prompted else (other, own)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Guidance:
+    """How the velocity of a batch is predicted: with its prompts alone, or with them and with the negative, in two
+    forwards of this rank or in one of each half of the bag."""
+
+    prompt: _Prompts  # of this rank's first forward: the negative in the second half of a bag
+    negative: _Prompts | None  # of its second one
+    halves: _Halves | None
+    group: Group  # the ranks that compute a forward together
+    autocast: bool
+
+    @staticmethod
+    def of(
+        dit: nn.Module,
+        requests: Sequence[SampleRequest],
+        grids: Sequence[tuple[int, int, int]],
+        negative: Tensor,
+        negative_pooled: Tensor | None,
+        config: SamplerConfig,
+        group: Group,
+        half: Group | None,
+    ) -> _Guidance:
+        """The arguments are those of `sample_latents`, with the token grid of each request."""
+        takes_scale = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
+        is_guided = config.is_guided and not takes_scale
+        halves = _Halves.of(group, half) if is_guided and half is not None else None
+        own = group if halves is None else halves.own
+        device = next(dit.parameters()).device
+        in_halves: bool | None = dit.config.in_halves  # type: ignore[union-attr, assignment]
+
+        def with_prompt() -> _Prompts:
+            vectors = [request.pooled for request in requests if request.pooled is not None]
+            texts = [request.text for request in requests]
+            scale = 1000.0 * config.guidance_scale if takes_scale else None
+            return _Prompts.of(grids, requests, texts, vectors, scale, own, device, in_halves)
+
+        def with_negative() -> _Prompts:
+            vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
+            return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device, in_halves)
+
+        return _Guidance(
+            prompt=with_prompt() if halves is None or halves.prompted else with_negative(),
+            # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its
+            # layout, and the two velocities of a row must meet on one rank.
+            negative=with_negative() if is_guided and halves is None else None,
+            halves=halves,
+            group=own,
+            autocast=config.autocast,
+        )
+
+    def velocity(self, dit: nn.Module, x: Tensor, timesteps: Tensor, scale: float) -> Tensor:
+        """[n, P] for this rank's rows `x` [n, P]. With a negative: its velocity, and `scale` times what the prompt
+        changes of it. Collective over the bag."""
+        velocity = self._forward(dit, x, timesteps, self.prompt)
+        if self.halves is not None:
+            velocity, base = self.halves.both(velocity)
+        elif self.negative is not None:
+            base = self._forward(dit, x, timesteps, self.negative)
+        else:
+            return velocity
+        return base + scale * (velocity - base)
+
+    def _forward(self, dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts) -> Tensor:
+        # Around each forward alone. What autocast has cast of weights is kept for the whole process, all its threads,
+        # and beside a run these are other weights than those that train when `progress` returns to them; and a
+        # spatial-temporal transformer chooses its slices by its mode, alike on all ranks of a bag.
+        with evaluating(dit), torch.autocast(x.device.type, torch.bfloat16) if self.autocast else nullcontext():
+            tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
+            velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, self.group, prompts.conditions)
+            return velocity.to(x.dtype)
 
 
 def _expert(dit: nn.Module, low: LowNoiseExpert | None, timesteps: Tensor, config: SamplerConfig) -> nn.Module:
@@ -395,12 +432,6 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
     if request.first is not None:
         tokens[: len(request.first)] = request.first.to(tokens)
     return tokens
-
-
-def _velocity(dit: nn.Module, x: Tensor, timesteps: Tensor, prompts: _Prompts, group: Group) -> Tensor:
-    tokens = x if prompts.told is None else torch.cat([x, prompts.told], dim=1)
-    velocity: Tensor = dit(tokens, timesteps, prompts.text, prompts.layout, group, prompts.conditions)
-    return velocity.to(x.dtype)
 
 
 def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:
