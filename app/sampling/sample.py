@@ -16,11 +16,13 @@ from itertools import takewhile
 from pathlib import Path
 
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
-from app.sampling.model import checkpoint_folder, is_folder, one_checkpoint, saved_model
+from app.sampling.model import SavedModel, checkpoint_folder, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
+from app.settings.config import RunConfig
 from app.settings.prompts import prompt_notes
 from app.settings.rules import check_decode
 from app.settings.sections import LongPrompts
+from ops.geometry import Geometry
 from ops.ranges import SEED, above, between
 from ops.typed import ConfigError
 
@@ -44,6 +46,46 @@ def run(
     changes = changes or ClipChanges()
     if out.suffix not in ("", ".mp4"):
         raise ConfigError(f"--out {out} must end in .mp4, or be a folder for several clips.")
+    _check_ranges(changes)
+    _writable(out)
+    saved = saved_model(checkpoint, ema=ema, device=device, other=other)
+    config, geometry = saved.config, saved.geometry
+    for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
+        print(f"note: {note}")
+    _check_fit(changes, saved, checkpoint)
+    prompts, rule = prompts or config.sample.prompts, long_prompts or config.sample.long_prompts
+    if not prompts:
+        raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
+    settings = ClipSettings.of(config, saved.scheduler).changed(changes)
+    if (saved := saved.at_rate(settings.fps)).config != config:
+        config = saved.config
+        print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
+    _check_settings(settings, config, geometry)
+    first = first_frames(config, prompts, settings, images, "--image", last_images)
+    notes = prompt_notes(prompts, config.model.text, rule)
+    notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []
+    for note in notes:
+        print(f"note: {note}")
+    if crew is None:
+        files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
+    else:
+        order = ClipOrder(
+            checkpoint=one_checkpoint(checkpoint),
+            other=other and one_checkpoint(other),
+            ema=ema,
+            prompts=tuple(prompts),
+            first=tuple(first),
+            settings=settings,
+            config=config,
+            geometry=geometry,
+        )
+        files = crew(order)
+    print(*files, sep="\n")
+    return files
+
+
+def _check_ranges(changes: ClipChanges) -> None:
+    """Raises ConfigError where a number cannot be."""
     given = {
         "guidance-scale": (changes.guidance_scale, between(0, 1e6)),
         "guidance-scale-2": (changes.guidance_scale_2, between(0, 1e6)),
@@ -56,34 +98,31 @@ def run(
     for name, (value, allowed) in given.items():
         if value is not None and (fault := allowed.fault(value)):
             raise ConfigError(f"--{name} is {value}; {fault}.")
-    _writable(out)
-    saved = saved_model(checkpoint, ema=ema, device=device, other=other)
-    config, geometry = saved.config, saved.geometry
-    for note in published_notes(checkpoint) if is_pipeline(checkpoint) else []:
-        print(f"note: {note}")
-    if config.model.dit.images_only and changes.frames not in (None, 1):
+
+
+def _check_fit(changes: ClipChanges, saved: SavedModel, checkpoint: Path) -> None:
+    """Raises ConfigError where the transformer of this checkpoint has no such setting."""
+    dit = saved.config.model.dit
+    if dit.images_only and changes.frames not in (None, 1):
         raise ConfigError(f"--frames is {changes.frames}, and this transformer makes pictures; leave it out.")
-    if config.model.dit.diffusion is not None and changes.flow_shift is not None:
+    if dit.diffusion is not None and changes.flow_shift is not None:
         raise ConfigError(
             f"--flow-shift is {changes.flow_shift:g}, and this transformer is sampled by DDIM, which has none; leave "
             f"it out."
         )
-    if changes.timesteps and (config.model.dit.diffusion is not None or saved.scheduler is not None):
+    if changes.timesteps and (dit.diffusion is not None or saved.scheduler is not None):
         raise ConfigError(
             f"--timesteps is given, and clips of {checkpoint} are made by a scheduler, which has its own; leave it out."
         )
-    if changes.guidance_scale_2 is not None and not config.model.dit.two_experts:
+    if changes.guidance_scale_2 is not None and not dit.two_experts:
         raise ConfigError(
             f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "
             f"transformer for all noise levels; leave it out."
         )
-    prompts, rule = prompts or config.sample.prompts, long_prompts or config.sample.long_prompts
-    if not prompts:
-        raise ConfigError("no prompt: give --prompt, or sample.prompts in the run's config.")
-    settings = ClipSettings.of(config, saved.scheduler).changed(changes)
-    if (saved := saved.at_rate(settings.fps)).config != config:
-        config = saved.config
-        print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
+
+
+def _check_settings(settings: ClipSettings, config: RunConfig, geometry: Geometry) -> None:
+    """Raises ConfigError where clips of this size cannot be made, or cannot be decoded as said."""
     try:
         geometry.token_grid(settings.frames, settings.height, settings.width)
     except ValueError as error:
@@ -91,29 +130,6 @@ def run(
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
     told = settings.decode_timestep, settings.decode_noise_scale
     check_decode(config.model.vae, replace(config.sample, decode_timestep=told[0], decode_noise_scale=told[1]))
-    first = first_frames(config, prompts, settings, images, "--image", last_images)
-    notes = prompt_notes(prompts, config.model.text, rule)
-    notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []
-    for note in notes:
-        print(f"note: {note}")
-    if crew is not None:
-        order = ClipOrder(
-            checkpoint=one_checkpoint(checkpoint),
-            other=other and one_checkpoint(other),
-            ema=ema,
-            prompts=tuple(prompts),
-            first=tuple(first),
-            settings=settings,
-            config=config,
-            geometry=geometry,
-        )
-        files = crew(order)
-        print(*files, sep="\n")
-        return files
-    files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)
-    for file in files:
-        print(file)
-    return files
 
 
 def _writable(out: Path) -> None:
