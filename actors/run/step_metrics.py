@@ -158,6 +158,54 @@ def begin_of(reports: Sequence[StepReport], started: float) -> float:
     return min((s.start for s in own), default=started)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepWork:
+    """What each worker of a step has done; every list is in the order of the reports."""
+
+    cascades: list[list[Span]]
+    ends: list[Span]  # of the step
+    dits: list[Span]  # of all workers
+    sizes: Mapping[str, SampleSize]  # by item
+    tokens: list[float]
+    load: list[float]  # B S^2
+    trained: list[float]  # TFLOP of forward and backward; 0 where nobody counts
+    computed: list[float]  # the same with recomputation
+    waits: list[float]  # seconds, for others
+    exposed: list[float]  # seconds of communication that no computation hid
+
+    @staticmethod
+    def of(
+        reports: Sequence[StepReport], text_tokens: Mapping[str, int], geometry: Geometry, work: DiTWork | None
+    ) -> StepWork:
+        cascades = [[s for s in r.spans if s.module != "finish"] for r in reports]
+        ends = [s for r in reports for s in r.spans if s.module == "finish"]
+        sizes = sizes_of((s for of in cascades for s in of), text_tokens, geometry, work)
+        samples = [worker_load(of, sizes) for of in cascades]
+        waits = wait_of(cascades, ends)
+        return StepWork(
+            cascades=cascades,
+            ends=ends,
+            dits=[s for of in cascades for s in of if s.module == "dit"],
+            sizes=sizes,
+            tokens=[sum(n * size.length for n, size in of) for of in samples],
+            load=[sum(n * size.length**2 for n, size in of) for of in samples],
+            trained=[sum(n * size.trained_tflop for n, size in of) for of in samples],
+            computed=[sum(n * size.computed_tflop for n, size in of) for of in samples],
+            waits=waits,
+            exposed=exposed_of([r.spans for r in reports], waits),
+        )
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds inside cascades, of all workers."""
+        return sum(s.end - s.start for of in self.cascades for s in of)
+
+    @property
+    def fbl_s(self) -> float:
+        """Seconds from the first DiT cascade's start to the last one's end."""
+        return max((s.end for s in self.dits), default=0.0) - min((s.start for s in self.dits), default=0.0)
+
+
 def step_metrics(
     facts: StepFacts,
     reports: Sequence[StepReport],
@@ -167,32 +215,21 @@ def step_metrics(
 ) -> StepMetrics:
     """One line of metrics.jsonl. It has FLOPs where `work` counts them, correlations with a `history`, which learns
     of this step."""
-    first = reports[0]
-    spans = {r.worker: r.spans for r in reports}
-    cascades = [[s for s in of if s.module != "finish"] for of in spans.values()]
-    sizes = sizes_of((s for of in cascades for s in of), facts.text_tokens, geometry, work)
-    loads = [worker_load(of, sizes) for of in cascades]
-    tokens_of = [sum(n * size.length for n, size in of) for of in loads]
-    step_s = max(facts.step_s, 1e-9)
-    finish = [s for of in spans.values() for s in of if s.module == "finish"]
-    tokens = sum(tokens_of)
-    dits = [s for of in cascades for s in of if s.module == "dit"]
-    fbl_s = max((s.end for s in dits), default=0.0) - min((s.start for s in dits), default=0.0)
-    computed = [sum(n * size.computed_tflop for n, size in of) for of in loads]
-    trained = [sum(n * size.trained_tflop for n, size in of) for of in loads]
+    first, done = reports[0], StepWork.of(reports, facts.text_tokens, geometry, work)
+    step_s, fbl_s = max(facts.step_s, 1e-9), done.fbl_s
+    spans = [s for r in reports for s in r.spans]
     peaks = [r.peak_tflops for r in reports] if work else []
-    waits = wait_of(cascades, finish)
-    exposed = exposed_of(spans.values(), waits)
 
     def of_workers(values: Iterable[float | None], digits: int = 6) -> dict[str, float]:
-        return {w: round(value, digits) for w, value in zip(spans, values, strict=True) if value is not None}
+        each = zip(reports, values, strict=True)
+        return {r.worker: round(value, digits) for r, value in each if value is not None}
 
     def utilization(tflop: Sequence[float], seconds: float) -> dict[str, float]:
-        each = zip(tflop, (r.peak_tflops for r in reports), strict=True)
+        each = zip(tflop, peaks, strict=True)
         return of_workers((flops_utilization(own, seconds, [peak]) for own, peak in each), 4) if work else {}
 
-    if history is not None and dits:
-        history.add(facts.step_s, _samples_of(dits, sizes))
+    if history is not None and done.dits:
+        history.add(facts.step_s, _samples_of(done.dits, done.sizes))
     with_load = history.with_load if history is not None else None
     return StepMetrics(
         step=facts.step,
@@ -204,20 +241,18 @@ def step_metrics(
         generation=facts.generation,
         step_s=round(facts.step_s, 6),
         data_wait_s=round(facts.data_wait_s, 6),
-        idle_ratio=round(
-            max(0.0, 1 - sum(s.end - s.start for of in cascades for s in of) / (len(reports) * step_s)), 4
-        ),
-        cv_step=round(cv_step(tokens_of), 4),
-        cv_compute=round(variation([sum(n * size.length**2 for n, size in of) for of in loads]), 4),
-        wir=_rounded(workload_imbalance([sum(work_of(s) for s in of if s.module == "dit") for of in cascades])),
+        idle_ratio=round(max(0.0, 1 - done.busy_s / (len(reports) * step_s)), 4),
+        cv_step=round(cv_step(done.tokens), 4),
+        cv_compute=round(variation(done.load), 4),
+        wir=_rounded(workload_imbalance([sum(work_of(s) for s in of if s.module == "dit") for of in done.cascades])),
         tokens_per_s=round(facts.num_tokens / step_s, 1),
         videos_per_s=round(facts.num_samples / step_s, 3),
         predicted_s=round(facts.plan.seconds, 6),
         planning_s=round(facts.planning_s, 6),
-        sync_s=round(max((s.end - s.start for s in finish), default=0.0), 6),
+        sync_s=round(max((s.end - s.start for s in done.ends), default=0.0), 6),
         snapshot_s=round(max((r.snapshot_s for r in reports), default=0.0), 6),
-        handoff_bytes=sum(s.handoff_bytes for of in spans.values() for s in of),
-        handoff_s=round(handoff_seconds([s for of in spans.values() for s in of]), 6),
+        handoff_bytes=sum(s.handoff_bytes for s in spans),
+        handoff_s=round(handoff_seconds(spans), 6),
         peak_memory_gib=round(max(r.peak_memory_gib for r in reports), 3),
         rss_gib=round(max(r.rss_gib for r in reports), 3),
         dispatch_s=round(facts.dispatch_s, 6),
@@ -226,23 +261,23 @@ def step_metrics(
         good_weight=round(first.weight, 6),
         loss_by_bucket=loss_by_bucket(reports),
         room_gib=min((round(r.room_gib, 6) for r in reports if r.room_gib is not None), default=None),
-        tokens=round(tokens),
-        tokens_per_s_with_text=round(tokens / step_s, 1),
+        tokens=round(sum(done.tokens)),
+        tokens_per_s_with_text=round(sum(done.tokens) / step_s, 1),
         fbl_s=round(fbl_s, 6),
-        mfu=_rounded(flops_utilization(sum(trained), step_s, peaks)),
-        hfu=_rounded(flops_utilization(sum(computed), fbl_s, peaks)),
-        tflops=round(statistics.fmean(computed) / step_s, 6) if work else math.nan,
-        cv_tflops=round(variation(computed), 4) if work else math.nan,
-        wait_sync_s=round(statistics.fmean(waits), 6),
-        exposed_s=round(statistics.fmean(exposed), 6),
+        mfu=_rounded(flops_utilization(sum(done.trained), step_s, peaks)),
+        hfu=_rounded(flops_utilization(sum(done.computed), fbl_s, peaks)),
+        tflops=round(statistics.fmean(done.computed) / step_s, 6) if work else math.nan,
+        cv_tflops=round(variation(done.computed), 4) if work else math.nan,
+        wait_sync_s=round(statistics.fmean(done.waits), 6),
+        exposed_s=round(statistics.fmean(done.exposed), 6),
         corr_tokens=_rounded(history.with_tokens) if history is not None else None,
         corr_load=round(with_load[0], 4) if with_load is not None else None,
         load_exponent=with_load[1] if with_load is not None else None,
-        tflops_by_worker=of_workers(done / step_s for done in computed) if work else {},
-        mfu_by_worker=utilization(trained, step_s),
-        hfu_by_worker=utilization(computed, fbl_s),
-        wait_sync_by_worker=of_workers(waits),
-        exposed_by_worker=of_workers(exposed),
+        tflops_by_worker=of_workers(tflop / step_s for tflop in done.computed) if work else {},
+        mfu_by_worker=utilization(done.trained, step_s),
+        hfu_by_worker=utilization(done.computed, fbl_s),
+        wait_sync_by_worker=of_workers(done.waits),
+        exposed_by_worker=of_workers(done.exposed),
         loss_by_expert=mean_losses(reports, facts.experts),
     )
 
