@@ -47,7 +47,7 @@ from actors.worker.executor import Executor
 from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
-from actors.worker.home import HomeMemory
+from actors.worker.home import Entry, HomeMemory
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, late_sizes, peak_tflops
 from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
@@ -66,7 +66,7 @@ from ops.shards import shard_bounds
 from ops.sync import trainable
 from ops.upload_room import uploads_gib
 from ops.uploads import expect
-from ops.waiting import Patience, patient
+from ops.waiting import CancelToken, Patience, patient
 
 log = logging.getLogger(__name__)
 
@@ -152,27 +152,41 @@ class Worker:
         """
         if self.device.type == "cpu" and self.settings.workers.memory_gib:
             self._asides.drop()  # its weights would count with the worker's states
-        patience = self.settings.workers.state_timeout_s
-        name, fetching = f"form g{task.generation}", Patience(limit_s=patience, why="workers.state_timeout_s")
-        self.heartbeat.activity(name, "form", -1, patience, fetching)
+        fetching = Patience(limit_s=self.settings.workers.state_timeout_s, why="workers.state_timeout_s")
+        self.heartbeat.activity(f"form g{task.generation}", "form", -1, fetching.limit_s, fetching)
         self._holds, self._last, self._rank = None, None, task.rank
         self.executor.leave()  # watched by the heartbeat: it may hang
         self._home.leave()
         cancel = self.heartbeat.begin(task.generation)
-        timeout = self.settings.workers.collective_timeout_s
-        store = torch.distributed.TCPStore(*task.store, is_master=False, timeout=timedelta(seconds=timeout))
+        groups = self._connected(task, cancel)
+        if task.origin is not None:
+            self._first.trained()
+        entered = self._entered(task, patient(cancel, fetching, "fetching the state"))
+        groups.meet("waiting until all hold the state", fetching)
+        free_ended()  # by now all have left the last generation
+        self._gather(task, groups, entered)
+        self._holds = task.origin.step if task.origin is not None else -1
+        mine = ShardExport(shard=entered.shard, bank=entered.banks.current)
+        self._last = self._snapshot(self._holds, entered.made_in, mine)
+        task.home.put.remote((self._last,))
+        self.executor.meter.settled()
+        self.heartbeat.idle()
+
+    def _connected(self, task: FormTask, cancel: CancelToken) -> Groups:
+        """The process groups of the generation. Raises OutOfReach before anything waits for a node beyond reach."""
+        timeout_s = self.settings.workers.collective_timeout_s
+        store = torch.distributed.TCPStore(*task.store, is_master=False, timeout=timedelta(seconds=timeout_s))
         self._store = store
         self._compare_late()
-        if (apart := self.heartbeat.surroundings.enter(task)) is not None:  # before anything waits for a node beyond
+        if (apart := self.heartbeat.surroundings.enter(task)) is not None:
             raise OutOfReach(apart)
-        world = tuple(range(task.world))
-        groups = Groups(
+        return Groups(
             store,
             task.rank,
-            world,
+            tuple(range(task.world)),
             "nccl" if self.device.type == "cuda" else "gloo",
             task.generation,
-            timeout,
+            timeout_s,
             cancel,
             address=node_address(),
             nodes=task.nodes or None,
@@ -180,31 +194,25 @@ class Worker:
             world_ctas=self.settings.train.sum_ctas,
             bag_ctas=self.settings.train.bag_ctas,
         )
-        origin = task.origin
-        if origin is not None:
-            self._first.trained()
+
+    def _entered(self, task: FormTask, go_on: Callable[[], None]) -> Entry:
+        """This worker's range of the training state, in the memory of its node."""
         sync, modules = self.executor.sync, self.executor.modules
         lo, hi = shard_bounds(sync.layout[-1].hi, task.world)[task.rank]
         first = self._first.source(modules.dit, modules.config.dit)
-        go_on = patient(cancel, fetching, "fetching the state")
-        entered = self._home.enter(task, lo, hi, sync.state_names, first, go_on)
-        groups.meet("waiting until all hold the state", fetching)
-        free_ended()  # by now all have left the last generation
+        return self._home.enter(task, lo, hi, sync.state_names, first, go_on)
+
+    def _gather(self, task: FormTask, groups: Groups, entered: Entry) -> None:
+        """Take up training from the ranges of all workers: every one gets the parameters of the others."""
         gathering = self._gathering()
-        self.heartbeat.activity(name, "gather", -1, 0.0, gathering)
+        self.heartbeat.activity(f"form g{task.generation}", "gather", -1, 0.0, gathering)
         groups.allow(gathering)
         self.heartbeat.groups = groups
         try:
-            self.executor.form(task.generation, groups, world, [entered.shard], entered.banks)
+            self.executor.form(task.generation, groups, tuple(range(task.world)), [entered.shard], entered.banks)
         finally:
             if self.executor.sync.parameter_memory == "node":  # those of the module went before the node's came
                 self._first.trained()
-        self._holds = origin.step if origin is not None else -1
-        mine = ShardExport(shard=entered.shard, bank=entered.banks.current)
-        self._last = self._snapshot(self._holds, entered.made_in, mine)
-        task.home.put.remote((self._last,))
-        self.executor.meter.settled()
-        self.heartbeat.idle()
 
     def hand_over(self, step: int | None) -> Handover:
         """The generation has ended: close its groups, drop half-done work.
