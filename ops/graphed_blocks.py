@@ -1,16 +1,18 @@
-"""CUDA graphs of transformer blocks in small passes: `model.dit.cuda_graphs`.
+"""Transformer blocks of small passes as CUDA graphs: `model.dit.cuda_graphs`.
 
     transformer.graphed = GraphedBlocks(is_small, CudaGraphs(device), compared=True)
 
-A pass of a few pictures is less work for a GPU than for its host, which asks for some 250 operators a block. Of a pass
-that comes again, with the same grids and lengths of text, each block is captured twice: forward alone, and forward with
-backward, as gradient checkpointing computes them. Replayed, a block costs the host two launches and the copies of what
-it is given and gives. The kernels are those of blocks as written, in their order. Gradients of what all blocks share
-are added up block by block: in front of the blocks, these may differ by rounding.
+In a pass of a few pictures the GPU waits for its host, which launches some 250 operators for each block. When a pass
+comes again, with the same token grids and lengths of text, each block is captured as two graphs: its forward, and its
+forward with the backward, as gradient checkpointing computes them. To replay them costs the host two launches, and the
+copies of inputs and results. They run the kernels of the block as written, that is without graphs, in the same order.
+Only the gradients of inputs that all blocks share, such as the embedding of the timestep, are added up block by block
+here; so gradients of layers before the blocks may differ by rounding.
 
-A graph reads and writes where it did when it was captured. So its inputs are copied into `_Slots`, its results out of
-them, weights must lie where they lay, and a pass is given the layout of the one that was captured, which is equal. All
-graphs share one pool of memory: they run one after the other, and none leaves anything in it.
+A graph reads and writes at the addresses of its capture. So inputs are copied into slots of memory before a replay and
+results out of them after it (`_Slots`); weights must stay at their addresses; and the layout of the pass that was
+captured, which is equal, stands for that of every later one. All graphs share one pool of memory, as they run one after
+the other and none leaves anything in it.
 """
 
 from __future__ import annotations
@@ -41,22 +43,22 @@ _MOST_SEEN = 256  # kinds of passes
 
 
 class Capture(Protocol):
-    """How work is captured."""
+    """Makes launches repeatable: `CudaGraphs`, or what a test has in its place."""
 
     def prepare(self) -> None:
-        """Several pieces of work follow, which take memory."""
+        """Called before several captures, which allocate memory."""
         ...
 
     def __call__(self, work: Launches) -> Launches:
-        """Runs `work` once, and returns what runs the same kernels on the same memory again."""
+        """Run `work`. Returns a function that runs the same kernels on the same memory again."""
         ...
 
 
 class CudaGraphs:
-    """`Capture` for a GPU: graphs that share a pool of memory, and may run one after the other alone.
+    """`Capture` for a GPU. Its graphs share a pool of memory: no two may run at the same time.
 
-    None is ever destroyed, nor one that failed: with it would go workspaces of cuBLAS that all those use which were
-    captured in the same stream (from PyTorch 2.12 on; pytorch/pytorch#193402).
+    A graph is never destroyed, not even one whose capture failed: workspaces of cuBLAS would go with it that all graphs
+    use which were captured in the same stream (from PyTorch 2.12 on; pytorch/pytorch#193402).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,8 +101,8 @@ class CudaGraphs:
 
 
 class GraphedBlocks:
-    """Blocks of one transformer as graphs, in passes with a gradient on one GPU. Of these one begins after the other;
-    passes without a gradient, also in another thread, run as written."""
+    """Chooses, block by block, whether one transformer runs by graphs. Passes with a gradient must begin one after the
+    other; those without one, also in another thread, and those of several GPUs run as written."""
 
     def __init__(
         self,
@@ -110,8 +112,9 @@ class GraphedBlocks:
         kinds: int = 8,
         warm_up: int = 9,
     ) -> None:
-        """`is_small` says which passes may run by graphs. Each of the first `kinds` of passes that came more than
-        `warm_up` times gets graphs, for good. With `compared` those that turn out no faster so run as written again."""
+        """`is_small` says which passes may run by graphs. Passes of equal layouts are of one kind; a kind that has come
+        more than `warm_up` times gets graphs, for good, until `kinds` of them have some. With `compared` a kind whose
+        passes turn out no faster by graphs runs as written again."""
         self._is_small, self._capture, self._compared = is_small, capture, compared
         self._most, self._warm_up = kinds, warm_up
         self._seen: OrderedDict[Hashable, _PassKind] = OrderedDict()  # without graphs; seen last at the end
@@ -122,7 +125,7 @@ class GraphedBlocks:
         self.captures = 0  # blocks that were captured by now
 
     def begin(self, layout: Layout) -> None:
-        """A forward pass begins; its blocks and `timing` are asked for before the next one does."""
+        """A forward pass begins. Ask for its blocks, and for its `timing`, before the next `begin`."""
         if not torch.is_grad_enabled():
             return
         self._pass = None
@@ -138,7 +141,8 @@ class GraphedBlocks:
         return not self._off and self._pass is not None and self._pass.by_graphs
 
     def __call__(self, block: nn.Module, inputs: tuple[object, ...]) -> Callable[..., object] | None:
-        """The block as its graphs, which are captured where it has none; None where it runs as written."""
+        """What to call in place of this block with these inputs: its graphs, which are captured now if it has none for
+        this kind of pass. None: call the block itself."""
         if not torch.is_grad_enabled() or not self.by_graphs:
             return None
         assert self._pass is not None and self._pass.kind.captured is not None
@@ -154,7 +158,8 @@ class GraphedBlocks:
         return found if found is not None and found.serves(leaves) else None
 
     def timing(self) -> Callable[[float], None]:
-        """To be called with the seconds that the device took for the pass that was begun last, when they are known."""
+        """A function to call with the seconds that the device took for the pass that was begun last, once they are
+        known, also after the next `begin`."""
         one, compared = self._pass, self._compared
         return lambda seconds: None if one is None or not compared else one.took(seconds)
 
@@ -175,7 +180,8 @@ class GraphedBlocks:
     def _captured(
         self, captured: _Captured, block: nn.Module, leaves: Sequence[object], spec: pytree.TreeSpec
     ) -> _BlockGraphs | None:
-        """None where that is not possible, and then it is tried no more. Nothing of it stays in memory."""
+        """Capture the block. Returns None where that fails: it leaves nothing in memory, and no block is captured or
+        replayed from then on."""
         self.captures += 1
         try:
             call = _BlockCall(block, leaves, spec, captured.layout)
@@ -196,7 +202,7 @@ class GraphedBlocks:
 
 @dataclass(slots=True)
 class _PassKind:
-    """Passes of equal layouts."""
+    """Passes of equal layouts: how many there were, their graphs, and the least seconds that one took in each way."""
 
     passes: int = 0
     captured: _Captured | None = None
@@ -217,7 +223,8 @@ class _Pass:
         self.by_graphs = kind.captured is not None and not kind.is_slower
 
     def took(self, seconds: float) -> None:
-        """The first pass of a kind is no measure of the others, nor is the one that captures."""
+        """Take in the seconds of this pass. The first one of a kind does not count, nor the one that captures: they
+        take longer than the others."""
         kind = self.kind
         if not self.by_graphs:
             if 1 < self._number <= self._warm_up:
@@ -233,13 +240,14 @@ class _Pass:
 
 
 class _Slots:
-    """Memory that graphs read and write, one after the other: those of one use, place, shape and dtype share it."""
+    """Memory that graphs read and write. As they run one after the other, tensors of the same use, place among the
+    arguments, shape and dtype share a slot."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Tensor] = {}
 
     def like(self, use: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """A slot for each."""
+        """A slot for each tensor. `use` sets apart, say, inputs and results."""
         return [self._slot((use, place, one.shape, one.dtype), one) for place, one in enumerate(tensors)]
 
     def _slot(self, key: Hashable, like: Tensor) -> Tensor:
@@ -249,7 +257,7 @@ class _Slots:
 
 
 class _FlatSlot:
-    """Slots side by side, one after the other for each dtype, of which a copy is one copy for each dtype."""
+    """Slots for several tensors, as views of one flat tensor for each dtype: one copy of that copies them all."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -263,7 +271,7 @@ class _FlatSlot:
         self.slots = self._cut([flat for _, flat in self._flat])
 
     def copies(self) -> list[Tensor]:
-        """What is in the slots."""
+        """Copies of what is in the slots."""
         return self._cut([flat.clone() for _, flat in self._flat])
 
     def _cut(self, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -285,9 +293,11 @@ class _Captured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BlockGraphs:
-    """Both graphs of a block. After `forward` the results of `inputs` are in `outputs`, after `backward` what of their
-    gradient, `received`, belongs to the inputs, of those that have one, is in `gradients`, and what belongs to the
-    parameters in `of_parameters`."""
+    """Both graphs of a block, and the slots that they read and write.
+
+    `forward` computes `outputs` from `inputs`. `backward` computes, from `inputs` and the gradients `received` of the
+    results, the `gradients` of the inputs (None for one without) and, in `of_parameters`, those of trained parameters.
+    """
 
     forward: Launches
     backward: Launches
@@ -309,7 +319,7 @@ class _BlockGraphs:
         return pytree.tree_unflatten(list(outputs), self.spec)
 
     def serves(self, leaves: Sequence[object]) -> bool:
-        """Whether the inputs are of the captured kind."""
+        """Whether these inputs differ from the captured ones in nothing but the numbers in tensors."""
         return self.signature == _signature(leaves)
 
     @property
@@ -319,7 +329,7 @@ class _BlockGraphs:
 
 
 class _BlockCall:
-    """A call of a block that is captured."""
+    """One call of a block, of which both graphs are captured."""
 
     def __init__(self, block: nn.Module, leaves: Sequence[object], spec: pytree.TreeSpec, layout: Layout) -> None:
         self._block, self._leaves, self._spec = block, leaves, spec
@@ -328,7 +338,8 @@ class _BlockCall:
         self._autocast = _autocast(leaves)
 
     def capture(self, capture: Capture, slots: _Slots, of_blocks: dict[Hashable, _FlatSlot]) -> _BlockGraphs:
-        """Slots for what it is given and gives, and both graphs. Blocks of a kind share those of parameters."""
+        """Make slots for inputs, results and gradients, and capture both graphs. Blocks whose trained parameters are of
+        the same shapes and dtypes share the slots of their gradients, `of_blocks`."""
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         needs = [one.requires_grad for one in tensors]
         inputs = slots.like("in", tensors)
@@ -391,8 +402,8 @@ class _BlockCall:
         return known[key]
 
     def _run(self, tensors: Sequence[Tensor]) -> object:
-        """The block's call with these tensors for its own. Casts of weights are made anew, not taken from a cache of
-        the pass at hand."""
+        """The block's call with these tensors in place of its own. Without autocast's cache, as the graph must make its
+        casts of weights anew, and not read those of the pass in which it is captured."""
         left = iter(tensors)
         leaves = [self._own(leaf, left) for leaf in self._leaves]
         device, dtype, enabled = self._autocast
@@ -412,7 +423,8 @@ class _OfGraphs(Context, Protocol):
 
 
 class _Replayed(Function):
-    """A block by its graphs; its inputs are kept, as gradient checkpointing keeps them."""
+    """A block that runs by its graphs. As with gradient checkpointing, only its inputs are kept for backward, which
+    computes forward again."""
 
     @staticmethod
     def forward(ctx: _OfGraphs, graphs: _BlockGraphs, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -435,7 +447,7 @@ class _Replayed(Function):
 
 
 def _signature(leaves: Sequence[object]) -> tuple[object, ...]:
-    """What graphs depend on of the inputs beside the numbers in them."""
+    """What a graph depends on of its inputs, beside the numbers in tensors."""
     return _autocast(leaves), *(
         (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad)
         if isinstance(leaf, Tensor)

@@ -1,10 +1,11 @@
-"""Where the gradient of a node lies, and how each of its workers adds to it: one protocol, three ways.
+"""The sum of the gradients of a node's workers: where it lies, and how each worker adds to it. One protocol, `NodeSum`,
+and three ways:
 
-`SharedSum` (here): host memory that CPU workers of a node map, with locks on its ranges. `HostSum` (ops.host_sum): the
-same memory for GPU workers, whose gradients are copied there. `PeerSum` (ops.peer_sum): each GPU holds a part in its
-own memory, and the others write into it.
+    SharedSum  here           CPU workers map one piece of host memory, and add to it under locks on its ranges
+    HostSum    ops.host_sum   the same memory; GPU workers copy their gradients to the host, whose CPU adds them
+    PeerSum    ops.peer_sum   every GPU holds a part of the sum in its own memory, and the others add to it there
 
-Memory is new in each generation, so a worker that died in the middle of an addition leaves nothing that is read again.
+Every generation gets new memory. So where a worker dies in the middle of an addition, what it has left is never read.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _WAITING_BYTES = 64 << 20  # of gradients that wait for the lock of their range;
 
 
 class Unreachable(RuntimeError):
-    """The workers of a node cannot reach each other's memory in this way. Raised on all workers or on none, and all
-    know whether it was for want of memory (`no_room`)."""
+    """The workers of a node cannot add to each other's memory in this way. All workers of the generation raise it, or
+    none does. `no_room`, alike on all of them: it was for want of memory."""
 
     def __init__(self, why: str, no_room: bool = False) -> None:
         super().__init__(why)
@@ -43,43 +44,53 @@ class NodeSum(Protocol):
 
     @property
     def memory(self) -> Tensor:
-        """What of the sum lies here, as one tensor: all of it, or this worker's part."""
+        """The elements of the sum that this worker can read, as one flat tensor: all of them where it lies in host
+        memory, this GPU's part where it lies in several GPUs."""
         ...
 
     def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
-        """Begin a generation with a sum of zero. Rank r holds, for its node, the ranges `bounds` of itself and of the
-        ranks `sends[r]` of other nodes. Collective. Raises Unreachable on all workers, MemoryError without room."""
+        """Begin a generation with a sum of zero.
+
+        `bounds[r]` is the range [lo, hi) of the flat vector whose state rank r owns, `sends[r]` the ranks of other
+        nodes to which it sends the node's sum of their ranges at the end of a step (`ops.node_routes`). So of its
+        node's sum, rank r holds the ranges of itself and of these. Collective. Raises Unreachable on all workers,
+        MemoryError without room."""
         ...
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Add a parameter's gradient, of the slot's shape. Waits for no other worker's computation."""
+        """Add the gradient of one parameter, of the slot's shape, to elements [slot.lo, slot.hi). It may wait for an
+        addition of another worker, never for its forward or backward."""
         ...
 
     def flush(self) -> None:
-        """All that was added here is in the sum for a worker that has met this one since (on a GPU: in the stream)."""
+        """Finish what `add` has begun: a worker that synchronizes with this one afterwards reads a sum that has it (on
+        a GPU: in the order of streams)."""
         ...
 
     def part(self, lo: int, hi: int) -> Tensor:
-        """[hi - lo] of the flat vector, within one of the ranges that this rank holds: a view."""
+        """The sum of elements [lo, hi) of the flat vector, a view [hi - lo]; they lie in one of the ranges that this
+        rank holds."""
         ...
 
     def leave(self) -> None:
-        """This worker writes into no other worker's memory any more. Any number of times."""
+        """This worker writes into no other worker's memory any more. May be called any number of times."""
         ...
 
     def release(self) -> None:
-        """All workers that go on have left: the memory may go. Whoever still writes into it is ended. Any number of
-        times."""
+        """Free this worker's memory, once all workers that go on have called `leave`. A process that could still write
+        into it is ended first. May be called any number of times."""
         ...
 
 
 class SharedSum:
-    """All of it in memory that the node's processes map. A range that is locked is tried again with the next one."""
+    """The whole sum in host memory that the node's processes map. A gradient whose range another worker has locked
+    waits in a queue, and is tried again when the next one is added."""
 
     name = "memory that the workers of a node share"
 
     def __init__(self, total: int, dtype: torch.dtype, *, waiting_bytes: int = _WAITING_BYTES) -> None:
-        """The sum of a flat vector [total] of gradients. Up to `waiting_bytes` of them wait for a lock meanwhile."""
+        """The sum of a flat vector [total] of gradients. With more than `waiting_bytes` of them in the queue `add`
+        blocks."""
         self._total, self._dtype, self._waiting_bytes = total, dtype, waiting_bytes
         self.memory = torch.empty(0, dtype=dtype)
         self._group = Group.solo()
@@ -95,7 +106,8 @@ class SharedSum:
         memory.close()
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Add it, and those before it whose range was locked, as far as locks are free now."""
+        """Add this gradient, and those in the queue, where their ranges are not locked now; keep the others in the
+        queue."""
         self._waiting.append((slot, gradient))
         for _ in range(len(self._waiting)):
             slot, gradient = self._waiting.popleft()
@@ -105,7 +117,7 @@ class SharedSum:
             self._add_oldest()
 
     def flush(self) -> None:
-        """Returns when all that was given here is added."""
+        """Returns when the queue is empty, all of it added."""
         while self._waiting:
             self._add_oldest()
 
@@ -114,17 +126,17 @@ class SharedSum:
         return self.memory[lo:hi]
 
     def leave(self) -> None:
-        """Let the memory go: it lives until no process has it."""
+        """Unmap the memory. It is freed when the last process has done so, or has died."""
         self._waiting.clear()
         if self._lock is not None:
             self._lock.close()
         self._lock, self.memory = None, torch.empty(0, dtype=self._dtype)
 
     def release(self) -> None:
-        """Nothing: memory of the last generation belongs to no worker."""
+        """Nothing to do: the memory belongs to no worker alone."""
 
     def _added(self, slot: Slot, gradient: Tensor) -> bool:
-        """Add unless another worker is at the same parameter."""
+        """Add unless another worker has a lock on the range. Returns whether it was added."""
         lock, (lo, hi) = self._formed(), self._bytes_of(slot)
         if not lock.try_acquire(lo, hi):
             return False
@@ -154,8 +166,8 @@ class SharedSum:
 
 
 def share(group: Group, name: str, num_bytes: int, device: torch.device | None = None) -> NodeMemory:
-    """New memory of this node, zero: made by its first rank, mapped by its others when this returns. Collective;
-    `device` is that of the group's collectives.
+    """New memory of zeros that all ranks of this node map: the first of them makes it, the others have mapped it when
+    this returns. Collective over all nodes, each of which gets its own; `device` is that of the group's collectives.
 
     Raises MemoryError on all workers when a node has no room, ConnectionError.
     """
@@ -191,7 +203,8 @@ def fellows_of(group: Group) -> list[int]:
 
 
 def exchange(group: Group, number: int, device: torch.device | None = None) -> list[int]:
-    """The number of every rank, over the `device` where the group needs one. Collective."""
+    """The numbers that all ranks have passed, by rank. Collective; they go through memory of `device` where the group's
+    collectives need it."""
     numbers = torch.zeros(group.size, dtype=torch.int64)
     numbers[group.rank] = number
     if group.on_device and device is not None:
@@ -203,6 +216,6 @@ def exchange(group: Group, number: int, device: torch.device | None = None) -> l
 
 
 def meet(group: Group, device: torch.device) -> None:
-    """Returns when every rank has called it: on NCCL, too, where a barrier only orders streams."""
+    """A barrier of hosts: returns when every rank has called it. On NCCL a usual barrier only orders streams."""
     if group.size > 1:
         exchange(group, 0, device)

@@ -1,10 +1,12 @@
-"""A node's gradient in the memory of its GPUs: each holds the ranges that it is home to, the others write into them.
+"""The sum of a node's gradients in the memory of its GPUs: each holds some ranges of it, and the others add to them.
 
-A gradient is copied to one of two staging buffers, after which backward may reuse its memory, and pushed from there
-into the parts that its range touches: beside the backward pass, without a call on the other side, in any order. GPU
-memory cannot be lent and taken back at will: it may go only when no process maps it. So every worker serves the handle
-of its part by a `Lender`, which knows which processes have it, also when they die; a worker that leaves gives back what
-it borrowed, and one that does not, because it was stopped or left behind, is ended before the memory goes.
+`add` copies a gradient to one of two staging buffers, after which backward may reuse its memory. From there kernels
+(the pushes) add it to each range that it overlaps, on this GPU or another one. They run beside the backward pass and in
+any order, and the worker whose GPU holds the range does nothing for them.
+
+A GPU's memory may be freed only when no other process has it open. So every worker gives out the handle of its part
+through a `Lender`, which knows the processes that have it, and sees when one dies. A worker that leaves closes what it
+has opened; one that does not, because it hangs or is in no generation any more, is ended before the memory is freed.
 
 What a device does is `PeerMemory`, a thin shell (ops.cuda_memory); all decisions are here, and tested without a GPU.
 """
@@ -35,39 +37,43 @@ _GRACE_S = 10.0  # for a worker that is in no generation any more to give back; 
 
 
 class PeerMemory(Protocol):
-    """What a GPU can do. `turn` (0 or 1) is a staging buffer."""
+    """What a GPU does for it. `turn` (0 or 1) names a staging buffer."""
 
     @property
     def device(self) -> torch.device: ...
 
     def allocate(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """Zero memory of its own, which can be lent. Raises RuntimeError where this device cannot, MemoryError where it
-        has no room."""
+        """Memory [elements] of zeros that other processes can open. Raises RuntimeError where this device cannot do
+        that, MemoryError where it has no room."""
         ...
 
     def free(self, memory: Tensor) -> None: ...
 
     def lend(self, memory: Tensor) -> bytes:
-        """A handle for other processes of the node. Raises RuntimeError where this device cannot."""
+        """The handle by which other processes of the node `borrow` it. Raises RuntimeError where this device cannot."""
         ...
 
     def borrow(self, handle: bytes) -> int:
-        """The address here of another process's memory. Raises RuntimeError where this device cannot reach it, or where
-        additions of several devices to it would be lost, OSError where that is not known."""
+        """Open another process's memory. Returns its address in this one. Raises RuntimeError where this device cannot
+        reach it, or where of additions that several devices make at a time some would be lost, OSError where the driver
+        does not know."""
         ...
 
-    def give_back(self, address: int) -> None: ...
+    def give_back(self, address: int) -> None:
+        """Close what `borrow` has opened."""
+        ...
 
     def stage(self, turn: int) -> None:
-        """What is launched next may write into the staging buffer: its last push is over."""
+        """What is launched next may write into the staging buffer: it runs after the last push from there."""
         ...
 
     def push(self, staged: Tensor, address: int, turn: int) -> None:
-        """Add staged [n] to memory at the address, after what was launched, beside what will be."""
+        """Launch the addition of staged [n] to n elements at the address. It runs after what was launched before it,
+        and beside what is launched next."""
         ...
 
     def pushed(self) -> None:
-        """What is launched next comes after all pushes."""
+        """What is launched next runs after all pushes."""
         ...
 
     def wait(self) -> None:
@@ -83,20 +89,21 @@ class PeerSum:
     def __init__(
         self, total: int, dtype: torch.dtype, staged_dtype: torch.dtype, peers: PeerMemory, stage: int = STAGE
     ) -> None:
-        """The sum of a flat vector [total]; gradients come in `staged_dtype`, and go in pieces of `stage` elements at
-        most."""
+        """The sum, in `dtype`, of a flat vector [total] of gradients. They are pushed in `staged_dtype`, in pieces of
+        at most `stage` elements."""
         self._total, self._dtype, self._peers = total, dtype, peers
         self._stage, self._staged_dtype = stage, staged_dtype
         self.buffers: list[Tensor] = []
         self._turn = 0
         self._held: dict[tuple[int, int], int] = {}  # this rank's ranges, and where each begins in `memory`
         self._targets: list[tuple[int, int, int]] = []  # (lo, hi) of all ranges in their order, and the address of lo
-        self._loans: list[tuple[int, BorrowedMemory]] = []  # addresses, and what is open as long as this rank has them
+        self._loans: list[tuple[int, BorrowedMemory]] = []  # address of each open part, and its handle's page
         self._lender: Lender | None = None
         self.memory = torch.empty(0, dtype=dtype, device=peers.device)
 
     def form(self, group: Group, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
-        """As `NodeSum.form`. Every worker writes to all others of its node before it believes that it can."""
+        """As `NodeSum.form`. Every worker opens the parts of all others of its node and adds a number to each, so that
+        all find out together whether this works."""
         held = {rank: [rank, *sends[rank]] for rank in fellows_of(group)}
         starts = {rank: _starts([bounds[one] for one in held[rank]]) for rank in held}
         number, failure = 0, ""
@@ -124,7 +131,7 @@ class PeerSum:
         self._try_all(group, [bases[rank] + starts[rank][-1] * self._dtype.itemsize for rank in held])
 
     def reserve(self, rank: int, bounds: Bounds, sends: Sequence[tuple[int, ...]]) -> None:
-        """Take the memory of this rank's part, zero, and of the staging buffers."""
+        """Allocate this rank's part of the sum, zeros, and the staging buffers."""
         ranges = [bounds[one] for one in (rank, *sends[rank])]
         *starts, end = _starts(ranges)
         if not self.buffers:
@@ -135,7 +142,7 @@ class PeerSum:
         self._held = dict(zip(ranges, starts, strict=True))
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
-        """Push the gradient into the parts that it touches."""
+        """Push the gradient to every range of the node that it overlaps, piece by piece."""
         flat = gradient.reshape(-1)
         for lo, hi, address in self._targets:
             first, last = max(lo, slot.lo), min(hi, slot.hi)
@@ -144,7 +151,8 @@ class PeerSum:
                 self._push(flat[start - slot.lo : end - slot.lo], address + (start - lo) * self._dtype.itemsize)
 
     def flush(self) -> None:
-        """As `NodeSum.flush`, also for a meeting that this host takes part in."""
+        """As `NodeSum.flush`. It blocks the host until the pushes have ended, so that workers may synchronize there as
+        well as on their devices."""
         self._peers.pushed()
         self._peers.wait()
 
@@ -156,7 +164,7 @@ class PeerSum:
         return self.memory[start : start + hi - lo]
 
     def leave(self) -> None:
-        """Give back what was borrowed."""
+        """Close the parts of other workers, after the pushes to them."""
         self._targets = []
         if self._loans:
             self._peers.wait()
@@ -166,8 +174,8 @@ class PeerSum:
             page.close()  # the owner counts this process no more
 
     def release(self) -> None:
-        """Free the own part when no process has it, and the staging buffers. Raises TimeoutError when a process can
-        neither give back nor end."""
+        """Free this rank's part and the staging buffers. A process that has the part open gets a few seconds to close
+        it, and is ended then. Raises TimeoutError when it can do neither."""
         if self._lender is not None:
             self._lender.fence(keep={os.getpid()}, grace_s=_GRACE_S)
             self._lender.close()
@@ -200,7 +208,8 @@ class PeerSum:
         return address
 
     def _try_all(self, group: Group, ends: Sequence[int]) -> None:
-        """Write a one after every worker's part, and look whether all of the node have come."""
+        """Add a one at the spare end of every worker's part, `ends`, and look whether as many as there are workers on
+        the node have arrived at this one's."""
         failure = ""
         try:
             one = torch.zeros(ALIGN, dtype=self._staged_dtype)
@@ -222,7 +231,8 @@ class PeerSum:
     # -- additions -----------------------------------------------------------------------------------------------------
 
     def _push(self, part: Tensor, address: int) -> None:
-        """Blocks are aligned and whole: zeros before and after are added to what lies there."""
+        """Add part [n] to n elements at the address. A push takes whole blocks at an aligned address, so the part is
+        staged with zeros before and after it, which change nothing where they are added."""
         lead = address % ALIGN_BYTES // self._dtype.itemsize
         end = lead + part.numel()
         self._turn = 1 - self._turn
@@ -243,5 +253,6 @@ def _starts(ranges: Bounds) -> list[int]:
 
 
 def _agree(failure: str, all_could: bool, no_room: bool = False) -> None:
+    """Raise Unreachable where this worker or another one could not."""
     if failure or not all_could:
         raise Unreachable(failure or "another worker of this generation could not", no_room)

@@ -1,9 +1,10 @@
-"""What workers have for cascades in a generation that is about to form: what each measured when it was ready, less what
-the generation will take of it.
+"""The memory (GiB) that each worker will have for cascades in a generation that is about to form.
 
-The same sums as a preview's (`MemoryForecast`), but for where they begin: whatever else is on a device has been
-measured. Once a step has run its workers say what is left (`left_gib`), and nothing is forecast but bags that will be
-connected later.
+Each worker has measured what was free on its device when its modules were loaded; the training state and the
+communicators of the generation will take their part of that. `heddle plan` computes the same before there is a worker,
+from the size of the device (`MemoryForecast.room_gib`); a measurement also counts whatever else is on the device. Once
+a step has run, workers report what they have left, and only communicators of bags that are not connected yet are still
+forecast (`left_gib`).
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ _PARAMETERS: tuple[ParameterPlace, ...] = get_args(ParameterPlace)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRoom:
-    """The model's sizes, and which bags may be connected at a time."""
+    """Forecasts the room of workers, for one model and the bags that a run may connect."""
 
     sizes: MemoryForecast
-    degrees: tuple[int, ...] = (1,)
-    bag_peers: int = 0
+    degrees: tuple[int, ...] = (1,)  # of DiT cascades that may be planned
+    bag_peers: int = 0  # that all bags of a worker have together at a time; 0: no limit
 
     def of(self, infos: Sequence[WorkerInfo]) -> tuple[float | None, ...]:
-        """GiB for cascades on each of these workers, in their order, with the state of training in place and every
-        communicator connected; None for those that have no limit."""
+        """GiB for cascades on each of these workers, in their order, once they have formed a generation: the training
+        state is in place, and every communicator is connected. None for a worker without a limit."""
         here = Counter(info.node for info in infos)
         numbers = {node: number for number, node in enumerate(here)}
         met = peers([numbers[info.node] for info in infos])
@@ -52,8 +53,11 @@ class GenerationRoom:
         return communicators_gib(self.degrees, workers, self.bag_peers) if self.sizes.cuda else 0.0
 
     def _taken(self, gpu: bool, own: Places, here: int, others: int, *, agreed: Places, workers: int) -> float:
-        """GiB that a worker has less when it has formed. It has loaded with places of its `own`; then it does as all
-        do, but for its state. `here` are on its node, and of other nodes it exchanges with `others`."""
+        """GiB that forming a generation takes from what a worker has measured as free.
+
+        `own`: where it had gradients, state and parameters when it measured. In the generation all workers have
+        gradients and parameters where `agreed` says; the state stays where it is. `here`: number of workers on its
+        node. `others`: number of workers of other nodes with which it exchanges gradients or parameters."""
         state: StatePlace = own.state if gpu else "device"
         ready = replace(self.sizes, cuda=gpu, places=replace(own, state=state))
         formed = replace(ready, places=replace(agreed, state=state))
@@ -65,20 +69,22 @@ class GenerationRoom:
 
 
 def left_gib(room_gib: float, bags_gib: float, open_peers: int) -> float:
-    """GiB for cascades of a GPU that has measured `room_gib` with `open_peers` in communicators of its bags, which may
-    come to take `bags_gib`."""
+    """GiB for cascades on a GPU: `room_gib`, which it has measured, less what communicators of its bags may still take.
+    They may come to take `bags_gib` in all, and had `open_peers` peers when it measured."""
     return room_gib - USABLE * max(0.0, bags_gib - PEER_GIB * open_peers)
 
 
 def places_of(info: WorkerInfo) -> Places:
-    """Where a worker has gradients and parameters, or would have them if it had the choice."""
+    """Where a worker has gradients, optimizer state and parameters; before its first generation, where it would have
+    them by its own settings and memory."""
     gradients = next(place for place in _GRADIENTS if place == info.gradients)
     parameters = next(place for place in _PARAMETERS if place == info.parameters)
     return Places(gradients, "host" if info.state_on_host else "device", parameters)
 
 
 def _agreed(infos: Sequence[WorkerInfo]) -> Places:
-    """Gradients and parameters are where they take least of a device, if one worker has them there (`FlatSync`)."""
+    """Where all of these workers will have gradients and parameters: in the places that take least of a device, among
+    those that at least one of them has chosen, as `FlatSync.form` agrees. The state's place is every worker's own."""
     found = [places_of(info) for info in infos]
     return Places(
         max((places.gradients for places in found), key=_GRADIENTS.index),

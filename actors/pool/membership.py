@@ -1,6 +1,7 @@
 """Which workers belong to the run: a pure state machine from events to decisions. No clock, no Ray, no logging inside.
 
-The controller feeds what it sees and applies what comes out (their types are in actors.pool.membership_types):
+The controller passes it the events that it has seen, and carries out the decisions that it returns (the types of both
+are in actors.pool.membership_types):
 
     view, decisions = membership.observe([LoadedWorker(worker=3, info=info)], now=time.monotonic())
     for decision in decisions:
@@ -12,21 +13,26 @@ Life of a worker:    Request -> Arrival -> starting -> LoadedWorker -> ready -> 
                      recovering -> RecoveredWorker -> ready -> Form -> active ...
 It ends by Drain (it goes, at a step boundary), Death, or Replacement (it does not answer: kill it).
 
-Words for parting, each for one thing in all rooms:
+Words for a worker that goes, each with one meaning in the whole program:
     leave       a worker announces that it goes, after a preemption notice or `heddle workers drain` (LeaveNotice)
     drain       it is let go at a step boundary, when it is in no generation any more (Drain)
-    hand over   it closes the groups of an ended generation and says which shards it holds (RecoveredWorker)
-    remove      pool, monitor or keepers know it no more, its process is ended (Pool.remove, Monitor.remove)
+    hand over   it closes the process groups of an ended generation, and says which shards of the training state it
+                holds (RecoveredWorker)
+    remove      pool, monitor or keepers forget it, and its process is ended (Pool.remove, Monitor.remove)
     release     the data of a committed step may leave the memory (StepSource.release); never of workers
 
-Workers whose nodes the others do not reach count for nothing: others are asked for in their place, on nodes within
-reach, and once these have come, those beyond are let go.
+Two nodes may be up and yet not reach each other through the network. A worker on a node that the others do not reach
+stays in the pool, but no generation holds it. Another one is requested in its place, on a node within reach; when that
+has come and the pool is above `max`, the one beyond reach is drained.
 
-Promises: a generation holds only ready, live workers, at least `min` and at most `max` of them; no more than `max` are
-kept; numbers of generations only grow; after a bounded number of generations in a row that finish no step, whatever
-ended them, the run fails; a worker that is gone never comes back under its number; late events about it are ignored;
-whenever enough workers that reach each other and have the memory to train together are ready and no survivor within
-their reach is still expected to answer, the next `observe` forms a generation of them.
+Promises:
+    A generation holds only live workers that are ready, at least `min` and at most `max` of them.
+    The pool keeps no more than `max` workers.
+    Numbers of generations only grow.
+    The run fails after a bounded number of generations in a row that finish no step, whatever ended them.
+    A worker that is gone never comes back under its number, and late events about it are ignored.
+    As soon as enough ready workers reach each other and have the memory to train together, and no survivor within their
+    reach still has to answer, the next `observe` forms a generation of them.
 """
 
 from __future__ import annotations
@@ -87,8 +93,8 @@ class Membership:
     def __init__(
         self, limits: Limits, *, generation: int = 0, shortage: ShortageOf = lambda infos: "", home: str = ""
     ) -> None:
-        """`shortage` is asked of workers that are ready; `home` is the controller's node, without which nothing goes
-        on."""
+        """`shortage` is called with what workers that are ready have reported. `home` is the controller's node: where
+        nodes do not reach each other, it is the last to be left out, as no step runs without the controller."""
         self._limits, self._home = limits, home
         self._shortage = shortage
         self._generation = generation
@@ -105,10 +111,10 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._waited_since: float | None = None  # the same before the running generation was formed
-        self._apart: dict[frozenset[str], Apart] = {}  # by two nodes
+        self._apart: dict[frozenset[str], Apart] = {}  # by pair of nodes
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
-        self._left_out: tuple[int, ...] = ()  # that the last Exclusion named
-        self._others = False  # the workers are others than when some were left out
+        self._left_out: tuple[int, ...] = ()  # workers that the last Exclusion named
+        self._others = False  # workers have come or gone since some were left out
         self._enough_since: float | None = None
         self._formed = False
         self._clean = True
@@ -120,9 +126,11 @@ class Membership:
         self._out: list[Decision] = []
 
     def observe(self, events: Sequence[Event], now: float) -> tuple[View, tuple[Decision, ...]]:
-        """Take in what was seen by the time `now` (seconds, monotonic), in its order, and decide once: to decide is to
-        look at every member, and a thousand workers that come, or leave their groups, are seen together. Decisions are
-        to be applied in order."""
+        """Take in events in the order in which they were seen, all by the time `now` (seconds, monotonic), then decide
+        once for all of them. Returns the pool after that, and the decisions to carry out, in order.
+
+        A decision looks at every member. A thousand workers often come, or leave their groups, at the same time: pass
+        their events in one call."""
         before = (self._state, self._generation, self._workers)
         self._out = []
         for event in events:
@@ -199,7 +207,8 @@ class Membership:
         )
 
     def _ready(self, worker: int, after: MemberPhase, now: float, **said: object) -> None:
-        """The worker can join a generation; `said` is what it reported of itself."""
+        """A worker in the phase `after` can join a generation from now on; `said` are fields of `Member` that it has
+        reported."""
         member = self._members.get(worker)
         if member is not None and member.phase == after:
             self._update(worker, phase="ready", since=now, suspected_at=None, suspicion="", **said)
@@ -220,7 +229,8 @@ class Membership:
             self._break(event.reason, now)
 
     def _keep_apart(self, seen: Sequence[NodesApart], now: float) -> None:
-        """Two nodes that were apart before are left so for twice as long."""
+        """Remember which two nodes do not reach each other. They are tried together again after `Limits.apart_s`, and
+        each time that fails after twice as long, up to `Limits.apart_longest_s`."""
         limits = self._limits
         for pair, found in {frozenset((one.node, other.node)): one for one in seen for other in one.others}.items():
             before = self._apart.get(pair)
@@ -228,7 +238,8 @@ class Membership:
             self._apart[pair] = Apart(found=found, at=now, wait_s=wait_s)
 
     def _count_loss(self, reason: str) -> None:
-        """A death explains the break of its generation, also when the survivors' errors were seen first."""
+        """Count a generation that has ended by the loss of a worker, once however many it lost. Breaks without such a
+        reason are counted from zero again, also where survivors reported this one before the loss was seen."""
         if self._lost_in == self._generation:
             return
         self._lost_in = self._generation
@@ -246,7 +257,9 @@ class Membership:
             self._members[worker] = replace(self._members[worker], **changes)  # type: ignore[arg-type]
 
     def _lose(self, worker: int, reason: str, now: float, *, replaced: bool = False) -> None:
-        """`replaced`: it is this run that ends the worker, which explains no break: a slow step is slow again."""
+        """Forget a worker that is gone, and count that as the end of its generation. With one exception: the generation
+        had broken before, and this run ends the worker as it did not leave its groups in time (`replaced`). That break
+        still counts as one without a loss, as a step that is too slow will be too slow again."""
         member = self._members.pop(worker, None)
         if member is None:
             return
@@ -324,8 +337,8 @@ class Membership:
         return ""
 
     def _shrink(self) -> None:
-        """Above max, the least useful go: first those beyond reach, then those still starting, last the oldest active
-        ones."""
+        """Above `max`, the least useful workers go: first those that the others do not reach, then those that are
+        starting, ready, recovering, and active, of each the newest first."""
         if len(self._members) <= self._limits.max:
             return
         staying = self._staying()
@@ -343,7 +356,8 @@ class Membership:
             self._out.append(Drain(worker=member.worker, reason=member.leaving))
 
     def _change(self, now: float) -> None:
-        """The change at a step boundary: leavers go, ready ones come."""
+        """At a step boundary: where members want to leave, or ready ones can join, form the next generation of those
+        that stay. With fewer than `min` of them this one ends, and the pool waits."""
         staying = [m for m in self._with("active", "ready") if not m.leaving]
         if {m.worker for m in staying} == set(self._workers):
             if self._anew:
@@ -368,8 +382,11 @@ class Membership:
         self._leave_out(why)
 
     def _reaching(self, members: list[Member]) -> tuple[list[Member], str]:
-        """The members whose nodes reach each other, as many as may be, and what keeps the others out: a node goes first
-        that is beyond the reach of most members, less its own, of several the newest; the controller's last."""
+        """(members whose nodes all reach each other, why the others are not among them: "" if there are none).
+
+        Nodes are taken out one by one until no two are left that do not reach each other: always the node that most
+        members do not reach, less the members on it. Among equals it is the one with the newest worker. The
+        controller's node comes last."""
         sizes = Counter(member.node for member in members)
         newest = {member.node: member.worker for member in sorted(members, key=lambda member: member.worker)}
         beyond: dict[str, set[str]] = {}  # of each node
@@ -401,13 +418,16 @@ class Membership:
         return self._reaching(self._staying())[0]
 
     def _apart_from(self, nodes: set[str], also_tried: bool) -> tuple[str, ...]:
-        """Nodes that some of these do not reach. With `also_tried` those that may be tried again, too."""
+        """Other nodes that at least one of these nodes does not reach, sorted. Those that may be tried together again
+        are among them with `also_tried` alone."""
         pairs = [pair for pair, apart in self._apart.items() if pair & nodes and (also_tried or not apart.tried)]
         return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
 
     def _try_apart(self, now: float) -> None:
-        """Networks are mended: after a while nodes that did not reach each other are tried together again. Where one
-        has no worker left that could find out, clips are decoded there again, if they are nowhere else."""
+        """Networks are mended: after a while, let two nodes that did not reach each other be tried together again.
+
+        If the run lacks CPUs that decode clips (`Starvation`) and one of the two nodes has no worker left that could
+        try, forget that they are apart and form the generation anew: then clips are decoded on that node again."""
         waits = self._state == "waiting" or self._starves
         here = {member.node for member in self._members.values()}
         for pair, apart in list(self._apart.items()):
@@ -422,9 +442,10 @@ class Membership:
                 self._others = True
 
     def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
-        """The members that have the memory to train together, as many as may be, and what they would lack with the
-        others: the last workers of the smallest nodes stay out first. Of nodes that share what lies on them, a small
-        one holds most."""
+        """(members that have the memory to train together, what all of them would lack: "" if they have it).
+
+        Members are taken out one by one until the rest fits: always the newest of the node that has the fewest. What
+        lies on a node once is shared by its workers, so each of them holds more of it the fewer they are."""
         chosen, first = list(members), ""
         while len(chosen) >= self._limits.min:
             why = self._shortage(_infos_of(sorted(chosen, key=_by_node)))
@@ -436,7 +457,7 @@ class Membership:
         return (chosen if self._formed else members), first  # the first step's planner says what is missing
 
     def _leave_out(self, why: str) -> None:
-        """The workers that are not in the generation, and may be ready or become so, wait until others come or go."""
+        """Members outside of the generation that are ready, or will be, wait until other workers come or go."""
         found = tuple(m.worker for m in self._with("ready", "recovering") if not m.leaving)
         for worker in found:
             self._update(worker, left_out=True)
@@ -445,7 +466,7 @@ class Membership:
         self._left_out = found
 
     def _look_again(self) -> None:
-        """If the workers are others, those that were left out may fit now."""
+        """If workers have come or gone, those that were left out may fit now."""
         if not self._others:
             return
         self._others = False
@@ -464,7 +485,7 @@ class Membership:
 
     def _form_or_wait(self, now: float) -> None:
         ready = self._with("ready")
-        # A survivor beyond reach would be left out anyway, and its answer may get lost as well.
+        # A survivor that the others do not reach would be left out anyway, and its answer may get lost as well.
         reaching, apart = self._reaching([*ready, *self._with("recovering")])
         expected = reaching if len(reaching) >= self._limits.min else self._members.values()
         if any(member.phase == "recovering" for member in expected):
