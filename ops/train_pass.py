@@ -31,6 +31,19 @@ class PassClip:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PassSettings:
+    """What is computed of the clips of a pass. Noise and level of a clip are drawn by its key, `seed` and `step`."""
+
+    objective: Objective
+    seed: int
+    step: int
+    sigmas: tuple[float, float] = (0.0, 1.0)  # between which levels are drawn: those of one of two experts
+    latent_width: int  # columns of a row that are latent, the first ones
+    dtype: torch.dtype  # of noise, target and loss
+    autocast: bool  # products in bfloat16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PassResult:
     """What a pass leaves beside the gradients."""
 
@@ -53,27 +66,17 @@ def train_pass(
     clips: Sequence[PassClip],
     layout: Layout,
     group: Group,
-    *,
-    objective: Objective,
-    seed: int,
-    step: int,
-    latent_width: int,
-    dtype: torch.dtype,
-    autocast: bool,
-    sigmas: tuple[float, float] = (0.0, 1.0),
-    phase: Callable[[str], None] = lambda name: None,
+    settings: PassSettings,
     conditions: Conditions = NOTHING,
+    *,
+    phase: Callable[[str], None] = lambda name: None,
     before_backward: Callable[[], None] = lambda: None,
 ) -> PassResult:
-    """Adds this rank's part of the gradient to the parameters. Collective over the group.
-
-    Noise and noise level of each clip are drawn by its key, for one of two experts within its `sigmas`. The first
-    `latent_width` columns of a row are latent. Noise, target and loss are of `dtype`; `phase` is called with "forward"
-    and "backward" as they begin.
-    """
-    drawn = _draw(clips, layout, objective, seed, step, latent_width, dtype, sigmas)
+    """Adds this rank's part of the gradient to the parameters. Collective over the group. `phase` is called with
+    "forward" and "backward" as they begin."""
+    drawn = _draw(clips, layout, settings)
     phase("forward")
-    predicted = _predict(dit, clips, drawn, layout, group, dtype, autocast, conditions)
+    predicted = _predict(dit, clips, drawn, layout, group, settings, conditions)
     loss = packed_loss(predicted, drawn.target, layout, drawn.weights)
     phase("backward")
     before_backward()
@@ -87,20 +90,13 @@ def held_out_pass(
     clips: Sequence[PassClip],
     layout: Layout,
     group: Group,
-    *,
-    objective: Objective,
-    seed: int,
-    step: int,
-    latent_width: int,
-    dtype: torch.dtype,
-    autocast: bool,
-    sigmas: tuple[float, float] = (0.0, 1.0),
+    settings: PassSettings,
     conditions: Conditions = NOTHING,
 ) -> list[HeldOutLoss]:
     """The same forward without a gradient: the loss of every clip, whatever its weight, and the noise level that was
     drawn for it. Collective over the group, each rank of which gets its own part."""
-    drawn = _draw(clips, layout, objective, seed, step, latent_width, dtype, sigmas)
-    predicted = _predict(dit, clips, drawn, layout, group, dtype, autocast, conditions)
+    drawn = _draw(clips, layout, settings)
+    predicted = _predict(dit, clips, drawn, layout, group, settings, conditions)
     losses = sequence_losses(predicted, drawn.target, layout, torch.ones_like(drawn.weights)).tolist()
     return [HeldOutLoss(level=level, loss=loss) for level, loss in zip(drawn.levels, losses, strict=True)]
 
@@ -117,21 +113,13 @@ class _Drawn:
     weights: Tensor  # [S]
 
 
-def _draw(
-    clips: Sequence[PassClip],
-    layout: Layout,
-    objective: Objective,
-    seed: int,
-    step: int,
-    latent_width: int,
-    dtype: torch.dtype,
-    sigmas: tuple[float, float],
-) -> _Drawn:
+def _draw(clips: Sequence[PassClip], layout: Layout, settings: PassSettings) -> _Drawn:
+    objective, seed, step, width = settings.objective, settings.seed, settings.step, settings.latent_width
     levels, first_levels, noisy, target = [], [], [], []
     for i, clip in enumerate(clips):
-        level = objective.draw(seed, step, clip.key, layout.sequences[i].tokens, sigmas)
-        noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), latent_width, layout.device).to(dtype)
-        clean, told = clip.rows.split((latent_width, clip.rows.shape[1] - latent_width), dim=1)
+        level = objective.draw(seed, step, clip.key, layout.sequences[i].tokens, settings.sigmas)
+        noise = rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), width, layout.device).to(settings.dtype)
+        clean, told = clip.rows.split((width, clip.rows.shape[1] - width), dim=1)
         mixed = objective.noisy(level, clean, noise)
         first = objective.draw_first(seed, step, clip.key, level)
         given = max(layout.sequences[i].clean_tokens - layout.chunk(i).start, 0)
@@ -141,7 +129,7 @@ def _draw(
         levels.append(level)
         first_levels.append(first)
     numbers = [levels, first_levels, [clip.weight for clip in clips]]
-    drawn, drawn_first, weights = upload_numbers(numbers, dtype, layout.device)
+    drawn, drawn_first, weights = upload_numbers(numbers, settings.dtype, layout.device)
     return _Drawn(
         levels=levels,
         tokens=torch.cat(noisy),
@@ -158,17 +146,16 @@ def _predict(
     drawn: _Drawn,
     layout: Layout,
     group: Group,
-    dtype: torch.dtype,
-    autocast: bool,
+    settings: PassSettings,
     conditions: Conditions,
 ) -> Tensor:
-    """[n, C] of `dtype`."""
+    """[n, C] of the settings' dtype."""
     if drawn.first_times is not None:
         conditions = replace(conditions, first_times=drawn.first_times)
-    with torch.autocast(layout.device.type, torch.bfloat16, enabled=autocast):
+    with torch.autocast(layout.device.type, torch.bfloat16, enabled=settings.autocast):
         text = torch.cat([clip.text for clip in clips])
         predicted: Tensor = dit(drawn.tokens, drawn.times, text, layout, group, conditions)
-    return predicted.to(dtype)
+    return predicted.to(settings.dtype)
 
 
 def packed_loss(prediction: Tensor, target: Tensor, layout: Layout, weights: Tensor) -> Tensor:

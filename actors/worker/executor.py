@@ -54,7 +54,7 @@ from ops.packing import FamilyPart, Layout
 from ops.packing import Sequence as PackedSequence
 from ops.shards import ShardState
 from ops.sync import PhaseListener, StepIncomplete, Sync
-from ops.train_pass import PassClip, sequence_losses, train_pass
+from ops.train_pass import PassClip, PassSettings, sequence_losses, train_pass
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
@@ -81,7 +81,6 @@ class Executor:
         self.on_phase, self.copies = on_phase, copies
         self.meter, self.name = meter or NoMeter(), name
         self.frame = FirstFrame.of(modules.config)
-        self.objective = objective_of(modules.config.dit.diffusion, train.flow)
         self.attention = AttentionRoom.of(
             modules.config.dit, train.memory.attention, self._activation_bytes(), device.type == "cuda"
         )
@@ -405,15 +404,9 @@ class Executor:
                 ],
                 layout,
                 group,
-                objective=self.objective,
-                seed=self.train.seed,
-                step=task.step,
-                sigmas=modules.config.dit.experts[expert].sigmas,
-                latent_width=modules.config.vae.channels * math.prod(modules.geometry.patch),
-                dtype=compute,
-                autocast=self.train.autocast == "bfloat16",
+                pass_settings(modules, self.train, expert, self.train.seed, task.step),
+                conditions_of(self.frame, inputs.tails, pooled),
                 phase=measure.phase,
-                conditions=conditions_of(self.frame, inputs.tails, pooled),
                 before_backward=self.sync.watch_backward if task.start_sum == SumStart.DURING else lambda: None,
             )
             measure.tell_seconds(pass_timing(transformer))
@@ -504,6 +497,20 @@ def conditions_of(frame: FirstFrame, tails: Sequence[Tensor], pooled: Tensor | N
     """What a pass gets beside its text: images from the rows after those of the tokens, vectors [S, V]."""
     images = torch.cat([frame.image_of(tail) for tail in tails]) if frame.tail else None
     return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
+
+
+def pass_settings(modules: Modules, train: TrainConfig, expert: int, seed: int, step: int) -> PassSettings:
+    """What is computed of clips that fall to this expert, in training and for held-out losses."""
+    model = modules.config
+    return PassSettings(
+        objective=objective_of(model.dit.diffusion, train.flow),
+        seed=seed,
+        step=step,
+        sigmas=model.dit.experts[expert].sigmas,
+        latent_width=model.vae.channels * math.prod(modules.geometry.patch),
+        dtype=compute_dtype(modules.dit),
+        autocast=train.autocast == "bfloat16",
+    )
 
 
 def compute_dtype(dit: nn.Module) -> torch.dtype:

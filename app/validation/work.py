@@ -20,7 +20,7 @@ from torch import Tensor
 from actors.config import TrainConfig
 from actors.messages import WAITS
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
-from actors.worker.executor import clean_frames, compute_dtype, conditions_of
+from actors.worker.executor import clean_frames, compute_dtype, conditions_of, pass_settings
 from actors.worker.loading import Modules
 from app.sampling.live_clip import checkpoint_weights
 from app.validation.clips import SEED, HeldOutClip
@@ -31,7 +31,7 @@ from ops.conditions import Conditions
 from ops.models.experts import transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.objective import TIMES, draw_expert, objective_of
+from ops.objective import TIMES, draw_expert
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
 from ops.sampling import evaluating
@@ -183,14 +183,8 @@ class _EncodedClip:
                 [PassClip(rows=self.rows, text=self.text, key=key, weight=1.0)],
                 Layout([sequence], 1, 0, self.device, in_halves=model.dit.in_halves),
                 Group.solo(),
-                objective=objective_of(model.dit.diffusion, flow),
-                seed=SEED,
-                step=draw,
-                sigmas=experts[expert],
-                latent_width=model.vae.channels * math.prod(self.modules.geometry.patch),
-                dtype=self.rows.dtype,
-                autocast=self.train.autocast == "bfloat16",
-                conditions=self.conditions,
+                pass_settings(self.modules, self.train, expert, SEED, draw),
+                self.conditions,
             )
         noise = found.level if model.dit.diffusion is None else found.level / TIMES
         return ClipLoss(bucket=self.clip.bucket, noise=noise, loss=found.loss)

@@ -50,7 +50,7 @@ from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.sync import FlatSync
-from ops.train_pass import PassClip, train_pass
+from ops.train_pass import PassClip, PassSettings, train_pass
 from ops.waiting import PendingCollective
 
 GIB = 2**30
@@ -204,13 +204,15 @@ def pass_bytes(
                 clips,
                 layout,
                 _PretendGroup(degree) if degree > 1 else Group.solo(),
-                latent_width=config.out_channels * math.prod(config.patch),
-                objective=FlowObjective(FlowConfig()),
-                seed=0,
-                step=0,
-                dtype=dtype,
-                autocast=precision.autocast,
-                conditions=Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
+                PassSettings(
+                    objective=FlowObjective(FlowConfig()),
+                    seed=0,
+                    step=0,
+                    latent_width=config.out_channels * math.prod(config.patch),
+                    dtype=dtype,
+                    autocast=precision.autocast,
+                ),
+                Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
             )
         held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers(), *_buffers(sync)]) - _on_host(sync)
     return count.peak_bytes, held

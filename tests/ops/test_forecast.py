@@ -32,7 +32,7 @@ from ops.packing import Layout, Sequence
 from ops.parameters import blocks_in
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
-from ops.train_pass import PassClip, train_pass
+from ops.train_pass import PassClip, PassSettings, train_pass
 from tests.families.registry import ONE_EACH, VARIANTS
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)
@@ -72,12 +72,14 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
             clips,
             layout,
             Group.solo(),
-            latent_width=width,
-            objective=FlowObjective(FlowConfig()),
-            seed=0,
-            step=0,
-            dtype=torch.float32,
-            autocast=autocast,
+            PassSettings(
+                objective=FlowObjective(FlowConfig()),
+                seed=0,
+                step=0,
+                latent_width=width,
+                dtype=torch.float32,
+                autocast=autocast,
+            ),
         )
     return count.peak_bytes
 
