@@ -51,7 +51,7 @@ class Events:
     """Tells the listener what happens, with the time and the generation. All parts of a run are given the same one."""
 
     def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+        self.listener = listener
         self._generation = 0
         self._ending = False
 
@@ -66,7 +66,7 @@ class Events:
     def tell(self, event: RunEvent) -> None:
         """Raises what the listener raises, unless the run ends."""
         try:
-            self._listener.on_event(event.stamped(self._generation))
+            self.listener.on_event(event.stamped(self._generation))
         except Exception:
             if not self._ending:
                 raise
@@ -77,7 +77,7 @@ class Events:
         have to be written."""
         self.tell(CheckpointWritten(step=step, folder=folder.name))
         try:
-            self._listener.on_checkpoint(folder, step)
+            self.listener.on_checkpoint(folder, step)
         except Exception:
             if not self._ending:
                 raise

@@ -101,14 +101,12 @@ def start_controller(
     planner = PlannerClient(costs.profile, config.planner, setting, run_dir)
     stages = stages_of(config.data, geometry, timed)
     recalibration = Recalibration.of(run_dir, stages, planner, source, events)
-    survivors = Survivors()
     state = assemble_state(run, config, model, source, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
     generation = max(reported.generation, state.standing.generation)
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
     return put_together(
         config=config,
-        listener=listener,
         events=events,
         pool=pool,
         monitor=monitor,
@@ -121,7 +119,6 @@ def start_controller(
         ),
         source=source,
         planner=planner,
-        survivors=survivors,
         state=state,
         new_store=_new_store,
         account=StepAccount(
@@ -143,7 +140,6 @@ def start_controller(
 def put_together(
     *,
     config: RuntimeConfig,
-    listener: Listener,
     events: Events,
     pool: Pool,
     monitor: MonitorHandle,
@@ -151,7 +147,6 @@ def put_together(
     membership: Membership,
     source: StepSource,
     planner: PlannerClient,
-    survivors: Survivors,
     state: RunState,
     new_store: Callable[[], Rendezvous],
     account: StepAccount,
@@ -170,7 +165,7 @@ def put_together(
     committer = Committer(
         state=state,
         account=account,
-        listener=listener,
+        listener=events.listener,
         events=events,
         source=source,
         relays=relays,
@@ -199,7 +194,7 @@ def put_together(
         monitor=monitor,
         lookout=lookout,
         membership=membership,
-        survivors=survivors,
+        survivors=Survivors(),
         forming=forming,
         committer=committer,
     )

@@ -32,7 +32,6 @@ from actors.state.keeper import Standing
 from actors.state.keeper_fleet import Base
 from actors.state.recovery import CommitLog, KeeperInventory
 from actors.state.run_state import RunState
-from actors.state.survivors import Survivors
 from actors.step import DataLost, DrawnItem, StepItems
 from data.config import DataConfig, SourceConfig
 from ops.geometry import Geometry
@@ -278,7 +277,6 @@ def controller_of(state: Any, **parts: Any) -> Controller:
     """A controller whose parts start nothing; `parts` replace what it has."""
     listener = Listening()
     defaults: dict[str, Any] = {
-        "listener": listener,
         "events": Events(listener),
         "pool": pool_here(),
         "monitor": Handle(),
@@ -286,7 +284,6 @@ def controller_of(state: Any, **parts: Any) -> Controller:
         "membership": Membership(Limits(min=1, max=4), generation=1),
         "source": SourceHere(),
         "planner": SourceHere(),
-        "survivors": Survivors(),
         "new_store": lambda: SimpleNamespace(host="here", port=1),
         "account": StepAccount(geometry=Geometry(), node_of=lambda name: ""),
         "skips": Skips(10, listener.on_event),

@@ -41,7 +41,6 @@ from actors.run.assemble import put_together
 from actors.run.controller import Controller
 from actors.run.skips import Skips
 from actors.run.step_metrics import StepAccount
-from actors.state.survivors import Survivors
 from actors.step import StepAssignment
 from app.bench.cluster.ddp import DdpFigures, ddp_figures
 from app.bench.cluster.handles import HostHandle
@@ -316,7 +315,6 @@ def controller_of_virtual(
     machines.add(setup.nodes)
     pool = VirtualPool(machines, hosts)
     events = Events(watching)
-    survivors = Survivors()
     source = StepSource(feeder, geometry, "sample", setup.steps, _PATIENCE_S, _PATIENCE_S, list)
     keepers: Any = VirtualKeepers(machines, hosts, config.snapshot.copies)  # what a run's state asks of Keepers
     writer: Any = VirtualWriter()  # and of Writer
@@ -331,7 +329,6 @@ def controller_of_virtual(
     )
     controller = put_together(
         config=config,
-        listener=watching,
         events=events,
         pool=pool,
         monitor=monitor,
@@ -339,7 +336,6 @@ def controller_of_virtual(
         membership=Membership(replace(Limits.of(config.workers), gather_s=120.0), generation=0),
         source=source,
         planner=planner,
-        survivors=survivors,
         state=state,
         new_store=_NoStore,
         account=StepAccount(geometry=geometry, node_of=pool.node_of, work=DiTWork.of(model.dit)),

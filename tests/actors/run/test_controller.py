@@ -242,7 +242,6 @@ class Run:
         self.controller = controller_of(
             self.state,
             config=config_of(cluster=cluster),
-            listener=self.listener,
             events=Events(self.listener),
             source=self.source,
             planner=self.planner,
