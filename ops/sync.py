@@ -211,17 +211,21 @@ class FlatSync:
         module: nn.Module,
         config: OptimizerConfig,
         total_steps: int,
+        *,
         sum_elements: int | None = None,
         gradients: GradientMemory | GradientsOf = "own",
         state: StateLocation = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
     ) -> None:
-        """`sum_elements` of own gradients are summed together on the CPU; None: the usual number. `gradients`: where
-        they lie, or what makes them; workers that name different places all take the one that takes least of a device.
-        `state` host: master, moments and EMA of the own range lie in host memory and are updated there. `parameters`
-        node: they lie once in host memory of each node (ops.node_parameters), also where other workers say so; or what
-        makes those.
+        """`gradients`, `state` and `parameters` name the places where these lie.
+
+        `gradients`: see `ops.gradient_places`; own ones are summed in buckets of `sum_elements` (None: the usual
+        number). `state` host: master, moments and EMA of the own range lie in host memory and are updated there.
+        `parameters` node: they lie once in host memory of each node (ops.node_parameters). Where workers name different
+        places for gradients, or for parameters, `form` has all take the one that takes least of a device.
+
+        For gradients or parameters that have no name, give a function that makes them; then all workers must.
 
         `parts`: what parameter names begin with, of parts that lie one after the other. Each is trained as if it were
         alone: by the mean over its own samples, clipped by its own norm, with updates that are counted for it. A step

@@ -108,7 +108,16 @@ def make_hosts(
             text=text,
             image=build_image(model.image, "cpu"),
         )
-        sync = FlatSync(dit, train.optimizer, train.steps, SUM_ELEMENTS, gradients, state, parameters, parts_of(dit))
+        sync = FlatSync(
+            dit,
+            train.optimizer,
+            train.steps,
+            sum_elements=SUM_ELEMENTS,
+            gradients=gradients,
+            state=state,
+            parameters=parameters,
+            parts=parts_of(dit),
+        )
         made = executor(modules, sync, train, torch.device("cpu"), **hooks)
         hosts.append(Host(made, Encoding(made, on_encoded)))
     everyone = tuple(range(world))

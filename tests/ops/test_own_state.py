@@ -62,7 +62,7 @@ def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: i
     """Two steps in every generation, of these numbers of workers; a version for others after `every` steps and at a
     generation's end. Weights and state at the end of each generation."""
     models = [copy.deepcopy(START).float() for _ in range(max(sizes))]
-    syncs = [FlatSync(model, FULL, TOTAL_STEPS, SUM_ELEMENTS, state="host") for model in models]
+    syncs = [FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, state="host") for model in models]
     total = syncs[0].layout[-1].hi
     shards = [initial_shard(trainable(models[0]), 0, total)]
     found, first = [], 0
