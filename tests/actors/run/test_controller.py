@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,8 +32,9 @@ from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
 from actors.planning.room import GenerationRoom
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, LoadedWorker
+from actors.pool.membership_types import Arrival, Event, LeaveNotice, Limits, LoadedWorker, Starvation
 from actors.records.events import (
+    DecodingAwaited,
     GenerationEnded,
     GenerationFormed,
     RunFinished,
@@ -43,6 +47,7 @@ from actors.records.events import (
 )
 from actors.run.asides import AsideTurns
 from actors.run.controller import Controller, LookPace
+from actors.run.decode_room import DecodeRoom
 from actors.run.shortage import Shortage
 from actors.run.steps import StepRunner
 from actors.state.hosts import needs_of_hosts
@@ -425,6 +430,36 @@ def test_a_generation_that_cannot_be_formed_ends_also_while_its_data_is_awaited(
     monkeypatch.setattr(Source, "has", has)
     run = Run(workers)
     assert run.outcome.code == 0 and {task.generation for task in workers.formed} == {1, 2}
+
+
+def test_a_run_whose_clips_nobody_can_decode_says_so_once_and_goes_on_when_somebody_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While it lasts the membership knows, for which nodes out of reach are worth a try sooner."""
+    clock, looks, seen = itertools.count(0, 10), itertools.count(), list[bool]()
+    node: dict[str, Any] = {"NodeID": "n", "Alive": True, "Resources": {"CPU": 0.0}}
+    monkeypatch.setattr("actors.run.controller.DecodeRoom", partial(DecodeRoom, nodes=lambda: [node]))
+    monkeypatch.setattr(
+        "actors.run.controller.time", SimpleNamespace(**{**vars(time), "monotonic": lambda: next(clock)})
+    )
+    observe = Membership.observe
+
+    def noted(self: Membership, events: Sequence[Event], now: float) -> Any:
+        seen.extend(event.starves for event in events if isinstance(event, Starvation))
+        return observe(self, events, now)
+
+    def has(source: Source, step: int, timeout_s: float) -> bool:
+        """Somebody adds CPUs when the run has waited for a while; the clips come then."""
+        now = next(looks)
+        if now == 30:
+            node["Resources"] = {"CPU": 64.0}
+        return now > 40
+
+    monkeypatch.setattr(Membership, "observe", noted)
+    monkeypatch.setattr(Source, "has", has)
+    run = Run(Workers())
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS))
+    assert len(run.told(DecodingAwaited)) == 1 and seen == [True, False]
 
 
 class Apart(Workers):
