@@ -52,8 +52,9 @@ def test_what_goes_to_each_host_is_counted_by_itself(family: int) -> None:
         time.sleep(0.2)  # for the last bytes to be acknowledged
         found = links.read([ONE, OTHER])
         assert {host: sent.num_bytes for host, sent in found.items()} == {ONE: 40 * MIB, OTHER: 50 * MIB}
-        for sent in found.values():  # the kernel counts in milliseconds
-            assert 0 <= sent.busy_s < 60 and 0 < sent.newest <= sent.rate >= sent.num_bytes / max(sent.busy_s, 1e-3)
+        for sent in found.values():  # the kernel counts in milliseconds: no time at all, where the way is fast
+            assert 0 <= sent.busy_s < 60 and 0 < sent.newest <= sent.rate
+            assert not sent.busy_s or sent.rate >= sent.num_bytes / sent.busy_s
         again = links.read([ONE])
         assert again.keys() == {ONE} and again[ONE].num_bytes == 0 and again[ONE].busy_s == 0
 
