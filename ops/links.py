@@ -13,12 +13,15 @@ seen, and nothing is on other systems than Linux.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import struct
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+
+log = logging.getLogger(__name__)
 
 _OWN_FILES = "/proc/self/fd"
 # Linux: places in struct tcp_info (include/uapi/linux/tcp.h).
@@ -80,15 +83,33 @@ def _connections() -> Iterator[tuple[str, str, Sent]]:
     """Each TCP connection of this process: its name, the address of its other end, and what it has sent."""
     if not hasattr(socket, "TCP_INFO") or socket.getdefaulttimeout() is not None:
         return  # with a default time-out Python would set one on connections of other libraries
-    for number in os.listdir(_OWN_FILES):
+    for number in _open_files():
         with suppress(OSError, struct.error):  # closed meanwhile, not connected, an old kernel
             name = os.readlink(f"{_OWN_FILES}/{number}")
-            if not name.startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as one:
-                if one.type == socket.SOCK_STREAM and one.family in (socket.AF_INET, socket.AF_INET6):
-                    host = str(one.getpeername()[0]).removeprefix(_MAPPED)
-                    yield name, host, _counted(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH))
+            if name.startswith("socket:") and (found := _looked_at(int(number))) is not None:
+                yield name, *found
+
+
+def _open_files() -> list[str]:
+    """Their numbers; none where there is no room to look: the process may have as many open as it is allowed."""
+    try:
+        return os.listdir(_OWN_FILES)
+    except OSError as error:
+        log.debug("nobody knows what was sent: %s", error)
+        return []
+
+
+def _looked_at(number: int) -> tuple[str, Sent] | None:
+    """The address of the other end of this socket, and what it has sent; None where it is none of TCP. The number is
+    its owner's: a duplicate would keep the connection open, and in the owner's epoll, after the owner has closed it."""
+    one = socket.socket(fileno=number)
+    try:
+        if one.type != socket.SOCK_STREAM or one.family not in (socket.AF_INET, socket.AF_INET6):
+            return None
+        host = str(one.getpeername()[0]).removeprefix(_MAPPED)
+        return host, _counted(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LENGTH))
+    finally:
+        one.detach()
 
 
 def _counted(info: bytes) -> Sent:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from ops.links import Links, Sent, _together
+from ops.links import Links, Sent, _connections, _together
 
 ONE, OTHER = "127.0.0.2", "127.0.0.3"  # hosts of their own, as far as addresses say
 MIB = 2**20
@@ -104,6 +107,45 @@ def test_connections_to_others_and_files_that_are_none_are_left_alone() -> None:
             one.settimeout(5.0)
             assert links.read([ONE]).keys() <= {ONE}
             assert one.gettimeout() == 5.0 and unconnected.gettimeout() is None
+
+
+def test_a_connection_that_its_owner_closes_meanwhile_is_closed() -> None:
+    with socket.create_server((ONE, 0)) as door, socket.create_connection(door.getsockname()) as made:
+        taken, _ = door.accept()
+        taken.settimeout(5.0)
+        with taken:
+            for _, host, _ in _connections():
+                if host == ONE and made.fileno() >= 0:
+                    made.close()
+                    assert taken.recv(1) == b"", "the other end hears of it at once"
+        assert made.fileno() == -1
+
+
+def test_no_socket_is_closed_by_being_looked_at() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with connected(ONE) as one:
+        for _ in range(3):
+            Links().read([ONE])
+        gc.collect()
+        send(one, MIB)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_process_with_as_many_open_files_as_it_may_have_is_none_the_worse() -> None:
+    """Heartbeats are sent by the same thread."""
+    links, (soft, hard) = Links(), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connected(ONE) as one, ExitStack() as files:
+        send(one, MIB)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+            with suppress(OSError):
+                while True:
+                    files.enter_context(open("/dev/null"))
+            assert links.read([ONE]) == {}
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            files.close()
+        assert links.read([ONE]).keys() == {ONE}
 
 
 def test_nothing_is_read_where_python_would_change_the_sockets_of_others() -> None:
