@@ -8,7 +8,7 @@ what a network ought to give: two hosts whose ways to each other are equally slo
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,18 +53,27 @@ def slow_links(uses: Iterable[LinkUse]) -> list[SlowLink]:
     by_link: dict[tuple[str, str], list[LinkUse]] = defaultdict(list)
     for use in uses:
         by_link[use.host, use.other].append(use)
-    known = {link: some for link, some in by_link.items() if sum(use.num_bytes for use in some) >= _LEAST_BYTES}
-    rates = {link: max(use.rate for use in some) for link, some in known.items()}
+    sent = {link: sum(use.num_bytes for use in some) for link, some in by_link.items()}
+    known = {link: some for link, some in by_link.items() if sent[link] >= _LEAST_BYTES}
+    rates = {link: _rate_of(some) for link, some in known.items()}
     found: list[SlowLink] = []
     for link, some in known.items():
         others = [rate for other, rate in rates.items() if other != link]
         if not others:
             continue
         rate, usual = rates[link], float(np.percentile(others, _USUAL))
-        busiest = max(some, key=lambda use: use.busy_s)  # of its workers, which send at the same time
-        lost_s = busiest.busy_s - busiest.num_bytes / usual
+        busiest = max(some, key=lambda use: use.busy_s)
+        lost_s = busiest.busy_s - sent[link] / usual
         if busiest.fills and rate * _SLOWER < usual and lost_s >= _NOTICEABLE * busiest.over_s:
             host, other = link
             busy_s, over_s = busiest.busy_s, busiest.over_s
             found.append(SlowLink(host=host, other=other, rate=rate, usual=usual, busy_s=busy_s, over_s=over_s))
     return sorted(found, key=lambda one: one.rate)
+
+
+def _rate_of(uses: Sequence[LinkUse]) -> float:
+    """Bytes per second of a link, at least: what its workers have sent may have gone at the same time, and each of them
+    has seen its share alone."""
+    longest_s = max(use.busy_s for use in uses)
+    together = sum(use.num_bytes for use in uses) / longest_s if longest_s else 0.0
+    return max(together, *(use.rate for use in uses))

@@ -76,6 +76,17 @@ def test_a_link_is_as_fast_as_the_fastest_of_its_workers() -> None:
     assert slow_links(links) == []
 
 
+def test_workers_that_send_at_the_same_time_share_a_link() -> None:
+    """Eight of them get an eighth of it each, as many bytes as one alone would send."""
+    links = all_links(1000.0, mib=20_000.0)
+    del links["a", "b"]
+    shared = [use("a", "b", 125.0, mib=2500.0)] * 8
+    assert slow_links([*links.values(), *shared]) == []
+    slow = [use("a", "b", 12.5, mib=250.0)] * 8
+    (found,) = slow_links([*links.values(), *slow])
+    assert (found.rate, found.usual, found.busy_s) == (100.0 * MIB, 1000.0 * MIB, 20.0)
+
+
 def test_a_few_bytes_say_nothing_of_a_link() -> None:
     links = {**all_links(1000.0), ("a", "b"): use("a", "b", 0.01, mib=0.3)}
     assert named(links) == []
