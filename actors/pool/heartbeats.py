@@ -76,19 +76,16 @@ class Watch:
         )
 
     def _stall(self, all_seen: list[LastHeartbeat], now: float) -> Stall | None:
-        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done. Of the
-        end of a step nothing is predicted: it stalls where all wait in it, or for one in a turn of an aside."""
+        """The late one among the busy: not waiting in a collective, or else with the fewest collectives done."""
         age = {seen.progress.worker: now - seen.since for seen in all_seen}
         all_progress = [seen.progress for seen in all_seen]
         self._stalled &= {(p.worker, p.since) for p in all_progress}
         newest = max((p.generation for p in all_progress), default=-1)
-        present = [p for p in all_progress if p.generation == newest]
-        at_end = all(p.waiting_in and p.step >= 0 for p in present)
-        ending = [p for p in present if at_end or (p.phase == ASIDE and any(other.waiting_in for other in present))]
+        awaited = _awaited_at_end([p for p in all_progress if p.generation == newest])
         busy = [
             p
             for p in all_progress
-            if (p.predicted_s > 0 or p in ending)
+            if (p.predicted_s > 0 or p.worker in awaited)
             and age[p.worker] > max(_LEAST_STALL_S, self.config.stall_factor * p.predicted_s)
         ]
         first = first_late(busy)
@@ -97,6 +94,16 @@ class Watch:
         self._stalled.add((first.worker, first.since))
         waiting = tuple(p.worker for p in all_progress if p.waiting_in and p.worker != first.worker)
         return Stall(first_late=first, running_s=age[first.worker], waiting=waiting)
+
+
+def _awaited_at_end(present: Collection[Progress]) -> set[str]:
+    """Workers for which the end of a step waits, of which nothing is predicted: all where all wait in it, or those in a
+    turn of an aside where some wait in it and none has work of the plan left."""
+    if all(p.waiting_in and p.step >= 0 for p in present):
+        return {p.worker for p in present}
+    if any(p.predicted_s > 0 for p in present) or not any(p.waiting_in for p in present):
+        return set()
+    return {p.worker for p in present if p.phase == ASIDE}
 
 
 def first_late(busy: Collection[Progress]) -> Progress | None:

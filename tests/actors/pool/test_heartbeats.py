@@ -119,6 +119,26 @@ def test_a_turn_of_an_aside_stalls_where_others_wait_for_it() -> None:
     assert watch.look(report(96, (turn, 96), (waits, 96)), names).stall is None, "told once"
 
 
+def test_a_turn_in_a_gap_of_the_plan_is_no_stall() -> None:
+    """Those in a cascade wait for each other, and one that is done for them: nobody for the turn."""
+    turn = replace(progress("w0", 60, predicted_s=0), activity="aside s7", phase=ASIDE)
+    computes = [progress(name, 50, predicted_s=90, waiting_in="all_to_all", collectives=3) for name in ("w1", "w2")]
+    done = progress("w3", 58, predicted_s=0, waiting_in="all_reduce", collectives=3)
+    beats = [(one, 99.0) for one in (turn, *computes, done)]
+    assert Watch(CONFIG).look(report(99, *beats), ["w0", "w1", "w2", "w3"]).stall is None
+
+
+@pytest.mark.parametrize("others", [{}, {"phase": ASIDE, "waiting_in": ""}])
+def test_thousands_of_workers_are_looked_at_in_a_moment(others: dict[str, Any]) -> None:
+    """By the controller, many times within a step: all are in its end, or one is and the others make asides."""
+    waits = [progress(f"w{n}", 99, predicted_s=0, waiting_in="all_reduce", collectives=3) for n in range(2000)]
+    beats = [waits[0], *(replace(one, **others) for one in waits[1:])]
+    seen, names, watch = report(100, *((one, 100.0) for one in beats)), [one.worker for one in beats], Watch(CONFIG)
+    began = time.thread_time()
+    watch.look(seen, names)
+    assert time.thread_time() - began < 0.1
+
+
 def test_notices_and_wishes_are_told_once() -> None:
     watch = Watch(CONFIG)
     seen = report(
