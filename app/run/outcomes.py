@@ -40,9 +40,16 @@ def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:
         told = json.loads((folder / OUTCOME).read_text(encoding="utf-8"))
         found = Outcome(code=int(told["code"]), reason=str(told["reason"]), last_step=int(told["last_step"]))
         return found if token in (None, told.get("token", token)) else None
+    except FileNotFoundError:  # the run goes on, and is asked again and again
+        return None
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         log.debug("no outcome in %s: %s", folder, error)
     return None
+
+
+def has_ended(folder: Path, token: str) -> bool:
+    """Whether the controller of this start has written how the run ended. A folder that cannot be read says nothing."""
+    return read_outcome(folder, token) is not None
 
 
 def worth_keeping(folder: Path) -> bool:

@@ -23,7 +23,7 @@ from app.records.follow import Follower
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
-from app.run.outcomes import OUTCOME, EndedRun, read_outcome
+from app.run.outcomes import EndedRun, has_ended, read_outcome
 from app.run.signals import stops_on_signal
 from app.settings.config import RunConfig
 from app.settings.errors import one_line
@@ -133,7 +133,7 @@ def _fit(
 
     threading.Thread(target=fit, name="ray-train", daemon=True).start()
     ControllerWatch(folder, nodes, note).start(result.done)
-    wait_while_ray_lives(result, lambda: (folder / OUTCOME).is_file() and read_outcome(folder, token) is not None)
+    wait_while_ray_lives(result, lambda: has_ended(folder, token))
     if result.cancel():  # whoever asks Ray until it is there ends as well
         log.warning("the run has ended, and Ray Train is not waited for any longer")
         return None

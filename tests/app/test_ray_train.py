@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
 from app.run import cluster
 from app.run.cluster import RayGone, wait_while_ray_lives
+from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
 
 
 @pytest.fixture(autouse=True)
@@ -37,3 +39,12 @@ def test_a_node_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: lost.set())
     with pytest.raises(RayGone):
         wait_while_ray_lives(Future[int]())
+
+
+def test_a_folder_that_cannot_be_read_now_ends_no_wait(tmp_path: Path) -> None:
+    """Storage of a cluster may fail for a moment, and the run does not end by it."""
+    with pytest.raises(OSError):
+        (tmp_path / ("x" * 300) / OUTCOME).is_file()
+    assert not has_ended(tmp_path / ("x" * 300), "a") and not has_ended(tmp_path, "a")
+    write_outcome(tmp_path, EndedRun(code=0, reason="done", last_step=3), "a")
+    assert has_ended(tmp_path, "a") and not has_ended(tmp_path, "another start")
