@@ -222,17 +222,17 @@ class RayGone(RuntimeError):
 def wait_while_ray_lives(
     result: Future[T], is_over: Callable[[], bool] = lambda: False, grace_s: float = _GRACE_S
 ) -> None:
-    """Returns when the result is there, or has not come `grace_s` after the run was over. Raises RayGone when this
-    process's node has been gone for a while."""
+    """Returns when the result is there, or has not come although the run has been over for `grace_s`. Raises RayGone
+    when this process's node has been gone for a while."""
     lost = threading.Event()
     threading.Thread(target=_watch_node, args=(result, lost), name="watch-ray", daemon=True).start()
     over_at: float | None = None
     while not wait([result], timeout=1.0).done:
         if lost.is_set():
             raise RayGone("Ray has ended under the run")
-        if over_at is None and is_over():
-            over_at = time.monotonic()
-        if over_at is not None and time.monotonic() - over_at > grace_s:
+        now = time.monotonic()
+        over_at = (now if over_at is None else over_at) if is_over() else None  # another controller may go on
+        if over_at is not None and now - over_at >= grace_s:
             return
 
 

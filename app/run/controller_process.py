@@ -11,7 +11,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
@@ -102,6 +102,8 @@ def _controlled(settings: ControllerStart, guard: Callable[[], None]) -> Outcome
     controller: Controller | None = None
     try:
         guard()
+        with suppress(OSError):  # of a controller of this start that wrote its end, and was lost before Ray Train knew
+            (folder / OUTCOME).unlink()
         samples, held_out = LiveSamples(config, folder), LiveHeldOut(config, folder)
         samples.note_what_waits()
         unmeasured = held_out.open()

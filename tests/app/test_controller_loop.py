@@ -117,6 +117,16 @@ def test_an_outcome_belongs_to_one_start(tmp_path: Path) -> None:
     assert read_outcome(tmp_path, "b") is None and read_outcome(tmp_path / "gone", "a") is None
 
 
+def test_a_controller_that_goes_on_takes_back_what_the_one_before_said_of_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was lost before Ray Train knew of it; whoever waits for the run would leave it."""
+    (tmp_path / OUTCOME).write_text(json.dumps({"code": 1, "reason": "", "last_step": 4, "token": "a"}))
+    with pytest.raises(GetTimeoutError):
+        run(tmp_path, monkeypatch, GetTimeoutError("silent"))
+    assert not (tmp_path / OUTCOME).exists()
+
+
 @pytest.mark.parametrize(
     ("name", "text", "kept"),
     [

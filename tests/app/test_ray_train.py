@@ -35,6 +35,21 @@ def test_what_comes_within_the_grace_is_waited_for() -> None:
     assert result.result(timeout=0) == 3
 
 
+@pytest.mark.timeout(60)
+def test_a_run_that_another_controller_goes_on_with_is_waited_for() -> None:
+    """The one before it had written its end, and was lost before Ray Train knew."""
+    result, asked = Future[int](), list[bool]()
+
+    def is_over() -> bool:
+        asked.append(len(asked) < 2)
+        if len(asked) == 5:
+            result.set_result(3)
+        return asked[-1]
+
+    wait_while_ray_lives(result, is_over, grace_s=2.5)
+    assert result.result(timeout=0) == 3
+
+
 def test_a_node_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: lost.set())
     with pytest.raises(RayGone):
