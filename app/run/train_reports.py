@@ -17,7 +17,8 @@ _LAST_S = 5.0  # for the last report to be taken in
 
 
 class TrainReports:
-    """Reports of steps: where they come faster than they are taken in, the newest is made."""
+    """Reports of steps: where they come faster than they are taken in, the newest is made. After one that is refused
+    none is made: Ray Train counts those that have begun, and each later one would wait for ever for its turn."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -56,4 +57,6 @@ class TrainReports:
             try:
                 ray.train.report({"step": step})
             except Exception as error:  # of any kind, from Ray Train's own actors: the run does not depend on them
-                log.warning("Ray Train was not told of step %d: %s: %s", step, type(error).__name__, error)
+                why = f"{type(error).__name__}: {error}"
+                log.warning("Ray Train does not hear of step %d and later ones, and the run goes on: %s", step, why)
+                return

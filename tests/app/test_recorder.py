@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,16 @@ def test_a_ray_train_that_refuses_a_report_ends_no_run(tmp_path: Path, monkeypat
 
     def report(metrics: dict[str, int]) -> None:
         reported.append(metrics["step"])
+        if len(reported) > 1:
+            threading.Event().wait()  # as Ray Train's own does after one that was refused
+        refused.set()
         raise RuntimeError("its actor is gone")
 
+    refused = threading.Event()
     monkeypatch.setattr(ray.train, "report", report)
     with Recorder(tmp_path, asides=RunAsides([], share=0.05)) as writer:
         writer.on_checkpoint(tmp_path, 3)
-    assert reported == [3]
+        assert refused.wait(30)
+        writer.on_checkpoint(tmp_path, 7)
+        began = time.monotonic()
+    assert reported == [3] and time.monotonic() - began < 4.0
