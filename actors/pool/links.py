@@ -40,8 +40,9 @@ class LinkWatch:
     _named_at: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def look(self, uses: Iterable[LinkUse], now: float) -> list[SlowLink]:
-        """Those that are slow and have not been named within the hour; `now` in seconds of any clock."""
-        self._named_at = {link: at for link, at in self._named_at.items() if now - at < _AGAIN_S}
+        """Those that are slow and have not been named within the hour; `now` in seconds of any clock, which may begin
+        anew, as that of a monitor does which is started again on another host."""
+        self._named_at = {link: at for link, at in self._named_at.items() if 0 <= now - at < _AGAIN_S}
         fresh = [one for one in slow_links(uses) if (one.host, one.other) not in self._named_at]
         self._named_at.update({(one.host, one.other): now for one in fresh})
         return fresh

@@ -125,3 +125,5 @@ def test_a_slow_link_is_named_once_in_an_hour() -> None:
     links["b", "c"] = use("b", "c", 9.0)
     assert [(one.host, one.other) for one in watch.look(links.values(), 102.0)] == [("b", "c")]
     assert [one.host for one in watch.look(links.values(), 100.0 + 3601.0)] == ["a"]
+    assert len(watch.look(links.values(), 5.0)) == 2, "by another clock nobody knows when"
+    assert watch.look(links.values(), 6.0) == []
