@@ -56,9 +56,10 @@ class Surroundings:
 
     @property
     def hosts(self) -> tuple[NodeDoor | None, dict[str, NodeDoor]]:
-        """The own node, and the others by the addresses of their hosts."""
+        """The own node, and those on other hosts by their addresses."""
         own, others = self._own, self._others
-        return own, {one.address[0]: one for one in others.values() if one.address}
+        here = own.address[0] if own is not None and own.address else ""
+        return own, {one.address[0]: one for one in others.values() if one.address and one.address[0] != here}
 
     def look(self, late_s: float, tell: Callable[[str], None]) -> None:
         """Ask now and then, in a thread, for a worker that has done one thing for `late_s` longer than planned; `tell`

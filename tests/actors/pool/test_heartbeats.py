@@ -240,6 +240,7 @@ def test_a_heartbeat_says_what_went_to_other_hosts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
     made.surroundings = Surroundings(1.0, lambda doors, within_s: [], lambda doors: {})
     doors = tuple(NodeDoor(node=f"n{n}", host=f"host{n}", address=(f"10.0.0.{n}", 4000 + n)) for n in range(2))
+    doors = (*doors, NodeDoor(node="n2", host="host0", address=("10.0.0.0", 4002)))  # on the same host: no network
     home = cast(NodeKeeper, None)
     task = FormTask(generation=1, rank=0, world=2, store=("", 0), origin=None, home=home, nodes=(0, 1), doors=doors)
     made.surroundings.enter(task)
