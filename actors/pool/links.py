@@ -1,8 +1,8 @@
 """Which links between hosts are slow, from what workers send over them. Pure: heartbeats and time in, findings out.
 
-The rule: a link is slow where data moves at less than a quarter of the speed that it has between most other hosts, and
-where the difference has taken a quarter of the last while. Links are compared with each other alone, as nobody knows
-what a network ought to give: two hosts whose ways to each other are equally slow are not found.
+The rule: a link is slow where data moves at less than a quarter of the speed that the fastest quarter of the other
+links has at least, and where the difference has taken a quarter of the last while. Links are compared with each other
+alone, as nobody knows what a network ought to give: two hosts whose ways to each other are equally slow are not found.
 """
 
 from __future__ import annotations

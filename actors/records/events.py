@@ -166,7 +166,7 @@ class LinkSlow(RunEvent, event="slow_link"):
     host: str
     other: str
     mib_per_s: float
-    usual_mib_per_s: float  # between most others
+    usual_mib_per_s: float  # a quarter of the other links has it, or more
     busy_s: float  # for which some was on its way
     over_s: float  # since it was last looked at
 
