@@ -3,6 +3,7 @@
 The rule: a link is slow where data moves at less than a quarter of the speed that the fastest quarter of the other
 links has at least, and where the difference has taken a quarter of the last while. Links are compared with each other
 alone, as nobody knows what a network ought to give: two hosts whose ways to each other are equally slow are not found.
+Where more than a third are slow, and no host is at an end of all of these, the network is built so, as between racks.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ _SLOWER = 4.0  # times
 _NOTICEABLE = 0.25  # share of the time that it takes
 _LEAST_BYTES = 2**20  # in a window, to know how fast a link is
 _USUAL = 75  # percentile of the others: a slow host makes several links slow
+_FEW = 1 / 3  # of all links, unless they have a host in common
 _AGAIN_S = 3600.0  # a link that is still slow is named again
 
 
@@ -66,7 +68,16 @@ def slow_links(uses: Iterable[LinkUse]) -> list[SlowLink]:
             host, other = link
             busy_s, over_s = busiest.busy_s, busiest.over_s
             found.append(SlowLink(host=host, other=other, rate=rate, usual=usual, busy_s=busy_s, over_s=over_s))
+    if len(found) > _FEW * len(known) and not shared_end(found):
+        return []
     return sorted(found, key=lambda one: one.rate)
+
+
+def shared_end(links: Sequence[SlowLink]) -> str:
+    """The host at an end of all of these, the one that sends if it is both; "" where there is none."""
+    ends = [{one.host, one.other} for one in links]
+    shared = set.intersection(*ends) if ends else set()
+    return links[0].host if links and links[0].host in shared else next(iter(sorted(shared)), "")
 
 
 def _rate_of(uses: Sequence[LinkUse]) -> float:

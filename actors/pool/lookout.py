@@ -4,6 +4,7 @@ leaving."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 import ray
@@ -12,7 +13,7 @@ from actors.config import WorkersConfig
 from actors.messages import LOADING, Progress
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
-from actors.pool.links import LinkWatch
+from actors.pool.links import LinkWatch, SlowLink, shared_end
 from actors.pool.membership_types import (
     Arrival,
     Event,
@@ -194,17 +195,9 @@ class Lookout:
             self._monitor.ask_stacks.remote((found.stall.first_late.worker,))
         for name, stack in report.stacks.items():
             self._tell(StackDumped(worker=name, stack=stack))
-        for link in self._links.look((use for progress in self._doing.values() for use in progress.links), report.now):
-            self._tell(
-                LinkSlow(
-                    host=link.host,
-                    other=link.other,
-                    mib_per_s=round(link.rate / 2**20, 2),
-                    usual_mib_per_s=round(link.usual / 2**20, 2),
-                    busy_s=round(link.busy_s, 1),
-                    over_s=round(link.over_s, 1),
-                )
-            )
+        uses = (use for progress in self._doing.values() for use in progress.links)
+        if slow := self._links.look(uses, report.now):
+            self._tell(_told_of(slow))
         return events
 
     def _wish(self) -> list[Event]:
@@ -224,6 +217,21 @@ class Lookout:
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))
         return max(0, room - len(self._pool.pending))
+
+
+def _told_of(slow: Sequence[SlowLink]) -> LinkSlow:
+    """One event for all, by the first of them: a host in a large cluster may have a hundred slow links."""
+    first = slow[0]
+    return LinkSlow(
+        host=first.host,
+        other=first.other,
+        mib_per_s=round(first.rate / 2**20, 2),
+        usual_mib_per_s=round(first.usual / 2**20, 2),
+        busy_s=round(first.busy_s, 1),
+        over_s=round(first.over_s, 1),
+        more=len(slow) - 1,
+        end=shared_end(slow) if len(slow) > 1 else "",
+    )
 
 
 def worker_number(name: str) -> int:

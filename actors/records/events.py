@@ -169,12 +169,16 @@ class LinkSlow(RunEvent, event="slow_link"):
     usual_mib_per_s: float  # a quarter of the other links has it, or more
     busy_s: float  # for which some was on its way
     over_s: float  # since it was last looked at
+    more: int = 0  # other links that are slow as well
+    end: str = ""  # the host at an end of them all, if there is one
 
     def describe(self) -> str:
+        more = f"; so {'is' if self.more == 1 else 'are'} {counted(self.more, 'other link')}" if self.more else ""
+        end = f", all of {self.end}" if self.end else ""
         return (
             f"the network is slow from {self.host} to {self.other}: {self.mib_per_s:.3g} MiB/s, "
             f"{self.usual_mib_per_s:.3g} between others; data was on its way for {self.busy_s:.0f} of "
-            f"{self.over_s:.0f} s"
+            f"{self.over_s:.0f} s{more}{end}"
         )
 
 
@@ -660,7 +664,7 @@ class AsidesLeft(RunEvent, event="asides_left"):
     def describe(self) -> str:
         return (
             f"the run ends without {_parts(self.asides)}{_because(self.why)}; `heddle sample` and `heddle validate` "
-            f"make them from its last checkpoint"
+            f"make them from its checkpoints"
         )
 
 

@@ -224,15 +224,24 @@ def wait_while_ray_lives(
 ) -> None:
     """Returns when the result is there, or has not come although the run has been over for `grace_s`. Raises RayGone
     when this process's node has been gone for a while."""
-    lost = threading.Event()
+    lost, late = threading.Event(), threading.Event()
     threading.Thread(target=_watch_node, args=(result, lost), name="watch-ray", daemon=True).start()
-    over_at: float | None = None
+    threading.Thread(target=_watch_end, args=(result, is_over, grace_s, late), name="watch-end", daemon=True).start()
     while not wait([result], timeout=1.0).done:
         if lost.is_set():
             raise RayGone("Ray has ended under the run")
+        if late.is_set():
+            return
+
+
+def _watch_end(result: Future[T], is_over: Callable[[], bool], grace_s: float, late: threading.Event) -> None:
+    """Sets `late` when the run has been over for `grace_s`. In a thread, as the storage that is asked may hang."""
+    over_at: float | None = None
+    while not wait([result], timeout=1.0).done:
         now = time.monotonic()
         over_at = (now if over_at is None else over_at) if is_over() else None  # another controller may go on
         if over_at is not None and now - over_at >= grace_s:
+            late.set()
             return
 
 

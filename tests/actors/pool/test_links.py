@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.messages import LinkUse
-from actors.pool.links import LinkWatch, slow_links
+from actors.pool.links import LinkWatch, SlowLink, shared_end, slow_links
 
 MIB = 2**20
 HOSTS = ("a", "b", "c")
@@ -100,6 +100,33 @@ def test_each_link_is_compared_with_all_the_others() -> None:
         assert (f"h{n}" in found) == (4 * rate < usual)
         assert found.get(f"h{n}", usual) == pytest.approx(usual)
     assert 0 < len(found) < len(links)
+
+
+def racks(between: float) -> list[LinkUse]:
+    """All-to-all between two racks of eight hosts, with another speed between the racks than in them."""
+    hosts = [f"{rack}{n}" for rack in "xy" for n in range(8)]
+    pairs = itertools.permutations(hosts, 2)
+    return [use(a, b, 100.0 if a[0] == b[0] else between, mib=500.0) for a, b in pairs]
+
+
+def test_a_network_of_two_speeds_is_not_called_slow_but_a_host_in_it_is() -> None:
+    assert slow_links(racks(20.0)) == []
+    links = racks(20.0)
+    links = [use(one.host, one.other, 1.0, mib=500.0) if "x3" in (one.host, one.other) else one for one in links]
+    assert slow_links(links) == [], "a host cannot be told from the network where that has two speeds"
+    links = [use(one.host, one.other, 1.0, mib=500.0) if "x3" in (one.host, one.other) else one for one in racks(100.0)]
+    found = slow_links(links)
+    assert len(found) == 30 and shared_end(found) == "x3"
+
+
+def test_what_slow_links_have_in_common_is_the_host_that_sends() -> None:
+    def link(host: str, other: str) -> SlowLink:
+        return SlowLink(host=host, other=other, rate=1.0, usual=9.0, busy_s=20.0, over_s=30.0)
+
+    assert shared_end([]) == ""
+    assert shared_end([link("b", "a")]) == "b"
+    assert shared_end([link("b", "a"), link("a", "c")]) == "a"
+    assert shared_end([link("b", "a"), link("a", "c"), link("c", "b")]) == ""
 
 
 def test_thousands_of_links_are_looked_through_in_a_moment() -> None:

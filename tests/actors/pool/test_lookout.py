@@ -166,19 +166,24 @@ def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.
     assert "w1" in lookout.late() and lookout.doing("w9") == ""
 
 
-def test_a_slow_link_between_members_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_links_between_members_are_reported_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monitor, listener = Monitor(), Listening()
-    for name, other, busy_s in (("w1", "host2", 20.0), ("w2", "host1", 0.1), ("w9", "host1", 25.0)):
-        link = LinkUse(
-            host=f"host{name[1]}",
-            other=other,
-            num_bytes=2**24,
-            busy_s=busy_s,
-            rate=2**24 / busy_s,
-            fills=True,
-            over_s=30.0,
+    links = (("w1", "host2", 20.0), ("w1", "host3", 16.0), ("w2", "host1", 0.1), ("w2", "host3", 0.1))
+    for name in ("w1", "w2", "w9"):
+        uses = tuple(
+            LinkUse(
+                host=f"host{name[1]}",
+                other=other,
+                num_bytes=2**24,
+                busy_s=busy_s,
+                rate=2**24 / busy_s,
+                fills=True,
+                over_s=30.0,
+            )
+            for who, other, busy_s in (*links, ("w9", "host1", 25.0))
+            if who == name
         )
-        monitor.beat(replace(Progress.of_start(name), activity="idle", links=(link,)))
+        monitor.beat(replace(Progress.of_start(name), activity="idle", links=uses))
     handle = Handle(collect=monitor.collect)
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
@@ -187,7 +192,8 @@ def test_a_slow_link_between_members_is_reported_once(monkeypatch: pytest.Monkey
     lookout.look()
     assert listener.kinds == [LinkSlow], "w9 is none of the pool's"
     assert listener.told[0].describe() == (
-        "the network is slow from host1 to host2: 0.8 MiB/s, 160 between others; data was on its way for 20 of 30 s"
+        "the network is slow from host1 to host2: 0.8 MiB/s, 160 between others; data was on its way for 20 of 30 s; "
+        "so is 1 other link, all of host1"
     )
 
 

@@ -94,6 +94,8 @@ WORDS = {  # a value for every field that an event has
     "usual_mib_per_s": 110.0,
     "busy_s": 21.0,
     "over_s": 30.5,
+    "more": 3,
+    "end": "h",
 }
 
 
