@@ -9,12 +9,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import Orders, Progress
+from actors.messages import LinkUse, Orders, Progress
 from actors.plan.types import GpuPlace
 from actors.ray_calls import get
 from actors.refs import Method
@@ -27,6 +28,8 @@ from ops.waiting import CancelToken, Patience
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
+
+T = TypeVar("T")
 
 
 class Mailbox(Protocol):
@@ -55,6 +58,7 @@ class Heartbeat:
         self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
         self.surroundings = Surroundings(config.suspect_s)  # nodes that silence would not blame
         self._outgoing = Outgoing()
+        self._logged: set[tuple[str, type[Exception]]] = set()
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
@@ -120,40 +124,56 @@ class Heartbeat:
     def beat(self) -> None:
         """Send one heartbeat and obey the answer. Raises Ray's errors while the monitor is being started again.
 
-        A device that its host is ahead of is in an earlier cascade: that is what the worker does.
+        A device that its host is ahead of is in an earlier cascade: that is what the worker does. What cannot be
+        measured is logged, and the heartbeat goes out without it.
         """
-        progress, cancel = self._now
-        if (running := self.on_device()) is not None:
-            progress = replace(
-                progress,
-                activity=running.name,
-                phase="device",
-                step=running.step,
-                since=running.since,
-                predicted_s=running.predicted_s,
-                limit_s=self._patience.limit_s,
-            )
-        groups = self.groups
+        (progress, cancel), groups = self._now, self.groups
+        progress = self._tried("what its device does", partial(self._with_device, progress), progress)
         if groups is not None:
-            bags = groups.progress.values()
-            waiting = [bag.name for bag in bags if bag.name]
-            progress = replace(
-                progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else ""
-            )
-        links = self._outgoing.look(*self.surroundings.hosts)
+            progress = self._tried("its count of collectives", partial(_with_collectives, progress, groups), progress)
+        links: tuple[LinkUse, ...] = ()
+        links = self._tried("its links to other hosts", lambda: self._outgoing.look(*self.surroundings.hosts), links)
         beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
         orders = get(beat.remote(replace(progress, leaving=self.leaving, links=links)), timeout=_ANSWER_S)
         if orders.generation > progress.generation >= 0:
             cancel.set(f"generation {orders.generation} has begun")
-        elif groups is not None and (failure := groups.failure):  # on NCCL no other worker learns of it, and waits
+        elif failure := self._tried("its communicators' errors", partial(_failure_of, groups), ""):
+            # On NCCL no other worker learns of it, and waits.
             cancel.set(f"{failure}, seen by a heartbeat of {self._worker}")
         elif groups is not None and self._hangs(progress):
             cancel.set(f"{progress.activity!r} of {self._worker} has not ended within {self._patience}")
         elif progress.activity != "idle":  # also while it fetches the state of a generation that has no groups yet
             planned_s = 0.0 if progress.phase == "form" else progress.predicted_s  # of a form it is what it may take
-            self.surroundings.look(time.monotonic() - self._since - planned_s, cancel.set)
+            late_s = time.monotonic() - self._since - planned_s
+            self._tried("a look at other nodes", lambda: self.surroundings.look(late_s, cancel.set), None)
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
+
+    def _with_device(self, progress: Progress) -> Progress:
+        if (running := self.on_device()) is None:
+            return progress
+        return replace(
+            progress,
+            activity=running.name,
+            phase="device",
+            step=running.step,
+            since=running.since,
+            predicted_s=running.predicted_s,
+            limit_s=self._patience.limit_s,
+        )
+
+    def _tried(self, what: str, measure: Callable[[], T], otherwise: T) -> T:
+        try:
+            return measure()
+        except Exception as error:  # whatever it is: a worker that sends no heartbeat is replaced
+            self._log_once(what, error)
+            return otherwise
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        """Once for each kind of error: there is a heartbeat every second or so."""
+        if (kind := (what, type(error))) not in self._logged:
+            self._logged.add(kind)
+            log.error("%s goes on without %s (logged once for each kind of error)", self._worker, what, exc_info=error)
 
     def _set(self, progress: Progress) -> None:
         self._now = (progress, self.cancel)
@@ -164,11 +184,23 @@ class Heartbeat:
                 self.beat()
             except ray.exceptions.RayError as error:  # the monitor is being restarted
                 log.debug("heartbeat of %s not delivered: %r", self._worker, error)
+            except Exception as error:  # the next one may do better, and a worker without is replaced
+                self._log_once("a heartbeat", error)
             time.sleep(self._config.heartbeat_s)
 
     def _hangs(self, progress: Progress) -> bool:
         waited = time.monotonic() - self._since
         return self._waits_on_device and progress.activity != "idle" and waited > self._patience.limit_s
+
+
+def _with_collectives(progress: Progress, groups: Groups) -> Progress:
+    bags = groups.progress.values()
+    waiting = [bag.name for bag in bags if bag.name]
+    return replace(progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else "")
+
+
+def _failure_of(groups: Groups | None) -> str:
+    return "" if groups is None else groups.failure
 
 
 def _stacks() -> str:

@@ -424,3 +424,52 @@ def test_a_met_wish_to_stop_does_not_stop_the_next_controller() -> None:
     monitor.stop("Ctrl-C")
     monitor.stopped()
     assert monitor.report().wishes.stop == "" and monitor.report().wishes.target == 3
+
+
+class Unlucky:
+    """Whatever it is asked for, it finds too many files open."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise OSError(24, f"{name}: too many open files")
+
+
+@pytest.mark.parametrize("measure", ["on_device", "groups", "_outgoing", "surroundings"])
+def test_what_cannot_be_measured_keeps_no_heartbeat_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, measure: str
+) -> None:
+    made, sent = heartbeat("cuda"), list[Progress]()
+    made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
+    made.activity("dit s7", "forward", 7, 1.0)
+    setattr(made, measure, (lambda: Unlucky().cascade) if measure == "on_device" else Unlucky())
+    made.beat()
+    made.beat()
+    assert [(one.activity, one.links) for one in sent] == [("dit s7", ())] * 2
+    told = [record.getMessage() for record in caplog.records]
+    assert told and len(told) == len(set(told)), "each of its errors is logged once"
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=2))
+    made.beat()
+    assert made.cancel.is_set(), "the answer is obeyed"
+
+
+def test_heartbeats_go_on_after_any_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that sends none is replaced."""
+
+    class Over(BaseException):
+        """Ends the thread that goes on for ever."""
+
+    outcomes = iter(
+        [OSError("bad file"), KeyError("w0"), OSError("again"), ray.exceptions.RayError("gone"), None, Over()]
+    )
+
+    def answer(reference: object, timeout: float) -> Orders:
+        if (outcome := next(outcomes)) is not None:
+            raise outcome
+        return Orders(generation=1)
+
+    made = heartbeat()
+    monkeypatch.setattr(ray, "get", answer)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(Over):
+        made._beat_for_ever()
+    assert [type(record.exc_info[1]) for record in caplog.records if record.exc_info] == [OSError, KeyError]
