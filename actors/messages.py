@@ -500,6 +500,11 @@ class Handover:
 
 
 WAITS = ""  # no piece: an aside waits for what no worker computes
+MORE_ROOM = "more room"  # no piece: an aside's memory ran out, and its next pieces need what the trained weights take
+
+
+class NoMoreRoom(Exception):
+    """Nothing that an aside could have besides would give memory back."""
 
 
 class AsideWork(Protocol):
@@ -519,7 +524,9 @@ class AsideWork(Protocol):
     def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> object:  # Modules
         """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first, and
         `before(WAITS)` where it waits for others after a piece, as for a decoder: the turn ends, and until its next
-        piece it computes nothing."""
+        piece it computes nothing. `before(MORE_ROOM)` where a piece ran out of memory: the turn ends, and its weights
+        take the place of the trained ones from the next one on; raises NoMoreRoom where they take no other memory
+        (`actors.worker.aside.with_room` does both)."""
         ...
 
 

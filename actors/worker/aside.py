@@ -13,7 +13,9 @@ parameters of the step it has reached, which may be some steps later, and of the
 transformer's trained parameters point at them; after it they point at their own storage again, which nobody has
 touched. On a GPU they are copied there for the turn and dropped, so that cascades have the room that they were planned
 with. A GPU without room for both has them in the place of the trained ones, which lie in host memory for the turn; the
-copies there and back are part of it. A worker that cannot have its own back ends: others hold its state.
+copies there and back are part of it. So has one on which a piece runs out of memory beside both: that piece is made
+again, and the rest of the aside, with its weights in that place (`with_room`). A worker that cannot have its own back
+ends: others hold its state.
 
 **How much.** An aside runs piece by piece: the prompt with the first denoising step, each further step, the decode. A
 piece begins while it fits, by what its kind took last, into the planned gap and what the worker has saved up: `share`
@@ -30,11 +32,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from actors.messages import WAITS, AsideWork, TurnReport, TurnTask
+from actors.messages import MORE_ROOM, WAITS, AsideWork, NoMoreRoom, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
 from ops.sync import trainable
@@ -42,6 +45,24 @@ from ops.sync import trainable
 log = logging.getLogger(__name__)
 
 _LATEST = 0.05  # seconds between looks whether a thread that reads its weights is ready
+
+T = TypeVar("T")
+
+
+def with_room(make: Callable[[], T], before: Callable[[str], None]) -> T:
+    """What `make` makes in pieces of an aside, whose `before` this is. Where memory runs out it begins again with more
+    (`MORE_ROOM`), if there is any. Raises what `make` raises."""
+    try:
+        return make()
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        release(error)
+        try:
+            before(MORE_ROOM)
+        except NoMoreRoom:
+            raise error from None
+    return make()
 
 
 class Allowance:
@@ -92,6 +113,7 @@ class Asides:
         self._expected: dict[str, float] = {}  # kind of piece -> seconds of the last one
         self._bring_s = self._back_s = 0.0  # of the last turn: until weights were there, until its own were back
         self._kept: dict[str, Tensor] = {}  # host memory for the trained parameters of a turn
+        self._are_beside = False  # the weights of this turn, with the trained ones, on a device that has room for both
 
     def turn(self, task: TurnTask) -> TurnReport:
         """Let the task's aside go on for as long as the turn allows, and say what has become of it."""
@@ -107,11 +129,16 @@ class Asides:
         began, took_s = self._clock(), 0.0
         if one.is_ready(wait=task.whole) and self._fits(one, task, self._bring_s + self._back_s):
             try:
-                with self._lent(one.weights):
+                with self._lent(one.weights, one.in_place):
+                    one.may_have_room = self._are_beside
                     self._pieces(one, task, began)
             except Exception as error:  # the weights found no room after all, or they are other ones
-                one.end()
-                one.failure = error
+                if self._are_beside and ran_out(error):
+                    release(error)
+                    one.in_place = True
+                else:
+                    one.end()
+                    one.failure = error
             took_s = self._clock() - began
         if not task.whole:
             self._allowance.took(took_s, task.gap_s)
@@ -133,7 +160,7 @@ class Asides:
     def _pieces(self, one: AsideThread, task: TurnTask, began: float) -> None:
         """Make the pieces that fit into the turn, which began then; one does, as weights have been brought for it."""
         more = True
-        while more and (kind := one.next_piece) is not None:
+        while more and (kind := one.next_piece) is not None and not (one.in_place and self._are_beside):
             piece = self._clock()
             one.run_piece()
             now = self._clock()
@@ -156,13 +183,14 @@ class Asides:
         return self._last
 
     @contextmanager
-    def _lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    def _lent(self, weights: Mapping[str, Tensor], in_place: bool = False) -> Iterator[None]:
         """The transformer's trained parameters are `weights`, where its own are: on the device or, of blocks that are
-        fetched, in host memory."""
+        fetched, in host memory. On a device without room for both, or if asked for, in place of them."""
         began, on_device = self._clock(), self._device.type
         parameters = dict(trainable(self._modules.dit))
         size = sum(p.nbytes for p in parameters.values() if p.device.type == on_device)
-        in_place = self._beside_host and self._is_short_of(size)
+        in_place = self._beside_host and (in_place or self._is_short_of(size))
+        self._are_beside = self._beside_host and not in_place and size > 0
         if in_place:
             self._settle()
         homes: dict[str, Tensor] = {}  # own storage of parameters that point at another
@@ -218,6 +246,8 @@ class AsideThread:
         self.has_ended = False
         self.made: object = None
         self.failure: BaseException | None = None
+        self.may_have_room = False  # its weights take memory that they would not take in place of the trained ones
+        self.in_place = False  # that is where they go from the next turn on
         self._modules, self._device = modules, device
         self._change = threading.Condition()
         self._go = self._abandoned = self._waits = False
@@ -248,7 +278,7 @@ class AsideThread:
             self._change.notify_all()
 
     def _before(self, kind: str) -> None:
-        """Called by the work before each piece, in its own thread."""
+        """Called by the work before each piece, in its own thread. Raises NoMoreRoom (`MORE_ROOM`)."""
         if self._device.type == "cuda":
             # What the piece before has queued belongs to it. Not the whole device: the task thread may be capturing a
             # graph, which no mode of CUDA lets live through a wait for all streams.
@@ -256,7 +286,11 @@ class AsideThread:
         with self._change:
             if self._abandoned:
                 raise _AbandonedAside
-            self._waits = kind == WAITS
+            if kind == MORE_ROOM:
+                if self.in_place or not self.may_have_room:
+                    raise NoMoreRoom
+                self.in_place = True
+            self._waits = kind in (WAITS, MORE_ROOM)
             self.next_piece = None if self._waits else kind
             self._change.notify_all()
             if self._waits:

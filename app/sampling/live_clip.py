@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from actors.state.checkpoint_files import model_state
+from actors.worker.aside import with_room
 from actors.worker.loading import Modules
 from app.drawing.video import sheet_frames
 from app.sampling.clips import ClipSettings, make_clips
@@ -42,6 +44,9 @@ class LiveClip:
 
     def make(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         """Text, noise and decode are those of `heddle sample`, by the worker's own modules."""
+        return with_room(partial(self._made, modules, device, before), before)
+
+    def _made(self, modules: Modules, device: torch.device, before: Callable[[str], None]) -> MadeClip:
         high, low = by_noise(modules.config.dit, modules.dit)
         model = Model(
             dit=high,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from actors.messages import WAITS, TurnReport, TurnTask
+from actors.messages import MORE_ROOM, WAITS, TurnReport, TurnTask
 from actors.worker import aside
-from actors.worker.aside import Allowance, Asides, AsideThread
+from actors.worker.aside import Allowance, Asides, AsideThread, with_room
 from tests.actors.chaos import DeviceAsides
 
 CPU = torch.device("cpu")
@@ -364,7 +365,126 @@ class NoCopy(Steps):
 
 def test_weights_that_find_no_room_after_all_are_told_and_let_go_of() -> None:
     of, dit = asides()
+    assert not of.turn(task(NoCopy(), whole=True)).ended, "they may find some in place of the trained ones"
+    assert float(dit.weight.detach().sum()) == 2.0
     report = of.turn(task(NoCopy(), whole=True))
     assert report.ended and report.no_room and of._now is None
     assert float(dit.weight.detach().sum()) == 2.0
     assert of.turn(task(Steps(name="b"), whole=True)).made == [8.0] * 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Large(Storage):
+    """Runs out of memory in its second piece, unless its weights are in the place of the trained ones, at `home`; with
+    `home` 0 wherever they are."""
+
+    home: int
+
+    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> list[float]:
+        return with_room(lambda: self._made(modules, before), before)
+
+    def _made(self, modules: Any, before: Callable[[str], None]) -> list[float]:
+        found = []
+        for number in range(self.pieces):
+            before("piece")
+            self.tick()
+            self.seen.append(modules.dit.weight.data_ptr())
+            if number == 1 and self.seen[-1] != self.home:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+            found.append(float(modules.dit.weight.detach().sum()))
+        return found
+
+
+def is_trained(dit: nn.Linear) -> bool:
+    return torch.equal(dit.weight.view(torch.int32), trained().view(torch.int32))
+
+
+def made_in_turns(of: Asides, work: Any) -> TurnReport:
+    """Every turn leaves the trained weights as they were, bit for bit, where they were."""
+    dit = of._modules.dit
+    with torch.no_grad():
+        dit.weight.copy_(trained())
+    home = dit.weight.data_ptr()
+    for _ in range(9):
+        report = of.turn(task(work, whole=True))
+        assert dit.weight.data_ptr() == home and is_trained(dit)
+        if report.ended:
+            return report
+        assert of._now is not None and of._now.is_ready(wait=True)
+    raise AssertionError("it does not end")
+
+
+def test_a_piece_that_runs_out_of_memory_is_made_again_in_place_of_the_trained_weights() -> None:
+    of, dit = asides()
+    home = dit.weight.data_ptr()
+    work = Large(home=home)
+    report = made_in_turns(of, work)
+    assert report.made == [8.0] * 3 and not report.failed
+    assert home not in work.seen[:2] and work.seen[2:] == [home] * 3, "it begins again there, and stays"
+    beside = Large(name="b", home=home, pieces=1)
+    made_in_turns(of, beside)
+    assert home not in beside.seen, "the next aside has the room that it finds"
+
+
+def test_memory_that_runs_out_again_fails_and_leaves_the_trained_weights() -> None:
+    of, _ = asides()
+    work = Large(home=0)
+    report = made_in_turns(of, work)
+    assert report.no_room and report.failed.startswith("CUDA out of memory. Tried to allocate 3.00 GiB")
+    assert len(work.seen) == 4 and not of._kept, "two pieces beside, two in place"
+
+
+@pytest.mark.parametrize("why", ["are in place already", "belong to a host", "are all fetched"])
+def test_memory_that_runs_out_fails_at_once_where_no_swap_gives_any_back(why: str) -> None:
+    of, _ = asides(meter=Short() if why == "are in place already" else None)
+    of._beside_host = why != "belong to a host"
+    if why == "are all fetched":
+        of._device = torch.device("meta")  # no parameter is on the device
+    work = Large(home=0)
+    assert made_in_turns(of, work).no_room and len(work.seen) == 2
+
+
+def test_a_retry_takes_no_piece_of_the_turn_in_which_memory_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread may stand before the next piece by then, and the turn have time left: its weights are beside."""
+    run_piece = AsideThread.run_piece
+
+    def slowly(self: AsideThread) -> None:
+        run_piece(self)
+        self.is_ready(wait=True)
+
+    monkeypatch.setattr(AsideThread, "run_piece", slowly)
+    clock = Clock()
+    of, dit = asides(clock)
+    work = Large(home=dit.weight.data_ptr(), tick=clock.second)
+    begun(of, work)
+    of._allowance.saved_s = 0.0
+    assert of.turn(task(work, gap_s=99.0)).took_s == 2.0
+    report = of.turn(task(work, gap_s=99.0))
+    assert report.made == [8.0] * 3 and report.took_s == 3.0
+
+
+def test_what_ran_out_of_memory_is_free_before_it_is_tried_again() -> None:
+    class Tensors:
+        """As a clip's, in a frame of the piece."""
+
+    left: list[weakref.ref[Tensors]] = []
+
+    def make() -> int:
+        held = Tensors()
+        left.append(weakref.ref(held))
+        if len(left) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return 3
+
+    def before(piece: str) -> None:
+        assert piece == MORE_ROOM and left[0]() is None
+
+    assert with_room(make, before) == 3
+
+
+def test_an_error_that_is_not_of_memory_is_not_tried_again() -> None:
+    def make() -> None:
+        raise ValueError("the caption is no text")
+
+    with pytest.raises(ValueError, match="no text"):
+        with_room(make, lambda piece: pytest.fail("nothing is asked for"))
