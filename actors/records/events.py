@@ -608,21 +608,29 @@ class SamplesFailed(RunEvent, event="samples_failed"):
 
 class HeldOutMeasured(RunEvent, event="held_out"):
     """The loss of held-out clips at a checkpoint, measured while the run went on: the mean over all noise levels of all
-    clips, of the clips of each bucket, and of the levels in each range."""
+    clips, of the clips of each bucket, and of the levels in each range. Two losses are of the same clips where both
+    leave out the same buckets; those of a bucket always are."""
 
     step: int  # -1: of weights whose step nobody knows, those of an exported folder
     loss: float
     clips: int
     unread: int  # clips that could not be decoded, which count nowhere
+    no_room: Mapping[str, int] = field(default_factory=dict)  # clips of each bucket that a worker has no memory for
     by_bucket: Mapping[str, float]
     by_noise: Mapping[str, float]
     seconds: float  # since the checkpoint was whole
 
     def describe(self) -> str:
         unread = f", {self.unread} could not be read" if self.unread else ""
-        about = f"{counted(self.clips, 'clip')}{unread}, {self.seconds:.0f} s"
+        left_out = f", {self.left_out} left out for want of memory" if self.no_room else ""
+        about = f"{counted(self.clips, 'clip')}{unread}{left_out}, {self.seconds:.0f} s"
         when = f" after {counted(self.step + 1, 'step')}" if self.step >= 0 else ""
         return f"held-out loss{when}: {self.loss:.4f} ({about})"
+
+    @property
+    def left_out(self) -> str:
+        """The clips that a worker has no memory for, such as "3 of 81x720x1280"."""
+        return " and ".join(f"{clips} of {bucket}" for bucket, clips in self.no_room.items())
 
     def line(self) -> dict[str, object]:
         """The event's object in events.jsonl; a loss that is not finite is null there."""

@@ -208,7 +208,7 @@ def scalars(record: StepMetrics) -> list[tuple[str, float]]:
 
 def held_out_scalars(measured: HeldOutMeasured) -> list[tuple[str, float]]:
     """Tags and values of a loss of held-out clips."""
-    tagged = [("held_out/loss", measured.loss)]
+    tagged = [("held_out/loss", measured.loss), ("held_out/clips", float(measured.clips))]
     tagged += [(f"held_out/loss_by_bucket/{name}", loss) for name, loss in measured.by_bucket.items()]
     return tagged + [(f"held_out/loss_by_noise/{name}", loss) for name, loss in measured.by_noise.items()]
 

@@ -392,7 +392,10 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
 
 
 def _held_out(run: ComparedRun) -> str:
-    return f"{run.held_out.loss:.4f} (step {run.held_out.step + 1:,})" if run.held_out else "-"
+    if (newest := run.held_out) is None:
+        return "-"
+    without = f", without {', '.join(newest.no_room)}" if newest.no_room else ""
+    return f"{newest.loss:.4f} (step {newest.step + 1:,}{without})"
 
 
 def _number(value: float) -> str:

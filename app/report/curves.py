@@ -61,11 +61,15 @@ def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
     last = held_out[steps[-1]]
     columns = [("noise", name) for name in last.by_noise] + [("", name) for name in last.by_bucket]
     head = "".join(f"<th>{escape(f'{kind} {name}'.strip())}</th>" for kind, name in columns)
+    left_out = any(held_out[step].no_room for step in steps)
+    head += "<th>left out for want of memory</th>" if left_out else ""
     rows = []
     for step in steps:
         one = held_out[step]
         parts = [(one.by_noise if kind else one.by_bucket).get(name, math.nan) for kind, name in columns]
         cells = "".join(f"<td>{value:.4f}</td>" for value in (one.loss, *parts))
+        if left_out:
+            cells += f"<td>{escape(one.left_out) or '-'}</td>"
         rows.append(f"<tr><td>{step + 1:,}</td>{cells}</tr>")
     return (
         f"<h3>Loss of {counted(last.clips, 'held-out clip')} (orange), by noise level and by bucket</h3>"

@@ -2,7 +2,8 @@
 
     heddle validate --checkpoint runs/demo --source "held-out/{00000..00003}.tar"
 
-A run measures by its workers' own precision of weights; here a GPU has them as it multiplies (`weights_dtype`).
+A run measures by its workers' own precision of weights; here a GPU has them as it multiplies (`weights_dtype`). Buckets
+that this device has no memory for are left out, and not those that the run has left out: the two compare by bucket.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from app.sampling.model import saved_model
 from app.sampling.published import is_pipeline
 from app.settings.config import RunConfig, check, from_here
 from app.validation.clips import held_out_clips
-from app.validation.live import measured
+from app.validation.live import measured, why_none
 from app.validation.work import HeldOutPart
 from data.config import SourceConfig
 from data.readers.registry import guess_kind
@@ -58,11 +59,13 @@ def validate(
         clips=tuple(chosen),
     )
     done = work.run(modules, pick_device(device))
+    if not done.losses and done.no_room:
+        raise ConfigError(f"no held-out loss: {why_none(done)}")
     if not done.losses:
         raise ConfigError(f"none of {counted(len(chosen), 'clip')} could be decoded; `heddle data lint` says why.")
     seconds = time.monotonic() - began
     step = saved.step if saved.trained is not None else -1
-    found = measured(step, done.losses, len(chosen) - done.unread, done.unread, seconds)
+    found = measured(step, done, chosen, seconds)
     print("\n".join([found.describe(), *_table(found)]))
     return found
 

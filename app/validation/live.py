@@ -2,6 +2,9 @@
 
 The clips of a checkpoint are dealt out in as many parts as there may be workers. What a worker does not finish, because
 it dies or leaves, begins again on another one. The mean over all clips and noise levels is one event.
+
+A bucket of which a worker has no memory for a clip is left out as a whole, at that checkpoint and at all later ones of
+the run, also of a run that goes on: which clips a mean is of changes as seldom as that, and never within a bucket.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,14 +22,16 @@ from typing import TYPE_CHECKING, cast
 
 from actors.messages import TurnReport
 from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent
+from app.records.rundir import RunDir
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
 from app.validation.clips import HeldOutClip, held_out_clips
 from data.errors import DataError, DataIOError
 from ops.counted import counted
+from ops.typed import ConfigError
 
 if TYPE_CHECKING:
-    from app.validation.work import ClipLoss, ClipLosses, HeldOutWork
+    from app.validation.work import ClipLosses, HeldOutWork
     from ops.geometry import Geometry
 
 log = logging.getLogger(__name__)
@@ -41,7 +46,6 @@ class _HeldOutRound:
     step: int
     held_at: Path  # links to the checkpoint's files
     began: float
-    clips: int
     works: tuple[HeldOutWork, ...]
     done: dict[str, ClipLosses] = field(default_factory=dict)  # by work
 
@@ -62,6 +66,7 @@ class LiveHeldOut:
         self._wanted: list[HeldOutWork] = []
         self._dropped: set[str] = set()
         self._num_rounds = 0
+        self._no_room: dict[str, str] = {}  # buckets that are left out -> why
 
     def open(self) -> list[RunEvent]:
         """Find the clips now: what is wrong with them is known at the start of a run, and does not end it. A round in
@@ -72,8 +77,9 @@ class LiveHeldOut:
         shutil.rmtree(self._held_at, ignore_errors=True)
         if not self._every:
             return []
+        self._no_room = dict.fromkeys(_left_out_before(self._run_dir), "as before")
         try:
-            clips = self._clips
+            clips = self._measurable()
         except (DataError, DataIOError, OSError, ValueError) as error:
             return [HeldOutFailed(step=-1, why=str(error))]
         if left and is_complete(self._checkpoint(left[-1])):
@@ -104,11 +110,14 @@ class LiveHeldOut:
         self._begin_next()
         if report.failed:
             return HeldOutFailed(step=now.step, why=report.failed)
+        from app.validation.work import ClipLosses
+
         parts = [now.done[work.name] for work in now.works]  # in one order: a mean depends on it in its last bits
-        losses, unread = [one for part in parts for one in part.losses], sum(part.unread for part in parts)
-        if not losses:
-            return HeldOutFailed(step=now.step, why="none of the clips could be decoded")
-        return measured(now.step, losses, now.clips - unread, unread, time.monotonic() - now.began)
+        done = ClipLosses.together(parts, self._no_room)
+        if not done.losses:
+            return HeldOutFailed(step=now.step, why=why_none(done))
+        self._no_room = dict(done.no_room)
+        return measured(now.step, done, self._clips, time.monotonic() - now.began)
 
     def dropped(self) -> Container[str]:
         """The works of the last round that has ended: of one that failed the others are not wanted."""
@@ -125,7 +134,7 @@ class LiveHeldOut:
         if late is not None:
             self._let_go(late)
         try:
-            clips = self._clips
+            clips = self._measurable()
         except (DataError, DataIOError, OSError, ValueError) as error:
             return HeldOutFailed(step=step, why=str(error))
         self._next = self._round_of(step, clips)
@@ -164,7 +173,7 @@ class LiveHeldOut:
             )
             for number in range(parts)
         )
-        return _HeldOutRound(step=step, held_at=held_at, began=time.monotonic(), clips=len(clips), works=works)
+        return _HeldOutRound(step=step, held_at=held_at, began=time.monotonic(), works=works)
 
     def _begin_next(self) -> None:
         if self._round is not None:
@@ -192,23 +201,52 @@ class LiveHeldOut:
     def _config(self) -> RunConfig:
         return self._resolved[0]
 
+    def _measurable(self) -> list[HeldOutClip]:
+        """The clips that are not left out. Raises DataError where there are none, and what `held_out_clips` raises."""
+        if found := [clip for clip in self._clips if clip.bucket not in self._no_room]:
+            return found
+        raise DataError(f"the run leaves out clips of {', '.join(self._no_room)} for want of memory, and has no others")
+
     @cached_property
     def _clips(self) -> list[HeldOutClip]:
         return held_out_clips(*self._resolved)
 
 
-def measured(step: int, losses: Sequence[ClipLoss], clips: int, unread: int, seconds: float) -> HeldOutMeasured:
-    """The means over all noise levels of all clips, of those of each bucket, and of each range of the level."""
+def _left_out_before(run_dir: Path) -> list[str]:
+    """The buckets that the run has left out when it measured last."""
+    found: list[str] = []
+    try:
+        for event in RunDir(run_dir).events():
+            if isinstance(event, HeldOutMeasured):
+                found = list(event.no_room)
+    except (ConfigError, OSError) as error:
+        log.warning("held-out clips that were left out before may be measured again: %s", error)
+    return found
+
+
+def why_none(done: ClipLosses) -> str:
+    """Why there is no loss at all."""
+    if done.no_room:
+        bucket, why = next(iter(done.no_room.items()))
+        return f"there is no memory for a clip of {bucket}: {why}"
+    return "none of the clips could be decoded"
+
+
+def measured(step: int, done: ClipLosses, clips: Sequence[HeldOutClip], seconds: float) -> HeldOutMeasured:
+    """The means over all noise levels of all clips, of those of each bucket, and of each range of the level. `clips`
+    are all of them, left out or not."""
     by_bucket: dict[str, list[float]] = defaultdict(list)
     by_noise: dict[str, list[float]] = defaultdict(list)
-    for one in losses:
+    no_room = Counter(clip.bucket for clip in clips if clip.bucket in done.no_room)
+    for one in done.losses:
         by_bucket[one.bucket].append(one.loss)
         by_noise[_range_of(one.noise)].append(one.loss)
     return HeldOutMeasured(
         step=step,
-        loss=fmean(one.loss for one in losses),
-        clips=clips,
-        unread=unread,
+        loss=fmean(one.loss for one in done.losses),
+        clips=len(clips) - no_room.total() - len(done.unread),
+        unread=len(done.unread),
+        no_room=dict(sorted(no_room.items())),
         by_bucket={name: fmean(some) for name, some in sorted(by_bucket.items())},
         by_noise={name: fmean(some) for name, some in sorted(by_noise.items())},
         seconds=round(seconds, 3),

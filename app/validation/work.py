@@ -3,25 +3,30 @@ modules.
 
 Each clip is encoded once, and its loss taken at some noise levels, which are drawn by its key as in training: the same
 levels and the same noise every time, so that two checkpoints differ by their weights alone. A worker computes a clip
-alone, whatever degree training has for it.
+alone, whatever degree training has for it. Where it has no memory for one, the clip's bucket is left out as a whole, so
+that the mean of a bucket is always that of the same clips.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from actors.config import TrainConfig
-from actors.messages import WAITS
+from actors.messages import MORE_ROOM, WAITS, NoMoreRoom
+from actors.worker.aside import with_room
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
 from actors.worker.executor import clean_frames, compute_dtype, conditions_of, pass_settings
 from actors.worker.loading import Modules
+from actors.worker.meter import ran_out, release
 from app.sampling.live_clip import checkpoint_weights
 from app.validation.clips import SEED, HeldOutClip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
@@ -37,6 +42,8 @@ from ops.packing import Sequence as PackedSequence
 from ops.sampling import evaluating
 from ops.train_pass import PassClip, held_out_pass
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipLoss:
@@ -49,10 +56,29 @@ class ClipLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClipLosses:
-    """Those of some clips; `unread` of them could not be decoded."""
+    """Those of some clips. Of a bucket that is left out there are none, and no clip counts as unread."""
 
     losses: tuple[ClipLoss, ...]
-    unread: int = 0
+    unread: tuple[str, ...] = ()  # the buckets of clips that could not be decoded
+    no_room: Mapping[str, str] = field(default_factory=dict)  # bucket -> what the device said when it had no memory
+
+    @staticmethod
+    def together(parts: Sequence[ClipLosses], no_room: Mapping[str, str]) -> ClipLosses:
+        """Those of all parts; buckets that one of them leaves out, or that `no_room` has, are left out of all."""
+        left_out = dict(no_room)
+        for part in parts:
+            left_out = {**part.no_room, **left_out}
+        return ClipLosses(
+            losses=tuple(one for part in parts for one in part.losses if one.bucket not in left_out),
+            unread=tuple(bucket for part in parts for bucket in part.unread if bucket not in left_out),
+            no_room=left_out,
+        )
+
+
+def nobody_else(piece: str) -> None:
+    """`before` where no run goes on beside: a device holds no weights but those of the clips."""
+    if piece == MORE_ROOM:
+        raise NoMoreRoom
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,24 +90,40 @@ class HeldOutPart:
     timeout_s: float  # of the decoder, for one clip
     clips: tuple[HeldOutClip, ...]
 
-    def run(
-        self, modules: Modules, device: torch.device, before: Callable[[str], None] = lambda piece: None
-    ) -> ClipLosses:
+    def run(self, modules: Modules, device: torch.device, before: Callable[[str], None] = nobody_else) -> ClipLosses:
         """Clips are decoded in a process of their own while others are computed; what is not decoded by then is waited
         for between two pieces. Raises DataIOError where storage fails."""
         found: list[ClipLoss] = []
-        unread = 0
+        unread: list[str] = []
+        no_room: dict[str, str] = {}
         with closing(self._decoded(before)) as decoded:
             for clip, batch in decoded:
-                if batch is None or not batch.ok[0]:
-                    unread += 1
+                if clip.bucket in no_room:
                     continue
-                before(f"encode {clip.bucket}")
-                encoded = _EncodedClip.of(clip, batch, modules, self.train, device)
-                for draw in range(self.draws):
-                    before(f"loss {clip.bucket}")
-                    found.append(encoded.loss(draw))
-        return ClipLosses(losses=tuple(found), unread=unread)
+                if batch is None or not batch.ok[0]:
+                    unread.append(clip.bucket)
+                    continue
+                try:
+                    found += with_room(partial(self._losses, clip, batch, modules, device, before), before)
+                except Exception as error:
+                    if not ran_out(error):
+                        raise
+                    release(error)
+                    no_room[clip.bucket] = " ".join(str(error).split())[:300]
+                    log.warning("held-out clips of %s are left out: %s", clip.bucket, no_room[clip.bucket])
+        done = ClipLosses(losses=tuple(found), unread=tuple(unread), no_room=no_room)
+        return ClipLosses.together([done], {})
+
+    def _losses(
+        self, clip: HeldOutClip, batch: Batch, modules: Modules, device: torch.device, before: Callable[[str], None]
+    ) -> list[ClipLoss]:
+        """The losses of one clip, in pieces of an aside."""
+        before(f"encode {clip.bucket}")
+        encoded, found = _EncodedClip.of(clip, batch, modules, self.train, device), []
+        for draw in range(self.draws):
+            before(f"loss {clip.bucket}")
+            found.append(encoded.loss(draw))
+        return found
 
     def _decoded(self, before: Callable[[str], None]) -> Generator[tuple[HeldOutClip, Batch | None]]:
         """Each clip with its pixels and caption, or None where that ended the decoder; the one after it is decoded

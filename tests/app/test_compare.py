@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -270,5 +271,9 @@ def test_the_newest_held_out_loss_of_each_run_stands_in_the_table(run_folder: Pa
     write_comparison([run_folder, other], out)
     text = out.read_text()
     assert "<th>held-out loss</th>" in text and "<td>0.2500 (step 20)</td>" in text and "0.5000" not in text
+    with (other / "events.jsonl").open("a") as file:
+        file.write(json.dumps(replace(event(29, 0.125), no_room={"81x720x1280": 2}).line()) + "\n")
+    write_comparison([run_folder, other], out)
+    assert "<td>0.1250 (step 30, without 81x720x1280)</td>" in out.read_text()
     write_comparison([run_folder, copy_of(run_folder, "third")], out)
     assert "held-out loss" not in out.read_text()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from actors.messages import WAITS, CascadeTask, StepSample, TurnReport
+from actors.messages import MORE_ROOM, WAITS, CascadeTask, NoMoreRoom, StepSample, TurnReport
 from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html
@@ -174,7 +176,7 @@ def test_it_is_the_loss_that_training_computes_at_the_same_noise(folder: Path, r
     clips = sorted(clips, key=lambda clip: clip.job.bucket.frames)[-2:]
     pieces: list[str] = []
     done = work_of(resolved, clips).run(modules, CPU, pieces.append)
-    assert done.unread == 0 and len(done.losses) == 4 and modules.dit.training
+    assert not done.unread and not done.no_room and len(done.losses) == 4 and modules.dit.training
     made = [piece for piece in pieces if piece != WAITS]
     assert made == [f"{kind} {clip.bucket}" for clip in clips for kind in ("encode", "loss", "loss")]
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in modules.dit.parameters())
@@ -197,7 +199,80 @@ def test_a_clip_that_ends_its_decoder_counts_nowhere(
     dangerous = [replace(clip, job=replace(clip.job, decoder="dangerous_decoder:decode")) for clip in clips]
     (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
     done = work_of(resolved, dangerous, draws=1).run(host.executor.modules, CPU)
-    assert done.unread == 1 and [one.bucket for one in done.losses] == [clips[0].bucket, clips[2].bucket]
+    assert done.unread == (clips[1].bucket,) and [one.bucket for one in done.losses] == [
+        clips[0].bucket,
+        clips[2].bucket,
+    ]
+
+
+class Full:
+    """A device without memory for clips of one bucket: the second draw of each runs out of it. `has_more`: that can be
+    had."""
+
+    def __init__(self, bucket: str, has_more: bool = False) -> None:
+        self.bucket, self.has_more, self.pieces, self.left = bucket, has_more, list[str](), 1
+
+    def before(self, piece: str) -> None:
+        if piece == WAITS:
+            return
+        self.pieces.append(piece)
+        if piece == MORE_ROOM:
+            if not self.has_more:
+                raise NoMoreRoom
+            self.bucket = ""
+        elif piece.startswith("encode"):
+            self.left = 1
+        elif piece == f"loss {self.bucket}":
+            if not self.left:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.")
+            self.left -= 1
+
+
+@pytest.fixture
+def of_two_buckets(folder: Path, ended: None) -> tuple[HeldOutPart, Any, str, int]:
+    """All clips, modules, the bucket of most clips, and how many clips are of others."""
+    resolved, clips = clips_of(config_of(folder))
+    (host,) = make_hosts(1, torch.float32, resolved.train, config=resolved.model)
+    bucket, num_clips = Counter(clip.bucket for clip in clips).most_common(1)[0]
+    assert 1 < num_clips < len(clips)
+    return work_of(resolved, clips), host.executor.modules, bucket, len(clips) - num_clips
+
+
+def test_a_clip_without_room_leaves_out_its_bucket_and_no_other(
+    of_two_buckets: tuple[HeldOutPart, Any, str, int],
+) -> None:
+    part, modules, bucket, others = of_two_buckets
+    full = Full(bucket)
+    done = part.run(modules, CPU, full.before)
+    assert done.no_room == {bucket: "CUDA out of memory. Tried to allocate 3.00 GiB."}
+    assert len(done.losses) == 2 * others and bucket not in {one.bucket for one in done.losses}
+    assert full.pieces.count(f"encode {bucket}") == 1, "what is left out is not tried again"
+    whole = part.run(modules, CPU)
+    assert done.losses == tuple(one for one in whole.losses if one.bucket != bucket)
+    assert modules.dit.training
+
+
+def test_a_clip_that_fits_where_there_is_more_room_is_measured_once(
+    of_two_buckets: tuple[HeldOutPart, Any, str, int],
+) -> None:
+    part, modules, bucket, _ = of_two_buckets
+    full = Full(bucket, has_more=True)
+    assert part.run(modules, CPU, full.before) == part.run(modules, CPU)
+    tried = full.pieces.index(MORE_ROOM)
+    assert full.pieces[tried - 3 : tried + 3] == [
+        f"encode {bucket}", f"loss {bucket}", f"loss {bucket}", MORE_ROOM, f"encode {bucket}", f"loss {bucket}"
+    ]  # fmt: skip
+
+
+def test_an_error_that_is_not_of_memory_leaves_nothing_out(of_two_buckets: tuple[HeldOutPart, Any, str, int]) -> None:
+    part, modules, _, _ = of_two_buckets
+
+    def fail(piece: str) -> None:
+        if piece.startswith("loss"):
+            raise RuntimeError("an illegal memory access was encountered")
+
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        part.run(modules, CPU, fail)
 
 
 def test_a_failure_does_not_wait_for_the_clip_that_is_decoded_ahead(
@@ -215,9 +290,9 @@ def test_a_failure_does_not_wait_for_the_clip_that_is_decoded_ahead(
     def fail(piece: str) -> None:
         if piece.startswith("loss"):
             failed_at.append(time.monotonic())
-            raise RuntimeError("out of memory")
+            raise RuntimeError("the device failed")
 
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="the device failed"):
         work_of(resolved, dangerous).run(host.executor.modules, CPU, fail)
     assert time.monotonic() - failed_at[0] < 30, "the decoder may take 60 s for a clip"
 
@@ -227,7 +302,8 @@ def test_a_failure_does_not_wait_for_the_clip_that_is_decoded_ahead(
 
 def done_by(work: HeldOutWork, loss: float, unread: int = 0) -> TurnReport:
     losses = tuple(ClipLoss(bucket=clip.bucket, noise=0.3, loss=loss) for clip in work.part.clips[unread:])
-    return TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=losses, unread=unread))
+    gone = tuple(clip.bucket for clip in work.part.clips[:unread])
+    return TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=losses, unread=gone))
 
 
 def live_of(folder: Path, run_dir: Path, *changes: str) -> LiveHeldOut:
@@ -269,6 +345,60 @@ def test_a_part_that_fails_ends_its_checkpoint_and_not_the_next(folder: Path, tm
     assert second.name in live.dropped() and live.ended(done_by(second, 1.0)) is None
     live.on_checkpoint(79)
     assert [work.step for work in live.wanted()] == [79, 79, 79]
+
+
+def without(work: HeldOutWork, bucket: str, loss: float) -> TurnReport:
+    """What a worker measures that has no memory for this bucket."""
+    losses = [ClipLoss(bucket=c.bucket, noise=0.3, loss=loss) for c in work.part.clips if c.bucket != bucket]
+    no_room = {bucket: "CUDA out of memory"}
+    return TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=tuple(losses), no_room=no_room))
+
+
+def clips_by_bucket(works: list[HeldOutWork]) -> Counter[str]:
+    return Counter(clip.bucket for work in works for clip in work.part.clips)
+
+
+def test_a_bucket_that_one_worker_has_no_room_for_is_left_out_for_the_rest_of_the_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    live = live_of(folder, tmp_path)
+    live.on_checkpoint(39)
+    works = live.wanted()
+    live.on_checkpoint(79)  # its works are made already
+    all_clips = clips_by_bucket(works)
+    bucket, left_out = all_clips.most_common(1)[0]
+    assert any(c.bucket == bucket for work in works[1:] for c in work.part.clips), "others measure some of it"
+    live.ended(without(works[0], bucket, 1.0))
+    live.ended(done_by(works[1], 1.0))
+    event = live.ended(done_by(works[2], 1.0))
+    assert isinstance(event, HeldOutMeasured) and event.no_room == {bucket: left_out} and event.unread == 0
+    assert event.clips == 8 - left_out and bucket not in event.by_bucket
+    assert f"{left_out} of {bucket} left out for want of memory" in event.describe()
+    for work in live.wanted():
+        second = live.ended(done_by(work, 1.0, unread=1))
+    assert isinstance(second, HeldOutMeasured) and (second.step, second.no_room) == (79, event.no_room)
+    assert second.clips + second.unread == event.clips, "also where its worker has room by now"
+    live.on_checkpoint(119)
+    assert clips_by_bucket(live.wanted()) == all_clips - Counter({bucket: left_out}), "it is not tried again"
+    (tmp_path / "events.jsonl").write_text(json.dumps(event.stamped(3).line()) + "\n")
+    again = live_of(folder, tmp_path)
+    again.open()
+    again.on_checkpoint(159)
+    assert bucket not in clips_by_bucket(again.wanted()), "nor when the run goes on"
+    (tmp_path / "events.jsonl").write_text('{"time": "noon", "event": "held_out"}\n' * 2)
+    assert live_of(folder, tmp_path).open() == [], "a damaged line ends no run"
+
+
+def test_where_no_clip_has_room_the_checkpoint_has_no_loss_and_the_next_is_tried(folder: Path, tmp_path: Path) -> None:
+    live = live_of(folder, tmp_path)
+    live.on_checkpoint(39)
+    works = live.wanted()
+    no_room = dict.fromkeys(clips_by_bucket(works), "CUDA out of memory")
+    for work in works:
+        event = live.ended(TurnReport(aside=work.name, ended=True, made=ClipLosses(losses=(), no_room=no_room)))
+    assert isinstance(event, HeldOutFailed) and event.why.endswith(": CUDA out of memory")
+    live.on_checkpoint(79)
+    assert clips_by_bucket(live.wanted()) == clips_by_bucket(works)
 
 
 def checkpoint_of(run_dir: Path, step: int) -> None:
@@ -322,10 +452,16 @@ def test_sources_that_are_not_there_are_told_at_the_start_and_end_no_run(tmp_pat
 # -- records
 
 
+def losses_of(*losses: float) -> ClipLosses:
+    """Each at the noise level of its own value."""
+    found = [ClipLoss(bucket="9x32x48", noise=0.1 if math.isnan(loss) else loss, loss=loss) for loss in losses]
+    return ClipLosses(losses=tuple(found))
+
+
 def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    one = measured(39, [ClipLoss(bucket="9x32x48", noise=level, loss=level) for level in (0.1, 0.3, 1.0)], 3, 0, 1.5)
+    one = measured(39, losses_of(0.1, 0.3, 1.0), [], 1.5)
     assert one.by_noise == {"0-0.25": 0.1, "0.25-0.5": 0.3, "0.75-1": 1.0}
     assert json.loads(json.dumps(one.line()))["by_bucket"] == {"9x32x48": pytest.approx(1.4 / 3)}
     with Metrics(tmp_path) as metrics:
@@ -336,11 +472,14 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     assert scalar.step == 39 and scalar.value == pytest.approx(1.4 / 3)
     text = held_out_html({39: one, 79: replace(one, step=79, loss=0.25)})
     assert "<td>40</td><td>0.4667</td>" in text and "<td>80</td><td>0.2500</td>" in text and "noise 0.25-0.5" in text
-    assert held_out_html({}) == ""
+    assert held_out_html({}) == "" and "left out" not in text
+    short = replace(one, step=79, no_room={"81x720x1280": 5})
+    text = held_out_html({39: one, 79: short})
+    assert "<th>left out for want of memory</th>" in text and "<td>5 of 81x720x1280</td>" in text
 
 
 def test_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:
-    one = measured(39, [ClipLoss(bucket="9x32x48", noise=0.1, loss=math.nan)], 1, 0, 1.5)
+    one = measured(39, losses_of(math.nan), [], 1.5)
     text = json.dumps(one.line(), allow_nan=False)
     again = event_of(json.loads(text))
     assert isinstance(again, HeldOutMeasured) and math.isnan(again.loss) and math.isnan(again.by_bucket["9x32x48"])

@@ -85,6 +85,7 @@ WORDS = {  # a value for every field that an event has
     "cpus_avoided": 6.0,
     "clips": 12,
     "unread": 1,
+    "no_room": {"81x720x1280": 5},
     "asides": ("step-19 prompt 0",),
     "limit_s": 600.0,
     "by_bucket": {"17x64x96": 0.5},
