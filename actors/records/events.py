@@ -658,8 +658,8 @@ class AsidesAwaited(RunEvent, event="asides_awaited"):
 
     def describe(self) -> str:
         return (
-            f"all steps are done; the run waits up to {self.limit_s:.0f} s for {_parts(self.asides)}, and whoever ends "
-            f"it now loses only these"
+            f"all steps are done; still being made, for up to {self.limit_s:.0f} s: {_parts(self.asides)}. Ending the "
+            f"run now loses nothing else"
         )
 
 

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 MAX_LOSSES = 3  # of workers while they had one aside
 FINISH_S = 600.0  # who ends the run meanwhile loses nothing else
 _LOOK_S = 1.0
+_QUIET_S = 5.0  # after the last step, before an event says what the run waits for
 
 
 class AsideSource(Protocol):
@@ -154,9 +155,9 @@ def _nodes(world: Sequence[Seat]) -> dict[str, str]:
 class AsideTurns:
     """The asides of one run: asks workers, hears what they say, tells the source that wanted them."""
 
-    def __init__(self, source: AsideSource, tell: Tell, finish_s: float = FINISH_S) -> None:
-        """The last ones may take `finish_s` after the last step."""
-        self._source, self._tell, self._finish_s = source, tell, finish_s
+    def __init__(self, source: AsideSource, tell: Tell, finish_s: float = FINISH_S, quiet_s: float = _QUIET_S) -> None:
+        """The last ones may take `finish_s` after the last step; when they have taken `quiet_s` an event says so."""
+        self._source, self._tell, self._finish_s, self._quiet_s = source, tell, finish_s, quiet_s
         self._queue = AsideQueue()
         self._asked: dict[Ref[TurnReport], str] = {}  # -> worker
         self._practised: set[str] = set()  # workers that have made one: nothing of the next is compiled there
@@ -206,18 +207,19 @@ class AsideTurns:
             log.exception("the last asides were not made")
 
     def _finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool]) -> None:
-        until, alive, told = time.monotonic() + self._finish_s, list(world), False
+        began, alive, told = time.monotonic(), list(world), False
         while True:
             gone = self._hear(_LOOK_S)
+            took_s = time.monotonic() - began
             alive = [seat for seat in alive if seat.name not in gone]
             self._queue.add(self._source.wanted())
             self._queue.deal(_nodes(alive), self._most)
             if not (left := self._queue.left):
                 return
-            if why := self._why_no_more(alive, time.monotonic() > until, unwanted):
+            if why := self._why_no_more(alive, took_s > self._finish_s, unwanted):
                 self._tell(AsidesLeft(asides=left, why=why))
                 return
-            if not told:
+            if not told and took_s >= self._quiet_s:
                 told = True
                 self._tell(AsidesAwaited(asides=left, limit_s=self._finish_s))
             asked = set(self._asked.values())
