@@ -10,13 +10,17 @@ A new kind is one class here: its name in the file, its fields, its words, and w
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self, dataclass_transform
+from pathlib import Path
+from typing import ClassVar, Self, TypeVar, dataclass_transform
 
 from actors.records.lines import finite, line_of, record_of
 from ops.counted import counted, first_of
+
+E = TypeVar("E", bound="RunEvent")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -729,3 +733,21 @@ def event_of(line: Mapping[str, object]) -> RunEvent:
         return record_of(KINDS[name], line)
     details = {key: value for key, value in line.items() if key not in ("time", "event")}
     return record_of(UnknownEvent, {"time": line.get("time", 0.0), "name": name, "details": details})
+
+
+def events_so_far(run_dir: Path, kind: type[E]) -> Iterator[E]:
+    """Events of a kind in the run's events.jsonl, for a controller that goes on with it; none without the file. Lines
+    that are damaged, as a host leaves them that lost its power, say nothing. Raises OSError."""
+    path = run_dir / "events.jsonl"
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if f'"{kind.event}"' not in line:
+                continue
+            try:
+                event = event_of(json.loads(line))
+            except (ValueError, AttributeError):  # no JSON, no object, or a value of the wrong type
+                continue
+            if isinstance(event, kind):
+                yield event

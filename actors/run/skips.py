@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable
 from pathlib import Path
 
 from actors.outcome import Exit, Outcome, StopRun, Tell
-from actors.records.events import StepSkipped, event_of
+from actors.records.events import StepSkipped, events_so_far
 from actors.step import CollectedStep
 
 log = logging.getLogger(__name__)
@@ -54,16 +53,4 @@ class Skips:
 
 def skipped_before(run_dir: Path) -> list[int]:
     """Steps that the run has skipped so far, from its events.jsonl; none without one."""
-    try:
-        with (run_dir / "events.jsonl").open(encoding="utf-8", errors="replace") as file:
-            return [step for line in file if f'"{StepSkipped.event}"' in line and (step := _skipped(line)) is not None]
-    except FileNotFoundError:
-        return []
-
-
-def _skipped(line: str) -> int | None:
-    try:
-        event = event_of(json.loads(line))
-    except ValueError:  # a killed writer left half of it
-        return None
-    return event.step if isinstance(event, StepSkipped) else None
+    return [event.step for event in events_so_far(run_dir, StepSkipped)]

@@ -21,14 +21,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
 from actors.messages import TurnReport
-from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent
-from app.records.rundir import RunDir
+from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent, events_so_far
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig
 from app.validation.clips import HeldOutClip, held_out_clips
 from data.errors import DataError, DataIOError
 from ops.counted import counted
-from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from app.validation.work import ClipLosses, HeldOutWork
@@ -213,15 +211,12 @@ class LiveHeldOut:
 
 
 def _left_out_before(run_dir: Path) -> list[str]:
-    """The buckets that the run has left out when it measured last."""
-    found: list[str] = []
+    """The buckets that the run has left out so far."""
     try:
-        for event in RunDir(run_dir).events():
-            if isinstance(event, HeldOutMeasured):
-                found = list(event.no_room)
-    except (ConfigError, OSError) as error:
+        return sorted({bucket for event in events_so_far(run_dir, HeldOutMeasured) for bucket in event.no_room})
+    except OSError as error:
         log.warning("held-out clips that were left out before may be measured again: %s", error)
-    return found
+        return []
 
 
 def why_none(done: ClipLosses) -> str:

@@ -385,8 +385,25 @@ def test_a_bucket_that_one_worker_has_no_room_for_is_left_out_for_the_rest_of_th
     again.open()
     again.on_checkpoint(159)
     assert bucket not in clips_by_bucket(again.wanted()), "nor when the run goes on"
-    (tmp_path / "events.jsonl").write_text('{"time": "noon", "event": "held_out"}\n' * 2)
-    assert live_of(folder, tmp_path).open() == [], "a damaged line ends no run"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b'{"time": "noon", "event": "held_out"}\n', b'{"event": "held_out", "st\n', b'"held_out" \xff\x00\n', b"\n"],
+)
+def test_buckets_stay_left_out_whatever_has_happened_to_lines_of_the_run(
+    folder: Path, tmp_path: Path, damage: bytes
+) -> None:
+    _, clips = clips_of(config_of(folder))
+    bucket, fewer = clips[0].bucket, measured(79, losses_of(0.5), [], 1.5)
+    event = measured(39, replace(losses_of(0.5), no_room={bucket: "CUDA out of memory"}), clips, 1.5)
+    lines = [json.dumps(one.stamped(3).line()).encode() + b"\n" for one in (event, fewer)]
+    (tmp_path / "events.jsonl").write_bytes(damage + lines[0] + damage + lines[1])
+    live = live_of(folder, tmp_path)
+    assert live.open() == []
+    live.on_checkpoint(119)
+    left = clips_by_bucket(live.wanted())
+    assert left and bucket not in left, "nor after a start whose clips were none of that bucket"
 
 
 def test_where_no_clip_has_room_the_checkpoint_has_no_loss_and_the_next_is_tried(folder: Path, tmp_path: Path) -> None:
