@@ -221,10 +221,11 @@ def _left_out_before(run_dir: Path) -> list[str]:
 
 def why_none(done: ClipLosses) -> str:
     """Why there is no loss at all."""
-    if done.no_room:
-        bucket, why = next(iter(done.no_room.items()))
-        return f"there is no memory for a clip of {bucket}: {why}"
-    return "none of the clips could be decoded"
+    if not done.no_room:
+        return "none of the clips could be decoded"
+    bucket, why = next(iter(done.no_room.items()))
+    unread = f"{counted(len(done.unread), 'clip')} could not be decoded, and " if done.unread else ""
+    return f"{unread}there is no memory for a clip of {bucket}: {why}"
 
 
 def measured(step: int, done: ClipLosses, clips: Sequence[HeldOutClip], seconds: float) -> HeldOutMeasured:

@@ -418,6 +418,19 @@ def test_where_no_clip_has_room_the_checkpoint_has_no_loss_and_the_next_is_tried
     assert clips_by_bucket(live.wanted()) == clips_by_bucket(works)
 
 
+def test_clips_that_cannot_be_decoded_are_not_said_to_lack_memory(folder: Path, tmp_path: Path) -> None:
+    """The run has left out a bucket, and the storage of the others is gone."""
+    live = live_of(folder, tmp_path)
+    live.on_checkpoint(39)
+    works = live.wanted()
+    bucket = works[0].part.clips[0].bucket
+    events = [live.ended(without(work, bucket, 1.0)) for work in works]
+    assert isinstance(events[-1], HeldOutMeasured) and events[-1].clips
+    live.on_checkpoint(79)
+    events = [live.ended(done_by(work, 1.0, unread=len(work.part.clips))) for work in live.wanted()]
+    assert isinstance(events[-1], HeldOutFailed) and "could not be decoded" in events[-1].why
+
+
 def checkpoint_of(run_dir: Path, step: int) -> None:
     (folder := run_dir / "checkpoints" / f"step-{step}").mkdir(parents=True)
     (folder / "COMPLETE").write_text(json.dumps({"files": {}}))
