@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from html import escape
 
@@ -59,15 +58,18 @@ def held_out_html(held_out: Mapping[int, HeldOutMeasured]) -> str:
         return ""
     steps = sorted(held_out)[-HELD_OUT_ROWS:]
     last = held_out[steps[-1]]
-    columns = [("noise", name) for name in last.by_noise] + [("", name) for name in last.by_bucket]
+    newest_first = [held_out[step] for step in reversed(steps)]  # a bucket may be left out from a checkpoint on
+    by_noise = dict.fromkeys(name for one in newest_first for name in one.by_noise)
+    by_bucket = dict.fromkeys(name for one in newest_first for name in one.by_bucket)
+    columns = [("noise", name) for name in by_noise] + [("", name) for name in by_bucket]
     head = "".join(f"<th>{escape(f'{kind} {name}'.strip())}</th>" for kind, name in columns)
     left_out = any(held_out[step].no_room for step in steps)
     head += "<th>left out for want of memory</th>" if left_out else ""
     rows = []
     for step in steps:
         one = held_out[step]
-        parts = [(one.by_noise if kind else one.by_bucket).get(name, math.nan) for kind, name in columns]
-        cells = "".join(f"<td>{value:.4f}</td>" for value in (one.loss, *parts))
+        parts = [(one.by_noise if kind else one.by_bucket).get(name) for kind, name in columns]
+        cells = "".join(f"<td>{'-' if value is None else f'{value:.4f}'}</td>" for value in (one.loss, *parts))
         if left_out:
             cells += f"<td>{escape(one.left_out) or '-'}</td>"
         rows.append(f"<tr><td>{step + 1:,}</td>{cells}</tr>")

@@ -506,6 +506,10 @@ def test_it_is_drawn_at_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     short = replace(one, step=79, no_room={"81x720x1280": 5})
     text = held_out_html({39: one, 79: short})
     assert "<th>left out for want of memory</th>" in text and "<td>5 of 81x720x1280</td>" in text
+    whole = replace(one, by_bucket={**one.by_bucket, "81x720x1280": 0.75})
+    text = held_out_html({39: whole, 79: short})
+    assert "<th>81x720x1280</th>" in text and "<td>0.7500</td>" in text, "what was measured before stays in the table"
+    assert "nan" not in text
 
 
 def test_a_loss_that_is_not_finite_is_json(tmp_path: Path) -> None:
