@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -54,6 +55,26 @@ def test_a_node_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: lost.set())
     with pytest.raises(RayGone):
         wait_while_ray_lives(Future[int]())
+
+
+@pytest.mark.timeout(60)
+def test_a_node_that_is_gone_ends_the_wait_also_while_storage_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs, ends = threading.Event(), threading.Event()
+
+    def is_over() -> bool:
+        hangs.set()
+        return not ends.wait(30)
+
+    def gone(result: Future[int], lost: threading.Event) -> None:
+        hangs.wait()
+        lost.set()
+
+    monkeypatch.setattr(cluster, "_watch_node", gone)
+    try:
+        with pytest.raises(RayGone):
+            wait_while_ray_lives(Future[int](), is_over, grace_s=0.0)
+    finally:
+        ends.set()
 
 
 def test_a_folder_that_cannot_be_read_now_ends_no_wait(tmp_path: Path) -> None:
