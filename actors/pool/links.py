@@ -21,6 +21,7 @@ _LEAST_BYTES = 2**20  # in a window, to know how fast a link is
 _USUAL = 75  # percentile of the others: a slow host makes several links slow
 _FEW = 1 / 3  # of all links, unless they have a host in common
 _AGAIN_S = 3600.0  # a link that is still slow is named again
+_GATHER_S = 25.0  # from the first that is found: a worker tells of it for 30 s, and by then most others have told
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,15 +38,28 @@ class SlowLink:
 
 @dataclass
 class LinkWatch:
-    """Remembers which links it has already named."""
+    """Remembers which links it has already named.
+
+    Workers tell of their links one after the other: of a slow host that would be an event for each of them, and a few
+    workers do not show what is usual. So all that are slow are named together, `_GATHER_S` after some have been found.
+    """
 
     _named_at: dict[tuple[str, str], float] = field(default_factory=dict)
+    _found_at: float | None = None  # since when there have been some to name
 
     def look(self, uses: Iterable[LinkUse], now: float) -> list[SlowLink]:
         """Those that are slow and have not been named within the hour; `now` in seconds of any clock, which may begin
         anew, as that of a monitor does which is started again on another host."""
         self._named_at = {link: at for link, at in self._named_at.items() if 0 <= now - at < _AGAIN_S}
         fresh = [one for one in slow_links(uses) if (one.host, one.other) not in self._named_at]
+        if not fresh:
+            self._found_at = None
+            return []
+        if self._found_at is None or now < self._found_at:
+            self._found_at = now
+        if now - self._found_at < _GATHER_S:
+            return []
+        self._found_at = None
         self._named_at.update({(one.host, one.other): now for one in fresh})
         return fresh
 

@@ -10,9 +10,11 @@ import pytest
 
 from actors.messages import LinkUse
 from actors.pool.links import LinkWatch, SlowLink, shared_end, slow_links
+from actors.worker.outgoing import WINDOW_S
 
 MIB = 2**20
 HOSTS = ("a", "b", "c")
+EIGHT = [f"x{n}" for n in range(8)]
 
 
 def use(host: str, other: str, mib_per_s: float, mib: float = 200.0, fills: bool = True) -> LinkUse:
@@ -147,10 +149,39 @@ def test_a_few_bytes_say_nothing_of_a_link() -> None:
 def test_a_slow_link_is_named_once_in_an_hour() -> None:
     watch, links = LinkWatch(), all_links(1000.0)
     links["a", "b"] = use("a", "b", 10.0)
+    assert watch.look(links.values(), 70.0) == []
     assert len(watch.look(links.values(), 100.0)) == 1
     assert watch.look(links.values(), 101.0) == []
     links["b", "c"] = use("b", "c", 9.0)
-    assert [(one.host, one.other) for one in watch.look(links.values(), 102.0)] == [("b", "c")]
-    assert [one.host for one in watch.look(links.values(), 100.0 + 3601.0)] == ["a"]
-    assert len(watch.look(links.values(), 5.0)) == 2, "by another clock nobody knows when"
-    assert watch.look(links.values(), 6.0) == []
+    assert watch.look(links.values(), 102.0) == []
+    assert [(one.host, one.other) for one in watch.look(links.values(), 132.0)] == [("b", "c")]
+    assert watch.look(links.values(), 100.0 + 3601.0) == []
+    assert [one.host for one in watch.look(links.values(), 100.0 + 3631.0)] == ["a"]
+    assert watch.look(links.values(), 5.0) == []
+    assert len(watch.look(links.values(), 36.0)) == 2, "by another clock nobody knows when"
+    assert watch.look(links.values(), 70.0) == []
+
+
+def test_what_workers_tell_one_after_the_other_is_named_together() -> None:
+    links = [use(a, b, 1.0 if "x3" in (a, b) else 100.0) for a, b in itertools.permutations(EIGHT, 2)]
+    watch, named_at = LinkWatch(), dict[float, int]()
+    for now in range(80):
+        come = [one for one in links if EIGHT.index(one.host) * 3 <= now]
+        if found := watch.look(come, float(now)):
+            named_at[now] = len(found)
+    assert list(named_at.values()) == [14] and min(named_at) < 60
+
+
+def test_a_network_of_two_speeds_is_not_called_slow_while_few_have_told_of_theirs() -> None:
+    links = racks(20.0)
+    watch = LinkWatch()
+    first = [one for one in links if one.host == "x0"]
+    assert slow_links(first), "those of one host alone have it in common"
+    assert all(watch.look(first if now < 3 else links, float(now)) == [] for now in range(100))
+
+
+def test_a_link_that_is_slow_in_one_window_is_named_while_its_worker_tells_of_it() -> None:
+    links = all_links(1000.0)
+    slow, watch = {**links, ("a", "b"): use("a", "b", 10.0)}, LinkWatch()
+    looks = [watch.look((slow if 10 <= now < 10 + WINDOW_S else links).values(), float(now)) for now in range(80)]
+    assert sum(map(len, looks)) == 1

@@ -184,12 +184,13 @@ def test_slow_links_between_members_are_reported_once_and_together(monkeypatch: 
             if who == name
         )
         monitor.beat(replace(Progress.of_start(name), activity="idle", links=uses))
-    handle = Handle(collect=monitor.collect)
+    times = iter((0.0, 1.0, 31.0, 62.0, 93.0))
+    handle = Handle(collect=lambda: replace(monitor.collect(), now=next(times)))
     monkeypatch.setattr(ray, "get", lambda value, timeout: value)
     monkeypatch.setattr(ray, "available_resources", dict)
     lookout = Lookout(CONFIG, Starting(names=["w1", "w2"]), handle, listener.on_event)
-    lookout.look()
-    lookout.look()
+    for _ in range(5):
+        lookout.look()
     assert listener.kinds == [LinkSlow], "w9 is none of the pool's"
     assert listener.told[0].describe() == (
         "the network is slow from host1 to host2: 0.8 MiB/s, 160 between others; data was on its way for 20 of 30 s; "
