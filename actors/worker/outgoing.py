@@ -9,7 +9,7 @@ from actors.messages import LinkUse, NodeDoor
 from ops.links import Links, Sent
 
 WINDOW_S = 30.0  # long enough for some steps, short enough to name a link that has become slow within a minute
-_MOST = 2  # links in a heartbeat, the busiest: in a ring a worker has one, and there may be a thousand workers
+_MOST = 8  # links in a heartbeat, the busiest: in a ring a worker has one, and in a bag some
 
 ReadLinks = Callable[[Collection[str]], Mapping[str, Sent]]
 

@@ -394,7 +394,7 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
 def _held_out(run: ComparedRun) -> str:
     if (newest := run.held_out) is None:
         return "-"
-    without = f", without {', '.join(newest.no_room)}" if newest.no_room else ""
+    without = f", without {', '.join(map(escape, newest.no_room))}" if newest.no_room else ""
     return f"{newest.loss:.4f} (step {newest.step + 1:,}{without})"
 
 
