@@ -31,7 +31,7 @@ class Preference:
 
     backend: BackendName
     least: int = 0  # scores, queries times keys, of a sequence where all have the same lengths
-    alone: int = 0  # of the smallest one where they have not, and each is a call of its own
+    alone: int = 0  # of the mean sequence where they have not, and each is a call of its own
     plans: bool = False  # each new shape on the host: for lengths that come again
 
     def suits(self, lengths: Pair) -> bool:
@@ -40,19 +40,19 @@ class Preference:
             return False
         if queries.equal and keys.equal:
             return queries.longest * keys.longest >= self.least
-        smallest = min(rows * seen for rows, seen in zip(queries.host, keys.host, strict=True)) if self.alone else 0
-        return smallest >= self.alone
+        scores = sum(rows * seen for rows, seen in zip(queries.host, keys.host, strict=True)) if self.alone else 0
+        return scores >= self.alone * len(queries.host)
 
 
 # cuDNN plans each new shape on the host, tens of milliseconds for each direction, which short sequences do not earn
-# back, nor those that hold a caption of any length; a call alone must fill a device. FlexAttention's mask is found on
-# the host for each pack.
-_CUDNN = Preference("cudnn", least=1024**2, alone=4096**2, plans=True)
+# back, nor those that hold a caption of any length. One call for each sequence costs the host 50 to 100 us, so in the
+# mean they must be as much for the device. FlexAttention's mask is found on the host for each pack.
+_CUDNN = Preference("cudnn", least=1024**2, alone=2048**2, plans=True)
 _FLEX = Preference("flex", plans=True)
 
 # From published figures (H100, head size 128, 16k rows, forward: 648, 595 and 370 TFLOP/s) and those of docs/gpu (H200:
-# 564 and 357; to 512 keys cuDNN takes 0.58 of flash's time); where a table of `python -m app.bench.gpu` is given, what
-# it measured comes first.
+# 564 and 357; seven clips of 985 to 10,155 rows, a call for each: 521 and 355, backward 451 and 296; to 512 keys cuDNN
+# takes 0.58 of flash's time); where a table of `python -m app.bench.gpu` is given, what it measured comes first.
 PREFERENCES = (Preference("flash3"), _CUDNN, Preference("flash"), Preference("sdpa"))
 _MEASURED: dict[BackendName, Preference] = {"cudnn": _CUDNN, "flex": _FLEX}  # costs that a table does not show
 

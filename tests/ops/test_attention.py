@@ -238,9 +238,11 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
 
     assert auto(OnCuda(), (2048, 2048)) == "cudnn" and auto(OnCuda(), (64, 64)) == "flash"
     assert auto(OnCuda(), (2048,), (512,)) == "cudnn" and auto(OnCuda(), (512,), (2047,)) == "flash"
-    assert auto(OnCuda(), (8192, 4096)) == "cudnn" and auto(OnCuda(), (8192, 4095)) == "flash"
-    assert auto(OnCuda(), (32760, 65520), (512, 512)) == "flash"  # short keys of one of them
-    assert auto(OnCuda(), (40000, 65520), (512, 512)) == "cudnn"
+    assert auto(OnCuda(), (2048, 2049)) == "cudnn" and auto(OnCuda(), (2048, 2047)) == "flash"
+    assert auto(OnCuda(), (10155, 7207, 5569, 3931, 2948, 1965, 985)) == "cudnn"  # a pack that was measured
+    assert auto(OnCuda(), (8192, *[1024] * 15)) == "cudnn" and auto(OnCuda(), (8192, *[1024] * 21)) == "flash"
+    assert auto(OnCuda(), (8192, 8193), (512, 512)) == "cudnn"
+    assert auto(OnCuda(), (8192, 8190), (512, 512)) == "flash"  # few scores
     assert auto(OnCuda(size=256), (2048,)) == "flash" and auto(OnCuda(torch.float32), (2048,)) == "sdpa"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert auto(OnCuda(), (2048, 2047), flash3=True) == "flash3"
