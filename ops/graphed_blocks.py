@@ -1,6 +1,6 @@
 """Transformer blocks of small passes as CUDA graphs: `model.dit.cuda_graphs`.
 
-    transformer.graphed = GraphedBlocks(is_small, CudaGraphs(device), compared=True)
+    transformer.graphed = GraphedBlocks(work, CudaGraphs(device), compared=True)
 
 In a pass of a few pictures the GPU waits for its host, which launches some 250 operators for each block. When a pass
 comes again, with the same token grids and lengths of text, each block is captured as two graphs: its forward, and its
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
@@ -40,6 +41,7 @@ Launches = Callable[[], None]
 
 LEAST_GAIN = 0.03  # share of a pass's seconds: captured ones have memory of their own
 _MOST_SEEN = 256  # kinds of passes
+_MOST_ROOM = 16.0  # times the first pass that has graphs, which may be tiny
 
 
 class Capture(Protocol):
@@ -54,6 +56,9 @@ class Capture(Protocol):
         ...
 
 
+_captures: weakref.WeakSet[CudaGraphs] = weakref.WeakSet()
+
+
 class CudaGraphs:
     """`Capture` for a GPU. Its graphs share a pool of memory: no two may run at the same time.
 
@@ -66,6 +71,18 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # nothing is captured on the default one
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
+        self._held, self._counted = 0, 0  # bytes of the pool, when there were so many graphs
+        _captures.add(self)
+
+    def held(self, device: torch.device) -> int:
+        """Bytes of the device that only its graphs use."""
+        if device != self._device:
+            return 0
+        if self._counted != len(self._graphs):
+            self._counted = len(self._graphs)
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]  # of all pools: some milliseconds
+            self._held = sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) == self._pool)
+        return self._held
 
     def prepare(self) -> None:
         """As `Capture.prepare`: during a capture the allocator cannot use what it keeps for other streams."""
@@ -100,25 +117,31 @@ class CudaGraphs:
         graph.capture_end()
 
 
+def held_by_graphs(device: torch.device) -> int:
+    """Bytes of the device that PyTorch's allocator keeps for graphs of this process and has for nothing else."""
+    return sum(one.held(device) for one in list(_captures))
+
+
 class GraphedBlocks:
     """Chooses, block by block, whether one transformer runs by graphs. Passes with a gradient must begin one after the
     other; those without one, also in another thread, and those of several GPUs run as written."""
 
     def __init__(
         self,
-        is_small: Callable[[Layout], bool],
+        work: Callable[[Layout], float],
         capture: Capture,
         compared: bool = False,
         kinds: int = 8,
         warm_up: int = 9,
     ) -> None:
-        """`is_small` says which passes may run by graphs. Passes of equal layouts are of one kind; a kind that has come
-        more than `warm_up` times gets graphs, for good, until `kinds` of them have some. With `compared` a kind whose
-        passes turn out no faster by graphs runs as written again."""
-        self._is_small, self._capture, self._compared = is_small, capture, compared
+        """`work` gives that of a pass as a share of the most that one may have which runs by graphs. Passes of equal
+        layouts are of one kind; a kind that has come more than `warm_up` times gets graphs, for good, until `kinds` of
+        them have some. With `compared` a kind whose passes turn out no faster by graphs runs as written again."""
+        self._work, self._capture, self._compared = work, capture, compared
         self._most, self._warm_up = kinds, warm_up
         self._seen: OrderedDict[Hashable, _PassKind] = OrderedDict()  # without graphs; seen last at the end
         self._graphed: dict[Hashable, _PassKind] = {}
+        self._slots = _Slots()
         self._of_parameters: dict[Hashable, _FlatSlot] = {}  # by shapes and dtypes
         self._pass: _Pass | None = None
         self._off = False
@@ -129,7 +152,7 @@ class GraphedBlocks:
         if not torch.is_grad_enabled():
             return
         self._pass = None
-        if self._off or layout.degree > 1 or not self._is_small(layout):
+        if self._off or layout.degree > 1 or self._work(layout) > 1:
             return
         kind = self._kind(layout)
         kind.passes += 1
@@ -185,7 +208,8 @@ class GraphedBlocks:
         self.captures += 1
         try:
             call = _BlockCall(block, leaves, spec, captured.layout)
-            captured.blocks[block] = call.capture(self._capture, captured.slots, self._of_parameters)
+            self._slots.room = min(1 / self._work(captured.layout), _MOST_ROOM)
+            captured.blocks[block] = call.capture(self._capture, self._slots, self._of_parameters)
         except RuntimeError as error:
             why = str(error)
         else:
@@ -241,19 +265,22 @@ class _Pass:
 
 class _Slots:
     """Memory that graphs read and write. As they run one after the other, tensors of the same use, place among the
-    arguments, shape and dtype share a slot."""
+    arguments and dtype share a slot, of all blocks and kinds of passes."""
 
     def __init__(self) -> None:
+        self.room = 1.0  # times as large as what is asked for first: for passes that have more rows
         self._made: dict[Hashable, Tensor] = {}
 
     def like(self, use: str, tensors: Iterable[Tensor]) -> list[Tensor]:
         """A slot for each tensor. `use` sets apart, say, inputs and results."""
-        return [self._slot((use, place, one.shape, one.dtype), one) for place, one in enumerate(tensors)]
+        return [self._slot((use, place, one.dtype), one) for place, one in enumerate(tensors)]
 
     def _slot(self, key: Hashable, like: Tensor) -> Tensor:
-        if key not in self._made:
-            self._made[key] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
-        return self._made[key]
+        made = self._made.get(key)
+        if made is None or made.numel() < like.numel():  # the graphs that have the smaller one keep it
+            elements = math.ceil(like.numel() * self.room)
+            made = self._made[key] = torch.zeros(elements, dtype=like.dtype, device=like.device)
+        return made[: like.numel()].view(like.shape)
 
 
 class _FlatSlot:
@@ -287,7 +314,6 @@ class _Captured:
     """The graphs of a kind of pass."""
 
     layout: Layout
-    slots: _Slots = field(default_factory=_Slots)
     blocks: dict[nn.Module, _BlockGraphs] = field(default_factory=dict)
 
 

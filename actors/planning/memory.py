@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
 BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
+_SLOTS = 5  # times the rows of a pass that its graphs hold beside it: in, out, the gradients of both, and small ones
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
 
 
@@ -55,10 +56,11 @@ class StateSizes:
     vae: float
     text: float
     image: float
+    graphs: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradient + self.optimizer + self.vae + self.text + self.image
+        return self.weights + self.gradient + self.optimizer + self.vae + self.text + self.image + self.graphs
 
     def describe(self) -> str:
         """The parts in words, for a person."""
@@ -66,6 +68,7 @@ class StateSizes:
             f"weights {self.weights:.2f}, gradient {self.gradient:.2f}, optimizer {self.optimizer:.2f}, "
             f"VAE {self.vae:.2f}, text encoder {self.text:.2f}"
             + (f", image encoder {self.image:.2f}" if self.image else "")
+            + (f", CUDA graphs {self.graphs:.2f}" if self.graphs else "")
         )
 
 
@@ -90,6 +93,7 @@ class MemoryForecast:
     host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
+    graphs_gib: float = 0.0  # of CUDA graphs, once passes of all kinds have them
 
     def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
         """Forecasts with gradients, state and parameters in each of the places that the settings allow, the fastest
@@ -112,6 +116,7 @@ class MemoryForecast:
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
+            graphs=0.0 if self.fetches else self.graphs_gib,
         )
 
     def nodes(self, workers: int) -> tuple[int, ...]:
@@ -326,8 +331,11 @@ class Forecasts:
         dit, encoders = self._dit[key], self._encoders[frozen]
         if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
             dit = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
+        sizes = sizes_of(model, train, self._cuda)
+        graphs = self._cuda and model.dit.cuda_graphs and model.dit.compiles
         return replace(
-            sizes_of(model, train, self._cuda),
+            sizes,
+            graphs_gib=graphs_gib(model, self._geometry, self._clips, dit, sizes) if graphs else 0.0,
             vae_gib=encoders.vae_gib,
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
@@ -369,6 +377,27 @@ class Forecasts:
             image_gib=image.weights_gib if image is not None else 0.0,
             host_gib=few.host_gib if self._cuda else 0.0,
         )
+
+
+def graphs_gib(
+    model: ModelConfig, geometry: Geometry, clips: Sequence[PixelShape], needs: Needs, sizes: MemoryForecast
+) -> float:
+    """GiB of the CUDA graphs of small passes: what the largest of these computes with, the gradients of a block, and
+    what goes into graphs and comes out of them."""
+    from ops.models.experts import most_in_small_pass
+    from ops.packing import Sequence as PackedSequence
+
+    text, passes, slots = model.text.most_tokens, 0.0, 0.0
+    for clip in clips:
+        grid = geometry.token_grid(*clip)
+        count = most_in_small_pass(model.dit, PackedSequence(grid, text))
+        if not count:
+            continue
+        samples = [replace(_clip(clip), count=count, text_tokens=text)]
+        passes = max(passes, needs.gib(footprint("dit", samples, 1, geometry.tokens, needs)) or 0.0)
+        slots = max(slots, _SLOTS * count * (math.prod(grid) + text) * model.dit.dim * sizes.parameter_bytes / GIB)
+    blocks = sizes.trained / sum(model.dit.block_counts) * sizes.parameter_bytes / GIB
+    return passes + blocks + slots if slots else 0.0
 
 
 def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from actors.plan.types import USABLE
+from ops.graphed_blocks import held_by_graphs
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30
@@ -101,7 +102,7 @@ class DeviceMeter:
         free, total = torch.cuda.mem_get_info(self._device)
         usable = min(total, self._limit * GIB) if self._limit else total
         other = total - free - torch.cuda.memory_reserved(self._device)  # contexts, communicators, other processes
-        return USABLE * (usable - other)
+        return USABLE * (usable - other) - held_by_graphs(self._device)
 
     def _counters(self) -> tuple[int, int, int]:
         """Bytes in tensors, the most of them since the last start, and how often the allocator had to try again. One

@@ -7,6 +7,7 @@ A forward pass is that of one of them (`transformers`), for clips whose noise le
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -17,13 +18,15 @@ from ops.compiled_blocks import CompiledBlocks, codes_made
 from ops.graphed_blocks import CudaGraphs, GraphedBlocks
 from ops.models.base.config import CudaGraphsSetting, DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Layout
+from ops.packing import Layout, Sequence
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
 
 _BLOCK_WEIGHTS = 2**26  # that a row of video meets
-_BLOCK_FLOPS = 1e12  # 2.5 ms at 400 TFLOP/s; a host asks for the 250 operators of a block in 1.5 ms, at 6 us for each
+# 12 ms at 400 TFLOP/s. For the 250 operators of a block a host takes 1.5 ms at 6 us each, and 16 ms where one was
+# measured (a virtual machine beside an H200).
+_BLOCK_FLOPS = 5e12
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
@@ -69,22 +72,31 @@ def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.de
     for one in transformers(module):
         assert isinstance(one, PackedTransformer)
         if device.type == "cuda" and one.config.compiles:
-            is_small = partial(is_small_pass, one.config)
-            one.graphed = GraphedBlocks(is_small, CudaGraphs(device), compared=setting == "auto")
+            work = partial(share_of_small, one.config)
+            one.graphed = GraphedBlocks(work, CudaGraphs(device), compared=setting == "auto")
         else:
             log.info("model.dit.cuda_graphs: blocks of %s on %s run as written", one.config.architecture, device.type)
 
 
-def is_small_pass(config: DiTConfig, layout: Layout) -> bool:
-    """Whether forward, forward again and backward of a block are less work for a large GPU than for its host, of blocks
-    whose gradients are no weight in its memory: they are there three times."""
-    forward = sum(
-        config.flops.linear(one.tokens, one.text_tokens)
-        + config.flops.attention(one.tokens, one.text_tokens, one.grid[0])
-        for one in layout.sequences
-    )
-    blocks = sum(config.block_counts)
-    return config.flops.video <= 2 * _BLOCK_WEIGHTS * blocks and 4 * forward <= _BLOCK_FLOPS * blocks
+def share_of_small(config: DiTConfig, layout: Layout) -> float:
+    """The work of a pass as a share of the most that a small one may have: forward, forward again and backward of a
+    block are less for a large GPU than for its host. Infinite for blocks whose gradients would be a weight in its
+    memory, as they are there three times."""
+    return sum(_share_of(config, one) for one in layout.sequences)
+
+
+def most_in_small_pass(config: DiTConfig, sequence: Sequence) -> int:
+    """How many such clips a pass may have that is small."""
+    return int(1 / _share_of(config, sequence))
+
+
+def _share_of(config: DiTConfig, sequence: Sequence) -> float:
+    flops, blocks = config.flops, sum(config.block_counts)
+    if flops.video > 2 * _BLOCK_WEIGHTS * blocks:
+        return math.inf
+    tokens, text = sequence.tokens, sequence.text_tokens
+    forward = flops.linear(tokens, text) + flops.attention(tokens, text, sequence.grid[0])
+    return 4 * forward / (_BLOCK_FLOPS * blocks)
 
 
 def by_graphs(transformer: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from ops.comm import Group
 from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.models.experts import by_graphs, code_made, is_small_pass
+from ops.models.experts import by_graphs, code_made, most_in_small_pass, share_of_small
 from ops.models.load import build_dit
 from ops.packing import Layout
 from ops.packing import Sequence as PackedSequence
@@ -38,7 +38,7 @@ Result = tuple[Tensor, list[Tensor]]
 def graphed(config: DiTConfig, capture: Capture, **settings: Any) -> PackedTransformer:
     module = build_dit(config, 0)
     assert isinstance(module, PackedTransformer)
-    usual = {"is_small": partial(is_small_pass, config), "capture": capture, "warm_up": 1}
+    usual = {"work": partial(share_of_small, config), "capture": capture, "warm_up": 1}
     module.graphed = GraphedBlocks(**{**usual, **settings})
     return module
 
@@ -188,7 +188,7 @@ def test_large_passes_bags_and_passes_without_a_gradient_run_as_written() -> Non
     for _ in range(3):
         ours.graphed.begin(Layout([PackedSequence((1, 2, 2), 3)], degree=2))
         assert ours.graphed(ours.all_blocks()[0], ()) is None
-    large = graphed(config, capture, is_small=lambda layout: False)
+    large = graphed(config, capture, work=lambda layout: 1.1)
     for number in range(3):
         run(large, config, number)
     assert capture.captured == 0
@@ -264,13 +264,15 @@ def test_what_is_small_depends_on_weights_and_rows() -> None:
     picture, fewer = PackedSequence((1, 30, 52), 512), PackedSequence((1, 16, 26), 512)
     for config, pack, small in (
         (WAN_1_3B, [picture], True),
-        (WAN_1_3B, [picture] * 2, False),
+        (WAN_1_3B, [picture] * 8, True),
+        (WAN_1_3B, [picture] * 9, False),
         (WAN_1_3B, [fewer] * 4, True),
         (WAN_14B, [picture], False),
         (WAN_14B, [fewer], False),
         (WAN_14B, [PackedSequence((1, 2, 2), 8)], False),  # its gradients would be there three times
     ):
-        assert is_small_pass(config, Layout(pack)) == small
+        assert (share_of_small(config, Layout(pack)) <= 1) == small
+    assert most_in_small_pass(WAN_1_3B, picture) == 8 and most_in_small_pass(WAN_14B, picture) == 0
 
 
 class FakeCuda:

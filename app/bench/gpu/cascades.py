@@ -14,18 +14,27 @@ import torch
 from actors.messages import FinishTask
 from actors.worker.executor import Executor
 from actors.worker.meter import meter_of
+from app.bench.gpu.graphs import graphed
 from app.bench.gpu.idle import device_use
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
-from app.bench.gpu.models import SMALL_CLIP, WAN_1_3B, PackedCall, build, small
+from app.bench.gpu.models import (
+    CLIP_480P81,
+    PICTURE_480P,
+    SHORT_480P17,
+    SMALL_CLIP,
+    WAN_1_3B,
+    PackedCall,
+    build,
+    small,
+)
 from app.bench.gpu.train_step import AS_TRAINED, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops.comm import Group
 from ops.models.base.config import DiTConfig
-from ops.packing import Sequence
 from ops.train_pass import packed_loss
 
-CLIP, SHORT, PICTURE = (Sequence((frames, 30, 52), 512) for frames in (21, 5, 1))  # 81, 17 and 1 frames of 480x832
-CASCADES = ((CLIP,), (SHORT,) * 4, (PICTURE,) * 8, (PICTURE,) * 8, (PICTURE,))  # a clip, short ones, and pictures
+# a clip, short ones, and pictures
+CASCADES = ((CLIP_480P81,), (SHORT_480P17,) * 4, (PICTURE_480P,) * 8, (PICTURE_480P,) * 8, (PICTURE_480P,))
 SMALL_CASCADES = ((SMALL_CLIP,), (SMALL_CLIP,) * 2)
 
 
@@ -34,7 +43,8 @@ class WorkerStep:
     """Seconds of the step by an executor and without one, the idle share, and which cascades kept their attention."""
 
     name: str = "worker.wan-1.3b"
-    estimate_s: float = 40.0
+    by_graphs: bool = False  # blocks of small passes
+    estimate_s: float = 70.0
 
     def why_not(self, place: Place) -> str | None:
         return None
@@ -43,7 +53,9 @@ class WorkerStep:
         config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
         plain = place.seconds(_plain_step(config, place), place.pick(3, 1), warm_up=place.pick(2, 1))
         torch.manual_seed(0)
-        worker = worker_alone(build(config, place.device, torch.bfloat16).train(), config, meter_of(place.device, 0.0))
+        dit = build(config, place.device, torch.bfloat16).train()
+        dit.graphed = graphed(config, place) if self.by_graphs else None
+        worker = worker_alone(dit, config, meter_of(place.device, 0.0))
         steps = _Steps(worker, place)
         timing = place.seconds(steps.run, place.pick(3, 1), warm_up=place.pick(3, 1))
         figures: dict[str, Figure] = {
@@ -64,7 +76,7 @@ class WorkerStep:
 
 
 def measurements() -> list[WorkerStep]:
-    return [WorkerStep()]
+    return [WorkerStep(), WorkerStep(name="worker.wan-1.3b.graphs", by_graphs=True)]
 
 
 class _Steps:

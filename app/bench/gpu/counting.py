@@ -31,7 +31,7 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
-from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, build
+from app.bench.gpu.models import HUNYUAN_13B, PICTURE_256P, WAN_1_3B, build
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
 from ops import noise, sync, uploads
 from ops.attention import varlen
@@ -48,7 +48,6 @@ from ops.waiting import CancelToken, PendingCollective, Work
 
 STAND_IN = torch.device("meta")
 PACK = [PackedSequence((5, 12, 16), 77), PackedSequence((1, 20, 20), 33), PackedSequence((21, 30, 52), 512)]
-SMALL_PICTURE = PackedSequence((1, 16, 26), 512)  # 256 x 416
 READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.is_nonzero", "aten.equal")
 FREE = ("aten.detach", "aten.lift_fresh", "aten.empty", "aten.new_empty", "prim.device")  # neither kernel nor view
 _PATIENCE_S = 600.0  # of members of a bag, which do the same
@@ -277,10 +276,10 @@ def counted_picture(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter
             if graphs:
                 (dit,) = transformers(worker.modules.dit)
                 assert isinstance(dit, PackedTransformer)
-                dit.graphed = GraphedBlocks(lambda layout: True, _OneLaunchEach(counter), warm_up=1)
+                dit.graphed = GraphedBlocks(lambda layout: 1.0, _OneLaunchEach(counter), warm_up=1)
             for step in range(2):
-                _run(worker, step, DispatchCounter(), DispatchCounter(), pack=[SMALL_PICTURE])
-            _run(worker, 2, counter, DispatchCounter(), pack=[SMALL_PICTURE])
+                _run(worker, step, DispatchCounter(), DispatchCounter(), pack=[PICTURE_256P])
+            _run(worker, 2, counter, DispatchCounter(), pack=[PICTURE_256P])
             worker.leave()
     return found
 

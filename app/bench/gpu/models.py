@@ -21,6 +21,7 @@ HUNYUAN_13B = HunyuanConfig(
 )
 
 CLIP_480P81 = Sequence((21, 30, 52), 512)  # 81 x 480 x 832: 32,760 tokens, and Wan's padded text
+SHORT_480P17, PICTURE_480P, PICTURE_256P = (Sequence(grid, 512) for grid in ((5, 30, 52), (1, 30, 52), (1, 16, 26)))
 SMALL_CLIP = Sequence((2, 4, 4), 5)
 
 
