@@ -75,6 +75,23 @@ def test_uploads_to_the_gpus_are_counted_by_the_largest_clip(
         assert f", uploads {gib:.2f})" in capsys.readouterr().out
 
 
+def test_graphs_of_small_passes_are_counted_by_what_fits_such_a_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing where not one clip fits such a pass, and nothing without graphs. It is no room for cascades."""
+    model = ["model.dit.num_layers=2", "model.dit.num_heads=12", "model.dit.head_dim=128", "model.dit.ffn_dim=8960"]
+    model += ["planner.degrees=[1]", "data.batch.max_batch=1"]
+    states, graphs = [], []
+    for table, setting in (("[1x32x48]", "auto"), ("[1x32x48]", "false"), ("[1x1024x1024]", "auto")):
+        plan(tmp_path, 64.0, *model, f"data.buckets.table={table}", f"model.dit.cuda_graphs={setting}")
+        shown = capsys.readouterr().out
+        states += [float(gib) for gib in re.findall(r"states ([\d.]+) \(weights", shown)]
+        graphs.append([float(gib) for gib in re.findall(r", CUDA graphs ([\d.]+)\)", shown)])
+    ((counted,), without, too_large) = graphs
+    assert 0.5 < counted < 16 and not without and not too_large
+    assert states[0] - states[1] == pytest.approx(counted, abs=0.02)
+
+
 def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_path: Path) -> None:
     with pytest.raises(
         PlanError,

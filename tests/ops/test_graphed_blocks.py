@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from app.bench.gpu.models import WAN_1_3B, WAN_14B
 from app.export.parity import parity_sample
 from ops.comm import Group
-from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks
+from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, held_by_graphs
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import by_graphs, code_made, most_in_small_pass, share_of_small
@@ -325,6 +325,28 @@ class FakeCuda:
         monkeypatch.setattr(
             torch._C, "_cuda_endAllocateToPool", lambda device, pool: cuda.said.append(f"leave {pool}"), raising=False
         )
+
+
+def test_memory_of_graphs_is_counted_when_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+    segments, asked = [], []
+
+    def snapshot() -> list[dict[str, object]]:
+        asked.append(len(segments))
+        return segments
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 7))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
+    here, other = torch.device("cuda", 0), torch.device("cuda", 1)
+    capture, before = CudaGraphs(here), held_by_graphs(here)
+    assert not asked, "nothing is captured"
+    segments += [{"segment_pool_id": pool, "total_size": size} for pool, size in (((0, 7), 3), ([0, 7], 4), ((0, 0), 9))]
+    capture(lambda: None)
+    assert held_by_graphs(here) - before == held_by_graphs(here) - before == 7 and held_by_graphs(other) == 0
+    assert len(asked) == 1
+    capture(lambda: None)
+    held_by_graphs(here)
+    assert len(asked) == 2
 
 
 def test_work_is_warmed_up_and_captured_beside_the_stream_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from actors.worker.caching import host_copy
 from actors.worker.handoff import PinnedCopy
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
-from app.bench.gpu.models import PICTURE_256P, PICTURE_480P, SMALL_CLIP, WAN_1_3B, PackedCall, build, small
+from app.bench.gpu.models import PICTURE_256P, PICTURE_480P, SMALL_CLIP, WAN_1_3B, PackedCall, build, small, with_layers
 from ops.comm import Group
 from ops.config import OptimizerConfig
 from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
@@ -44,13 +44,15 @@ class PicturePass:
     name: str
     pictures: tuple[Sequence, ...]
     beside: bool = False  # another thread works while blocks are captured
+    layers: int = WAN_1_3B.num_layers
     estimate_s: float = 12.0
 
     def why_not(self, place: Place) -> str | None:
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
-        config = replace(place.pick(WAN_1_3B, small(WAN_1_3B, 2)), gradient_checkpointing=True)
+        model = place.pick(with_layers(WAN_1_3B, self.layers), small(WAN_1_3B, 2))
+        config = replace(model, gradient_checkpointing=True)
         torch.manual_seed(0)
         dit = build(config, place.device, torch.bfloat16).train()
         pictures = place.pick(list(self.pictures), [SMALL_CLIP] * len(self.pictures))

@@ -247,3 +247,11 @@ def test_a_device_is_asked_for_its_room_once_a_step_and_not_by_cascades(monkeypa
     assert meter.stop() == room, "as much as fits"
     meter.settled()
     assert meter.start() == room and device.asked == 3
+
+
+def test_what_graphs_hold_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator has reserved it, and gives it to nothing else."""
+    FakeAllocator(monkeypatch)
+    meter = DeviceMeter(torch.device("cuda", 0))
+    monkeypatch.setattr("actors.worker.meter.held_by_graphs", lambda device: 3 * GIB)
+    assert meter.room_gib() == pytest.approx(USABLE * 78 - 3)
