@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ops.comm import Group
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
+from ops.kernels.norm_modulate.cpu import table_grads
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.families import FAMILIES
@@ -144,6 +145,18 @@ class OpNames(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.add(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def test_gradients_of_tables_alone_need_no_arithmetic_beyond_the_column_sums() -> None:
+    products, sums = torch.randn(2, 3, WIDTH).unbind()
+    scale = torch.randn(3, WIDTH, dtype=torch.bfloat16)
+    with OpNames() as called:
+        dscale, dshift, *_ = table_grads(products, sums, None, None, scale)
+    assert called.names == {"aten.new_empty.default"}
+    assert dscale is products and dshift is sums
+    with OpNames() as called:
+        table_grads(products, sums, scale[0], None, scale)
+    assert "aten.add.Tensor" in called.names
 
 
 @pytest.mark.parametrize("architecture", ["wan", "hunyuan"])

@@ -115,6 +115,8 @@ def table_grads(
     sum_P: Tensor, sum_Q: Tensor, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of scale, shift [S, D] and weight, bias [D] from P = sum dy * xhat and Q = sum dy per table row."""
+    if weight is None and bias is None:
+        return sum_P, sum_Q, sum_P.new_empty(0), sum_P.new_empty(0)
     dtype = sum_P.dtype
     gain = 1 if scale is None else 1 + scale.to(dtype)
     dscale = _affine(sum_P, weight, None)
