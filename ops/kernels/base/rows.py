@@ -64,6 +64,22 @@ def sum_row(row, NC: tl.constexpr):
 
 
 @triton.jit
+def sum_rows(row, other, NC: tl.constexpr):
+    """The sums of two rows by one cross-lane reduction: warps exchange both totals at once and wait once."""
+    total = row[0]
+    total_other = other[0]
+    for c in tl.static_range(1, NC):
+        total = total + row[c]
+        total_other = total_other + other[c]
+    return tl.reduce((total, total_other), 0, _add_pairs)
+
+
+@triton.jit
+def _add_pairs(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
 def axpy(scalar_row, row, other, NC: tl.constexpr):
     """scalar_row * row + other, chunk by chunk."""
     out = ()

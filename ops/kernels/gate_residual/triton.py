@@ -28,6 +28,8 @@ TABLE: Table = {
     ("gate_backward", 1536, "float32", "sm_90"): Launch(chunk=512, warps=4, stages=3, per_sm=3, load_bits=64),
     ("gate_backward", 3072, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
     ("gate_backward", 5120, "float32", "sm_90"): Launch(chunk=1024, warps=8, stages=2, per_sm=1, load_bits=64),
+    # triton 3.7 spills 8 bytes with the launch of sm_90 where the norm is affine.
+    ("gate_backward", 1536, "bfloat16", "sm_100"): Launch(chunk=512, warps=2, stages=3, per_sm=3),
 }
 
 

@@ -29,6 +29,7 @@ from ops.kernels.base.rows import (
     one_plus,
     store_row,
     sum_row,
+    sum_rows,
     to_fp32,
     zero_row,
 )
@@ -244,12 +245,14 @@ def norm_products(x, dh, mean, rstd, sum_P, sum_Q, NC: tl.constexpr, SUMS: tl.co
 @triton.jit
 def norm_gradient(xhat, wdy, rstd, D: tl.constexpr, NC: tl.constexpr, RMS: tl.constexpr):
     """The gradient of a normalised row: (wdy - xhat * c1 - c2) * rstd, in two fused multiply-adds."""
-    c1 = sum_row(multiply(wdy, xhat, NC), NC) / D
-    c2 = 0.0
-    if not RMS:
-        c2 = sum_row(wdy, NC) / D
-    c1 = c1 * rstd
-    c2 = c2 * rstd
+    products = multiply(wdy, xhat, NC)
+    if RMS:
+        c1 = sum_row(products, NC) / D * rstd
+        c2 = 0.0
+    else:
+        sum_products, sum_wdy = sum_rows(products, wdy, NC)
+        c1 = sum_products / D * rstd
+        c2 = sum_wdy / D * rstd
     total = ()
     for c in tl.static_range(NC):
         total = total + (wdy[c] * rstd - (xhat[c] * c1 + c2),)
