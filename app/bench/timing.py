@@ -78,6 +78,17 @@ def _measure_cuda(make: Callable[[int], Closure], bytes_per_call: int, repeats: 
     return Timing.of(samples)
 
 
+def copy_of(num_bytes: int, device: torch.device, repeats: int) -> Timing:
+    """A copy that moves `num_bytes`, half of them read and half written."""
+
+    def make(_: int) -> Closure:
+        source = torch.randn(num_bytes // 4, device=device, dtype=torch.bfloat16)
+        target = torch.empty_like(source)
+        return lambda: torch.neg(source, out=target)
+
+    return measure(make, num_bytes, device, repeats)
+
+
 def peak_bytes(call: Closure, device: torch.device) -> int:
     """Memory that one call needs beyond what is there: the allocator's peak on CUDA, its profiled calls on CPU."""
     if device.type != "cuda":

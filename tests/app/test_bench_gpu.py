@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from app.bench.gpu import counting, runner
+from app.bench import timing
+from app.bench.gpu import counting, ops_speed, runner
 from app.bench.gpu.__main__ import _without, main
 from app.bench.gpu.attention_right import softmax_attention
 from app.bench.gpu.catalogue import catalogue, chosen
@@ -27,6 +28,7 @@ from app.bench.gpu.runner import Budget, OtherDevice, Round, TooLittleTime, run_
 from app.bench.gpu.targets import TARGETS, judged
 from app.bench.gpu.train_step import AS_TRAINED, step_config
 from app.bench.gpu.vae_speed import psnr
+from app.bench.timing import Closure, Timing
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
 from ops.comm import Group
@@ -215,6 +217,34 @@ def test_the_list_names_every_measurement_and_measures_nothing(capsys: pytest.Ca
 
 def test_only_takes_beginnings_of_names() -> None:
     assert {one.name.split(".")[0] for one in chosen(catalogue(PLACE), ["ipc", "step."])} == {"ipc", "step"}
+
+
+def test_an_op_is_held_against_a_copy_of_its_own_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    def copy_of(num_bytes: int, device: torch.device, repeats: int) -> Timing:
+        copied.append(num_bytes)
+        return Timing(seconds=0.5, spread=0)
+
+    monkeypatch.setattr(ops_speed, "copy_of", copy_of)
+    measurement = ops_speed.OpsSpeed(op="gate_residual_ln_modulate", width=1536, tokens=8192)
+    found = measurement.run(replace(PLACE, rehearse=True), {})
+    values = 2 * ops_speed.SMALL_WIDTH * ops_speed.SMALL_TOKENS
+    assert copied == [4 * values, 6 * values], "once for each direction, not for each layout"
+    for key in ("B=1/forward", "packed/backward"):
+        assert found[f"{key}/fused of such a copy"] == pytest.approx(500 / float(found[f"{key}/fused ms"] or 0))
+        assert found[f"{key}/fused of copy"] is None, "the ceiling was not measured"
+
+
+def test_a_copy_moves_as_many_bytes_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(make: Callable[[int], Closure], bytes_per_call: int, device: torch.device, repeats: int) -> Timing:
+        target = make(0)()
+        assert isinstance(target, torch.Tensor)
+        assert 2 * target.nbytes == bytes_per_call == 4096
+        return Timing(seconds=1, spread=0)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    assert timing.copy_of(4096, PLACE.device, 1).seconds == 1
 
 
 def line(name: str, **figures: float | bool) -> ResultLine:

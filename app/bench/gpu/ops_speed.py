@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.ops_inputs import layouts
 from app.bench.ops_measure import BenchCase, measure_case
 from app.bench.ops_report import OpsRow, Results
+from app.bench.timing import copy_of
 from ops.kernels.base.interpreter import interpreting
 from ops.kernels.base.measured import Contest, RowLayout
 from ops.kernels.folders import contests
@@ -25,7 +27,11 @@ REPEATS = 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpsSpeed:
-    """One op at one width and length in all its layouts. Shares need the copy ceiling, gains the eager code."""
+    """One op at one width and length in all its layouts. Shares need the copy ceiling, gains the eager code.
+
+    The ceiling is a copy of gigabytes. A launch of the op's size reaches less, whatever it does, because it starts and
+    ends; so beside it stands the share of a copy of as many bytes as the op moves.
+    """
 
     op: str
     width: int
@@ -56,7 +62,7 @@ class OpsSpeed:
             with triton_only() if kernels else nullcontext():
                 rows += measure_case(case, place.device, place.pick(REPEATS, 1))
             torch._dynamo.reset()
-        return _figures(rows, copy_speed(earlier))
+        return _figures(rows, copy_speed(earlier), _such_copies(rows, place))
 
 
 def measurements() -> list[OpsSpeed]:
@@ -73,7 +79,15 @@ def _layouts(op: Contest, tokens: int, place: Place) -> list[RowLayout]:
     return place.pick(found, [found[0], found[-1]])
 
 
-def _figures(rows: list[OpsRow], copy: float | None) -> NamedFigures:
+def _such_copies(rows: list[OpsRow], place: Place) -> dict[str, float]:
+    """Bytes per second, by direction, of a copy of as many bytes as the op moves. Layouts hardly differ in them."""
+    moved = {row.direction: row.useful_bytes for row in rows if row.variant == "fused"}
+    repeats = place.pick(REPEATS, 1)
+    return {direction: size / copy_of(size, place.device, repeats).seconds for direction, size in moved.items()}
+
+
+def _figures(rows: list[OpsRow], copy: float | None, such_copies: Mapping[str, float]) -> NamedFigures:
+    """The ceiling `copy` and `such_copies` in bytes per second."""
     results = Results(rows, copy or float("nan"))
     figures: dict[str, float | None] = {}
     for row in rows:
@@ -81,6 +95,7 @@ def _figures(rows: list[OpsRow], copy: float | None) -> NamedFigures:
         figures[f"{key} ms"] = 1e3 * row.timing.seconds
         if row.variant == "fused":
             figures[f"{key} of copy"] = results.share(row) if copy else None
+            figures[f"{key} of such a copy"] = row.useful_bytes / row.timing.seconds / such_copies[row.direction]
             figures[f"{key} x eager"] = results.gain(row, "eager")
             figures[f"{key} spread"] = row.timing.spread
     return figures
