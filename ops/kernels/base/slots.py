@@ -20,7 +20,7 @@ from ops.kernels.base.compiled import CompileCase
 from ops.kernels.base.segments import Segments
 from ops.kernels.base.tuning import Launch
 
-# SUM_SLOTS x SUM_COLUMNS values are loaded at once, so the 400 to 800 slots of a whole sample are a handful of trips to
+# SUM_SLOTS x SUM_COLUMNS values are loaded at once, so the 130 to 400 slots of a whole sample are two to four trips to
 # the L2 cache.
 SUM_SLOTS, SUM_COLUMNS, SUM_WARPS = 128, 32, 4
 
