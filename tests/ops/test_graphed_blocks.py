@@ -340,7 +340,8 @@ def test_memory_of_graphs_is_counted_when_there_are_new_ones(monkeypatch: pytest
     here, other = torch.device("cuda", 0), torch.device("cuda", 1)
     capture, before = CudaGraphs(here), held_by_graphs(here)
     assert not asked, "nothing is captured"
-    segments += [{"segment_pool_id": pool, "total_size": size} for pool, size in (((0, 7), 3), ([0, 7], 4), ((0, 0), 9))]
+    sizes = (((0, 7), 3), ([0, 7], 4), ((0, 0), 9))
+    segments += [{"segment_pool_id": pool, "total_size": size} for pool, size in sizes]
     capture(lambda: None)
     assert held_by_graphs(here) - before == held_by_graphs(here) - before == 7 and held_by_graphs(other) == 0
     assert len(asked) == 1
