@@ -43,7 +43,8 @@ def test_memory_of_graphs_is_no_room_for_cascades() -> None:
     torch.cuda.empty_cache()
     held, left = held_by_graphs(device) - before, torch.cuda.mem_get_info(device)[0]
     assert dit.graphed.by_graphs and held > 0
-    assert taken - left == pytest.approx(held, rel=0.5), "and the memory that goes in and out of them"
+    beside = 0.4 * GIB  # gradients of a block, what goes in and out, workspaces of cuBLAS for the stream of captures
+    assert held <= taken - left <= held + beside
     now = meter.room_gib()
     assert room is not None and now is not None and room - now >= held / GIB
 

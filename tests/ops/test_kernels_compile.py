@@ -13,9 +13,12 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from ops.kernels.base.tuning import Launch, configuration, rule
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.search(r"^triton==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
@@ -103,13 +106,29 @@ def test_the_gate_takes_known_widths_and_one_architecture(capsys: pytest.Capture
 
 
 def test_an_architecture_without_rows_runs_with_those_of_sm_90() -> None:
-    from ops.kernels.base.tuning import Launch, configuration, rule
-
     rows = {("forward", 1536, "bfloat16", "sm_90"): Launch(chunk=64, warps=1)}
     own = {("forward", 1536, "bfloat16", "sm_100"): Launch(chunk=128, warps=1)}
     assert configuration(rows, "forward", 1536, arch="sm_100").chunk == 64
     assert configuration(rows | own, "forward", 1536, arch="sm_100").chunk == 128
     assert configuration(rows, "forward", 1024, arch="sm_100") == rule("forward", 1024)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])
+def test_fewer_rows_are_in_flight_where_there_is_less_shared_memory(arch: str) -> None:
+    launch = Launch(chunk=64, warps=1, stages=4, per_sm=2)
+    rows = {("backward", 1536, "bfloat16", "sm_90"): launch}
+    assert configuration(rows, "backward", 1536, arch="sm_90") == launch
+    assert configuration(rows, "backward", 1536, arch=arch) == replace(launch, stages=2)
+    assert configuration({}, "backward", 2048, arch=arch).stages == 2
+
+
+@pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])
+def test_rows_in_flight_are_enough_bytes_for_a_multiprocessor(width: int) -> None:
+    """48 KB and more, where three rows of each program are that much."""
+    for kernel, tensors in (("backward", 2), ("gate_backward", 4), ("qk_backward", 2)):
+        launch = rule(kernel, width)
+        most = 3 * launch.per_sm * 2 * width * tensors
+        assert (launch.stages - 1) * most / 3 >= min(48 << 10, most) and 2 <= launch.stages <= 4
 
 
 def test_the_gate_notices_spills_narrow_loads_crowding_and_conversions() -> None:

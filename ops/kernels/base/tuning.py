@@ -15,7 +15,7 @@ backwards have 48 to 80 KB in flight per multiprocessor, from 1 to 4 programs: w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Kernel = str  # the name of a kernel in the op's table
 
@@ -36,20 +36,27 @@ class Launch:
 
 Table = Mapping[tuple[Kernel, int, str, str], Launch]  # (kernel, D, dtype of x, architecture)
 
+_LARGE_SHARED = ("sm_90", "sm_100", "sm_103")  # with 228 KB of shared memory per multiprocessor
+_IN_FLIGHT = 72 << 10  # bytes of rows per multiprocessor
+_ROW_TENSORS = {"backward": 2, "gate_backward": 4, "qk_backward": 2}  # that a row in flight is of, in bf16
+
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat16", arch: str = "sm_90") -> Launch:
     """The row of the op's table for the architecture, else the one for sm_90, else the rule below.
 
-    sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here.
+    sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here. Other
+    ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program.
     """
     found = table.get((kernel, width, dtype, arch)) or table.get((kernel, width, dtype, "sm_90"))
-    return rule(kernel, width) if found is None else found
+    launch = rule(kernel, width) if found is None else found
+    return launch if arch in _LARGE_SHARED else replace(launch, stages=min(launch.stages, 2))
 
 
 def rule(kernel: Kernel, width: int) -> Launch:
-    """Fewest padded lanes, at most `limit` columns per thread, then the fewest warps."""
+    """Fewest padded lanes, at most `limit` columns per thread, then the fewest warps; of a backward as many rows in
+    flight as are enough bytes, up to three."""
     limit = {"backward": 24, "token_backward": 24, "gate_backward": 20}.get(kernel, 40)
     options = []
     for chunk in CHUNKS:
@@ -60,6 +67,9 @@ def rule(kernel: Kernel, width: int) -> Launch:
                 options.append((num_chunks * chunk, warps, num_chunks, chunk))
     if not options:  # a very wide gate backward: let it spill rather than fail
         options.append((width, 16, -(-width // 4096), 4096))
-    _, warps, _, chunk = min(options)
-    backward = kernel in ("backward", "gate_backward", "qk_backward")
-    return Launch(chunk=chunk, warps=warps, stages=2 if backward else 1, per_sm=max(8 // warps, 1) if backward else 1)
+    padded, warps, _, chunk = min(options)
+    if kernel not in _ROW_TENSORS:
+        return Launch(chunk=chunk, warps=warps)
+    per_sm, row_bytes = max(8 // warps, 1), 2 * padded * _ROW_TENSORS[kernel]
+    stages = 1 + min(max(-(-_IN_FLIGHT // (per_sm * row_bytes)), 1), 3)
+    return Launch(chunk=chunk, warps=warps, stages=stages, per_sm=per_sm)

@@ -39,7 +39,7 @@ TABLE: Table = {
     ("qk_forward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4),
     ("qk_backward", 1536, "bfloat16", "sm_90"): Launch(chunk=512, warps=2, stages=3, per_sm=4),
     ("qk_backward", 3072, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4, stages=3, per_sm=2),
-    ("qk_backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=8, stages=3, per_sm=2, load_bits=64),
+    ("qk_backward", 5120, "bfloat16", "sm_90"): Launch(chunk=1024, warps=4, stages=4, per_sm=1),
     ("qk_backward", 5120, "bfloat16", "sm_100"): Launch(chunk=1024, warps=8, stages=3, per_sm=1, load_bits=64),
 }
 
