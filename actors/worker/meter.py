@@ -189,6 +189,14 @@ def collect() -> None:
         torch.cuda.empty_cache()
 
 
+def keep(device: torch.device) -> None:
+    """What there is now stays as long as the process: beside a GPU that waits for its host, Python no longer walks all
+    of it to find what cannot be reached (some 300,000 objects, 0.16 s). On the CPU `host_bytes` walks it, too."""
+    if device.type == "cuda":
+        gc.collect()
+        gc.freeze()
+
+
 @contextmanager
 def freed() -> Iterator[None]:
     """A context for a cascade: if it fails, its tensors are freed although somebody may keep its error."""

@@ -49,7 +49,7 @@ from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.home import Entry, HomeMemory
 from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, late_sizes, peak_tflops
-from actors.worker.meter import GIB, freed, meter_of, peak_rss_gib
+from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
@@ -110,6 +110,7 @@ class Worker:
         self.executor.meter.settled()
         self._asides = Asides(modules, self.device, self.executor.meter, settle=self._copied)
         self._peak_tflops = peak_tflops(self.device, settings.train)
+        keep(self.device)
         self.heartbeat.idle()
 
     # -- life ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -17,7 +18,7 @@ from actors.messages import CascadeTask, OutOfMemory, Piece, Span, StepSample
 from actors.plan.types import USABLE, Item
 from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
-from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, ran_out
+from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
 from ops.sync import trainable
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
 
@@ -255,3 +256,15 @@ def test_what_graphs_hold_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = DeviceMeter(torch.device("cuda", 0))
     monkeypatch.setattr("actors.worker.meter.held_by_graphs", lambda device: 3 * GIB)
     assert meter.room_gib() == pytest.approx(USABLE * 78 - 3)
+
+
+def test_what_stays_is_walked_no_more_on_a_gpu_alone() -> None:
+    """On the CPU its tensors are found by that walk."""
+    before = gc.get_freeze_count()
+    try:
+        keep(torch.device("cpu"))
+        assert gc.get_freeze_count() == before
+        keep(torch.device("cuda", 0))
+        assert gc.get_freeze_count() > before + 1000
+    finally:
+        gc.unfreeze()
