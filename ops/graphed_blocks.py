@@ -71,7 +71,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # nothing is captured on the default one
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._held, self._counted = 0, 0  # bytes of the pool, when there were so many graphs
+        self._held, self._counted = 0, 0  # bytes of the pool, and the graphs that there were when it was asked
         _captures.add(self)
 
     def held(self, device: torch.device) -> int:
