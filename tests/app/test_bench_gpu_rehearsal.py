@@ -36,7 +36,9 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         assert line.figures.get("right", True) is True, line
     measured = {line.name.split(".")[0] for line in lines if line.good}
     wanted = {"kernels", "attention-right", "dit-right", "ceilings", "step", "ops", "attention", "ipc", "copies"}
-    assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker"}
+    assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker", "launches"}
+    for line in (line for line in lines if line.name.startswith("launches.")):
+        assert (line.figures["tried"], line.figures["failed"]) == (2, 0), "the interpreter runs every launch"
     text = (tmp_path / "out" / "report.md").read_text()
     assert all(target.what in text for target in TARGETS) and "A rehearsal" in text
     assert not rehearse_again(tmp_path)

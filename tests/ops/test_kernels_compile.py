@@ -13,12 +13,13 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ops.kernels.base.tuning import Launch, configuration, rule
+from ops.kernels.base.tuning import Launch, configuration, launched, rule
 
 ROOT = Path(__file__).parents[2]
 PINNED = re.search(r"^triton==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]  # type: ignore[index]
@@ -111,6 +112,26 @@ def test_an_architecture_without_rows_runs_with_those_of_sm_90() -> None:
     assert configuration(rows, "forward", 1536, arch="sm_100").chunk == 64
     assert configuration(rows | own, "forward", 1536, arch="sm_100").chunk == 128
     assert configuration(rows, "forward", 1024, arch="sm_100") == rule("forward", 1024)
+
+
+def test_a_launch_that_is_tried_replaces_rows_and_rule_of_its_kernel_until_the_end_of_the_trial() -> None:
+    rows = {("backward", 1536, "bfloat16", "sm_90"): Launch(chunk=64, warps=1, stages=4)}
+
+    def now(kernel: str, width: int, arch: str = "sm_90") -> Launch:
+        return configuration(rows, kernel, width, arch=arch)
+
+    calls = [("backward", 1536), ("backward", 2048), ("forward", 1536), ("backward", 1536, "sm_80")]
+    before = [now(*call) for call in calls]
+    tried, other = Launch(chunk=128, warps=2, stages=4), Launch(chunk=256, warps=4)
+    with launched("backward", tried):
+        assert [now(*call) for call in calls] == [tried, tried, before[2], tried]
+        with ThreadPoolExecutor() as autograd:
+            assert autograd.submit(now, "backward", 1536).result() == tried, "a backward runs in another thread"
+        with pytest.raises(RuntimeError, match="out of resources"), launched("backward", other):
+            assert now("backward", 1536) == other
+            raise RuntimeError("out of resources")
+        assert now("backward", 1536) == tried
+    assert [now(*call) for call in calls] == before
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_120"])

@@ -12,6 +12,7 @@ from app.bench.gpu import (
     dit_right,
     graphs,
     kernels_right,
+    launches,
     longest,
     ops_speed,
     slices,
@@ -31,8 +32,10 @@ def catalogue(place: Place) -> list[Measurement]:
     """All measurements in the order in which they run; names are unique."""
     ops, attention = ops_speed.measurements(), attention_speed.measurements()
     small, large = train_step.measurements("wan-1.3b"), train_step.measurements("wan-14b")
+    tuned = launches.measurements()  # for those who make rows of the launch tables
     if place.rehearse:  # other sizes of the same code
         ops = [one for one in ops if (one.width, one.tokens) == (ops[0].width, ops[0].tokens)]
+        tuned = tuned[:2]  # a forward and a backward
     found: list[Measurement] = [
         *kernels_right.measurements(),
         *attention_right.measurements(),
@@ -55,6 +58,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *counting.measurements(),
         *slices.measurements(),
         *longest.measurements(),
+        *tuned,
     ]
     assert len({one.name for one in found}) == len(found)
     return found

@@ -31,11 +31,7 @@ class KernelsCheck:
         return f"kernels.{self.op}"
 
     def why_not(self, place: Place) -> str | None:
-        if not backend.has_triton():
-            return "triton is not installed."
-        if place.device.type == "cpu" and not interpreting():
-            return "the kernels run on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)."
-        return None
+        return without_kernels(place)
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         if place.device.type == "cpu":
@@ -65,6 +61,15 @@ LIMITS = {
     "table gradient from bf16": SUM_FROM_BF16,
     "table gradient from fp32": FP32_SUM,
 }
+
+
+def without_kernels(place: Place) -> str | None:
+    """Why the Triton kernels cannot run here, in one sentence."""
+    if not backend.has_triton():
+        return "triton is not installed."
+    if place.device.type == "cpu" and not interpreting():
+        return "the kernels run on the CPU in Triton's interpreter only (TRITON_INTERPRET=1)."
+    return None
 
 
 def triton_only() -> AbstractContextManager[None]:

@@ -5,6 +5,11 @@ the interpreter. A table (TABLE of an op's `triton.py`) is keyed by (kernel, D, 
 ahead-of-time gate compiles every row for its architecture and asserts no spills, wide accesses and no layout conversion
 in the row loop.
 
+A row is made from what `python -m app.bench.gpu --only launches.` measures on a GPU of its architecture, some eight
+minutes for all kernels: the launch of today, the best of those around it, and the gain. Where that is more than noise
+(1 %), it becomes a row; `python -m ops.kernels.aot` then says whether it spills (for sm_90 and sm_100), and `pytest
+tests/ops/kernels` on that GPU whether it is right.
+
 Limits that shaped the rows (sm_90: 65536 registers per SM, 228 KB of shared memory): a backward holds 2 (norm) or 3
 (gate and norm) fp32 sums per column, so a thread of the norm backward takes up to 40 columns and one of the gate
 backward up to 24; stages - 1 rows per program are in flight by cp.async in shared memory. On an H200 the fastest
@@ -14,7 +19,8 @@ backwards have 48 to 80 KB in flight per multiprocessor, from 1 to 4 programs: w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 Kernel = str  # the name of a kernel in the op's table
@@ -42,6 +48,19 @@ _ROW_TENSORS = {"backward": 2, "gate_backward": 4, "qk_backward": 2}  # that a r
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
 
+_launched: Mapping[Kernel, Launch] = {}
+
+
+@contextmanager
+def launched(kernel: Kernel, launch: Launch) -> Iterator[None]:
+    """Run a kernel with this launch at every width, in all threads: benchmarks compare launches, no op does."""
+    global _launched
+    before, _launched = _launched, {**_launched, kernel: launch}
+    try:
+        yield
+    finally:
+        _launched = before
+
 
 def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat16", arch: str = "sm_90") -> Launch:
     """The row of the op's table for the architecture, else the one for sm_90, else the rule below.
@@ -49,6 +68,8 @@ def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat
     sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here. Other
     ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program.
     """
+    if kernel in _launched:
+        return _launched[kernel]
     found = table.get((kernel, width, dtype, arch)) or table.get((kernel, width, dtype, "sm_90"))
     launch = rule(kernel, width) if found is None else found
     return launch if arch in _LARGE_SHARED else replace(launch, stages=min(launch.stages, 2))
