@@ -141,6 +141,8 @@ def test_fewer_rows_are_in_flight_where_there_is_less_shared_memory(arch: str) -
     assert configuration(rows, "backward", 1536, arch="sm_90") == launch
     assert configuration(rows, "backward", 1536, arch=arch) == replace(launch, stages=2)
     assert configuration({}, "backward", 2048, arch=arch).stages == 2
+    own = {("backward", 1536, "bfloat16", arch): replace(launch, stages=3)}
+    assert configuration(rows | own, "backward", 1536, arch=arch).stages == 3, "measured there"
 
 
 @pytest.mark.parametrize("width", [1024, 2048, 4096, 8192])

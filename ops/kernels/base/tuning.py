@@ -66,12 +66,14 @@ def configuration(table: Table, kernel: Kernel, width: int, dtype: str = "bfloat
     """The row of the op's table for the architecture, else the one for sm_90, else the rule below.
 
     sm_100 has as many registers and as much shared memory per multiprocessor as sm_90: what fits there fits here. Other
-    ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program.
+    ones have down to 100 KB of it, and memory that fewer rows in flight keep busy: one per program, unless a row of
+    their own says more.
     """
     if kernel in _launched:
         return _launched[kernel]
-    found = table.get((kernel, width, dtype, arch)) or table.get((kernel, width, dtype, "sm_90"))
-    launch = rule(kernel, width) if found is None else found
+    if own := table.get((kernel, width, dtype, arch)):
+        return own
+    launch = table.get((kernel, width, dtype, "sm_90")) or rule(kernel, width)
     return launch if arch in _LARGE_SHARED else replace(launch, stages=min(launch.stages, 2))
 
 
