@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from app.bench.gpu import launches
-from app.bench.gpu.launches import ROWS, KernelLaunches, around, launch_of_today, measurements, said
+from app.bench.gpu.launches import ROWS, USES, KernelLaunches, around, launch_of_today, measurements, said
 from app.bench.gpu.measurement import Place
+from app.bench.gpu.ops_speed import WIDTHS
 from app.bench.timing import Closure, Timing
 from ops.kernels.base.tuning import Launch, configuration, rule
 
+FILE = Path(__file__).parents[2] / "docs" / "gpu" / "h200-launches.jsonl"
 CPU = torch.device("cpu")
 PLACE = Place(device=CPU, rehearse=False)
 KERNELS = ("forward", "backward", "gate_forward", "gate_backward", "qk_forward", "qk_backward")
@@ -35,21 +40,17 @@ def test_candidates_are_few_and_such_as_a_kernel_takes(kernel: str, width: int) 
                 assert (one.stages, one.per_sm) == (now.stages, now.per_sm), "a forward has neither"
 
 
-def test_the_rows_of_today_are_found_around_those_before_them() -> None:
-    """What docs/gpu has of an H200: launches of before, and those that were measured to be better."""
-
-    def launch(chunk: int, warps: int, stages: int = 1, per_sm: int = 1) -> Launch:
-        return Launch(chunk=chunk, warps=warps, stages=stages, per_sm=per_sm)
-
-    for kernel, width, before, now in (
-        ("forward", 3072, launch(1024, 4), launch(512, 4)),
-        ("backward", 1536, launch(512, 2, 3, 6), launch(512, 4, 4, 3)),
-        ("backward", 5120, launch(1024, 8, 3, 1), launch(1024, 4, 4, 1)),
-        ("gate_backward", 3072, launch(1024, 8, 3, 1), launch(1024, 4, 4, 1)),
-        ("qk_backward", 1536, launch(512, 2, 3, 6), launch(512, 2, 3, 4)),
-        ("qk_backward", 5120, launch(1024, 8, 3, 2), launch(1024, 4, 4, 1)),
-    ):
-        assert now in around(before, kernel, width)
+def test_the_rows_of_an_h200_are_found_around_those_before_them() -> None:
+    measured: dict[tuple[str, int], dict[str, Launch]] = defaultdict(dict)
+    for line in map(json.loads, FILE.read_text(encoding="utf-8").splitlines()):
+        if line["kernel"] != "copy":
+            launch = Launch(**{name: line[name] for name in ("chunk", "warps", "stages", "per_sm")})
+            measured[line["kernel"], line["width"]][line["what"]] = launch
+    assert set(measured) == {(use, width) for use in USES for width in WIDTHS}
+    both = {use: found for use, found in measured.items() if "before" in found}
+    assert len(both) == 14
+    for (use, width), found in both.items():
+        assert found["now"] in around(found["before"], USES[use][0], width)
 
 
 def test_a_launch_is_said_as_its_row_is_written() -> None:
