@@ -134,9 +134,9 @@ class GraphedBlocks:
         kinds: int = 8,
         warm_up: int = 9,
     ) -> None:
-        """`work` gives that of a pass as a share of the most that one may have which runs by graphs. Passes of equal
-        layouts are of one kind; a kind that has come more than `warm_up` times gets graphs, for good, until `kinds` of
-        them have some. With `compared` a kind whose passes turn out no faster by graphs runs as written again."""
+        """`work` gives the size of a pass as a share of the most that one by graphs may have. Passes of equal layouts
+        are of one kind; a kind that has come more than `warm_up` times gets graphs, for good, until `kinds` of them
+        have some. With `compared` a kind whose passes turn out no faster by graphs runs as written again."""
         self._work, self._capture, self._compared = work, capture, compared
         self._most, self._warm_up = kinds, warm_up
         self._seen: OrderedDict[Hashable, _PassKind] = OrderedDict()  # without graphs; seen last at the end

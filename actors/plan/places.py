@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from actors.plan.types import USABLE
+
 GradientSetting = Literal["auto", "own", "node", "host"]
 GradientPlace = Literal["own", "node", "host"]
 StateSetting = Literal["auto", "device", "host"]
@@ -68,6 +70,18 @@ def parameter_places(setting: ParameterSetting, fetchable: bool) -> tuple[Parame
     if setting == "auto":
         return ("replicated", "node") if fetchable else ("replicated",)
     return (setting,)
+
+
+def has_room_beside(least_gib: Sequence[float], device_gib: float, gib: float) -> bool:
+    """Whether a device has `gib` for something else where it is `chosen` by these.
+
+    >>> has_room_beside((64.0, 30.0), 40.0, 9.0), has_room_beside((64.0, 30.0), 40.0, 10.0)
+    (True, False)
+    """
+    if device_gib <= 0 or not least_gib:
+        return True
+    least = next((one for one in least_gib if one <= device_gib), least_gib[-1])
+    return least + gib / USABLE <= device_gib
 
 
 def chosen(places: Sequence[Places], least_gib: Sequence[float], device_gib: float) -> Places:

@@ -24,7 +24,7 @@ from actors.plan.costs.needs import (
     footprint,
     line_through,
 )
-from actors.plan.places import BESIDE, Places
+from actors.plan.places import BESIDE, Places, has_room_beside
 from actors.plan.types import USABLE
 from data.buckets import BucketTable
 from data.config import DataConfig
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
 BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
+_POOL = 1.5  # times what a block computes with that the allocator takes for its graphs (H200: 1.4)
 _SLOTS = 5  # times the rows of a pass that its graphs hold beside it: in, out, the gradients of both, and small ones
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
 
@@ -93,7 +94,8 @@ class MemoryForecast:
     host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
-    graphs_gib: float = 0.0  # of CUDA graphs, once passes of all kinds have them
+    graphs_gib: float = 0.0  # of CUDA graphs of small passes, which a GPU has where it has room for them
+    has_graphs: bool = False
 
     def possible(self, train: TrainConfig, per_node: int) -> list[MemoryForecast]:
         """Forecasts with gradients, state and parameters in each of the places that the settings allow, the fastest
@@ -116,7 +118,7 @@ class MemoryForecast:
             vae=self.vae_gib,
             text=self.text_gib,
             image=self.image_gib,
-            graphs=0.0 if self.fetches else self.graphs_gib,
+            graphs=self.graphs_gib if self.has_graphs else 0.0,
         )
 
     def nodes(self, workers: int) -> tuple[int, ...]:
@@ -217,6 +219,13 @@ class Demand:
         """Whether it does on that number of workers with `memory_gib` each."""
         room = found.room_gib(memory_gib, workers, communicators_gib(degrees, workers, self.bag_peers))
         return self.need_gib(found.needs, degrees, workers) <= room
+
+    def with_graphs(
+        self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float
+    ) -> MemoryForecast:
+        """The forecast with the graphs that a worker has which finds room for them beside all else."""
+        least = self.least_gib(found, degrees, workers)
+        return replace(found, has_graphs=not found.fetches and has_room_beside([least], memory_gib, found.graphs_gib))
 
     def fewest(
         self, found: MemoryForecast, degrees: Sequence[int], memory_gib: float, least: int, most: int
@@ -332,10 +341,10 @@ class Forecasts:
         if train.memory.attention == "kept" and model.dit.gradient_checkpointing:
             dit = with_attention_kept(dit, model.dit.kept_bytes(2 if precision.autocast else dtype.itemsize))
         sizes = sizes_of(model, train, self._cuda)
-        graphs = self._cuda and model.dit.cuda_graphs and model.dit.compiles
+        graphs = self._cuda and model.dit.cuda_graphs and model.dit.compiles and 1 in degrees
         return replace(
             sizes,
-            graphs_gib=graphs_gib(model, self._geometry, self._clips, dit, sizes) if graphs else 0.0,
+            graphs_gib=graphs_gib(model, self._geometry, self._clips, sizes, precision) if graphs else 0.0,
             vae_gib=encoders.vae_gib,
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
@@ -380,24 +389,27 @@ class Forecasts:
 
 
 def graphs_gib(
-    model: ModelConfig, geometry: Geometry, clips: Sequence[PixelShape], needs: Needs, sizes: MemoryForecast
+    model: ModelConfig, geometry: Geometry, clips: Sequence[PixelShape], sizes: MemoryForecast, precision: Precision
 ) -> float:
-    """GiB of the CUDA graphs of small passes: what the largest of these computes with, the gradients of a block, and
-    what goes into graphs and comes out of them."""
+    """GiB of the CUDA graphs of small passes: what one block of the largest computes with, the gradients of a block,
+    and what goes into graphs and comes out of them; of each expert. As many clips of one shape as a small pass takes,
+    whatever batches have."""
     from ops.models.experts import most_in_small_pass
+    from ops.models.forecast import dit_need_gib
     from ops.packing import Sequence as PackedSequence
 
-    text, passes, slots = model.text.most_tokens, 0.0, 0.0
-    for clip in clips:
-        grid = geometry.token_grid(*clip)
-        count = most_in_small_pass(model.dit, PackedSequence(grid, text))
-        if not count:
-            continue
-        samples = [replace(_clip(clip), count=count, text_tokens=text)]
-        passes = max(passes, needs.gib(footprint("dit", samples, 1, geometry.tokens, needs)) or 0.0)
-        slots = max(slots, _SLOTS * count * (math.prod(grid) + text) * model.dit.dim * sizes.parameter_bytes / GIB)
-    blocks = sizes.trained / sum(model.dit.block_counts) * sizes.parameter_bytes / GIB
-    return passes + blocks + slots if slots else 0.0
+    shapes = [PackedSequence(geometry.token_grid(*clip), model.text.most_tokens) for clip in clips]
+    passes = [(most_in_small_pass(model.dit, one), one) for one in shapes]
+    count, one = max(passes, key=lambda found: found[0] * (found[1].tokens + found[1].text_tokens))
+    if not count:
+        return 0.0
+    blocks, row_gib = sum(model.dit.block_counts), model.dit.dim * sizes.parameter_bytes / GIB
+    checkpointed = replace(model.dit, gradient_checkpointing=True)
+    inputs = blocks * count * one.tokens * row_gib  # of all blocks, which are in no graph
+    computed = max(dit_need_gib(checkpointed, [one] * count, 1, precision) - inputs, 0.0)
+    slots = _SLOTS * count * (one.tokens + one.text_tokens) * row_gib
+    gradients = sizes.trained / blocks * sizes.parameter_bytes / GIB
+    return len(model.dit.experts) * (_POOL * computed + slots) + gradients
 
 
 def with_attention_kept(needs: Needs, row_bytes: int) -> Needs:

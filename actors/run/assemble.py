@@ -82,7 +82,7 @@ def start_controller(
     device = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
     measured = bool(profile is not None or config.planner.profile) or not uses_gpu(config.workers)
     costs = _costs(config, model, geometry, device, events, profile)
-    pool = RayPool(run, _worker_settings(config, geometry, costs.least_gib), monitor, worker_class)
+    pool = RayPool(run, _worker_settings(config, geometry, costs), monitor, worker_class)
     shortage = _shortage(config, model, costs, asides)
     # By a profile of its own: that of the plans takes up what earlier starts of the run have learned.
     target = TargetBatch(profile=_profile(config, model, geometry, device), geometry=geometry)
@@ -226,6 +226,7 @@ class _Costs:
     profile: Profile
     demand: Demand | None = None  # of training; None: memory is not predicted
     least_gib: tuple[float, ...] = ()
+    graphs_gib: float = 0.0
     """GiB of a GPU that has room for training with gradients and state in each of the places that settings allow."""
 
     def degrees(self, config: RuntimeConfig) -> tuple[int, ...]:
@@ -265,10 +266,10 @@ def _with_memory(costs: _Costs, config: RuntimeConfig, model: ModelConfig, geome
     costs.profile.expect_needs(predicted.needs)
     possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
     least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
-    return replace(costs, demand=demand, least_gib=least_gib)
+    return replace(costs, demand=demand, least_gib=least_gib, graphs_gib=predicted.graphs_gib)
 
 
-def _worker_settings(config: RuntimeConfig, geometry: Geometry, least_gib: tuple[float, ...]) -> WorkerSettings:
+def _worker_settings(config: RuntimeConfig, geometry: Geometry, costs: _Costs) -> WorkerSettings:
     return WorkerSettings(
         model=config.model,
         train=config.train,
@@ -276,7 +277,8 @@ def _worker_settings(config: RuntimeConfig, geometry: Geometry, least_gib: tuple
         cache=config.data.cache,
         # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
         cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
-        least_gib=least_gib,
+        least_gib=costs.least_gib,
+        graphs_gib=costs.graphs_gib,
         largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
-from actors.plan.places import Places, chosen
+from actors.plan.places import Places, chosen, has_room_beside
 from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
 from ops.compiled_blocks import check_compiler
@@ -21,7 +22,7 @@ from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
-from ops.models.experts import compile_blocks, graph_blocks, parts_of, transformers
+from ops.models.experts import compile_blocks, graph_blocks, parts_of, run_as_written, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _GIB = 2**30
@@ -248,6 +251,15 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
         parameters=places.parameters,
         parts=parts_of(dit),
     )
+
+
+def fit_graphs(dit: nn.Module, settings: WorkerSettings, device_gib: float) -> None:
+    """Blocks run as written where a device of `device_gib` (0: no limit) has no room for their CUDA graphs beside what
+    training needs."""
+    graphs_gib = settings.graphs_gib
+    if graphs_gib and not has_room_beside(settings.least_gib, device_gib, graphs_gib):
+        log.warning("no room for CUDA graphs (%.1f GiB): blocks run as written (model.dit.cuda_graphs)", graphs_gib)
+        run_as_written(dit)
 
 
 def memory_of(train: TrainConfig, places: Places) -> GradientMemory:

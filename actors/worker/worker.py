@@ -48,7 +48,15 @@ from actors.worker.gpu_place import place_of
 from actors.worker.handoff import EncodeResult, HostCopies, PinnedCopy
 from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.home import Entry, HomeMemory
-from actors.worker.loading import FirstWeights, build_modules, build_sync, device_of, late_sizes, peak_tflops
+from actors.worker.loading import (
+    FirstWeights,
+    build_modules,
+    build_sync,
+    device_of,
+    fit_graphs,
+    late_sizes,
+    peak_tflops,
+)
 from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
@@ -401,6 +409,7 @@ class Worker:
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
         sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib)
+        fit_graphs(modules.dit, self.settings, device_gib)
         return Executor(
             modules,
             sync,

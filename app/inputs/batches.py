@@ -47,7 +47,8 @@ def placed(
     them."""
     possible = found.possible(config.train, per_node)
     least = [demand.least_gib(one, degrees, config.workers.min) for one in possible]
-    return replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
+    found = replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
+    return demand.with_graphs(found, degrees, config.workers.min, memory_gib)
 
 
 def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device: str) -> Places:

@@ -104,14 +104,7 @@ def _lora(setup: TrainedSetup) -> TrainedSetup | None:
     return replace(setup, model=changed) if possible else None
 
 
-def _without_graphs(setup: TrainedSetup) -> TrainedSetup | None:
-    dit = setup.model.dit
-    changed = replace(setup.model, dit=replace(dit, cuda_graphs=False))
-    return replace(setup, model=changed) if dit.cuda_graphs else None
-
-
 CHANGES = (  # the smallest first
-    Remedy("model.dit.cuda_graphs: false", _without_graphs),
     Remedy("model.dit.gradient_checkpointing: true", _checkpointed),
     Remedy("model.text.place: host", _text_on_host),
     Remedy("train.parameter_dtype and train.autocast: bfloat16", _halved),

@@ -27,6 +27,7 @@ _BLOCK_WEIGHTS = 2**26  # that a row of video meets
 # 12 ms at 400 TFLOP/s. For the 250 operators of a block a host takes 1.5 ms at 6 us each, and 16 ms where one was
 # measured (a virtual machine beside an H200).
 _BLOCK_FLOPS = 5e12
+_ELEMENTS = 2**25  # of a narrow model's rows: its passes are as much work for the memory, and take as much of it
 EXPERTS = ("high", "low")  # in the order of `DiTConfig.experts`
 
 
@@ -79,8 +80,8 @@ def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.de
 
 
 def share_of_small(config: DiTConfig, layout: Layout) -> float:
-    """The work of a pass as a share of the most that a small one may have: forward, forward again and backward of a
-    block are less for a large GPU than for its host. Infinite for blocks whose gradients would be a weight in its
+    """The size of a pass as a share of the most that a small one may have: forward, forward again and backward of a
+    block are less work for a large GPU than for its host. Infinite for blocks whose gradients would be a weight in its
     memory, as they are there three times."""
     return sum(_share_of(config, one) for one in layout.sequences)
 
@@ -96,7 +97,14 @@ def _share_of(config: DiTConfig, sequence: Sequence) -> float:
         return math.inf
     tokens, text = sequence.tokens, sequence.text_tokens
     forward = flops.linear(tokens, text) + flops.attention(tokens, text, sequence.grid[0])
-    return 4 * forward / (_BLOCK_FLOPS * blocks)
+    return max(4 * forward / (_BLOCK_FLOPS * blocks), (tokens + text) * config.dim / _ELEMENTS)
+
+
+def run_as_written(module: nn.Module) -> None:
+    """From now on no pass runs by CUDA graphs."""
+    for one in transformers(module):
+        if isinstance(one, PackedTransformer):
+            one.graphed = None
 
 
 def by_graphs(transformer: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from ops.models.wan.config import WanConfig
 
 SETUP = TrainedSetup(
     model=ModelConfig(
-        dit=WanConfig(gradient_checkpointing=False, cuda_graphs="auto"),
+        dit=WanConfig(gradient_checkpointing=False),
         vae=VAEConfig(kind="diffusers", path="vae", dtype="float32"),
         text=TextConfig(),
     ),
@@ -28,7 +28,6 @@ SETUP = TrainedSetup(
 )
 GAINS: dict[str, Callable[[TrainedSetup], bool]] = {  # of each change, how the setup shows it
     "model.dit.gradient_checkpointing: true": lambda s: s.model.dit.gradient_checkpointing,
-    "model.dit.cuda_graphs: false": lambda s: not s.model.dit.cuda_graphs,
     "model.text.place: host": lambda s: s.model.text.place == "host",
     "train.parameter_dtype and train.autocast: bfloat16": lambda s: s.train.parameter_dtype == "bfloat16",
     "train.optimizer.ema_decay: 0": lambda s: s.train.optimizer.ema_decay == 0,
@@ -82,7 +81,7 @@ def test_more_workers_are_advice_alone_and_beside_a_change() -> None:
 
 def test_where_nothing_helps_it_says_what_was_tried() -> None:
     said = told("model.text.place: host", "train.memory.state: host", "model.vae.tiling: true")
-    assert said.startswith("None of these changes makes it fit, alone or in pairs: up to 64 workers; model.dit.cuda")
+    assert said.startswith("None of these changes makes it fit, alone or in pairs: up to 64 workers; model.dit.grad")
     assert "model.dit.lora_rank: 16" in said and "parameters: node" not in said, "which this model cannot have alone"
 
 

@@ -59,6 +59,7 @@ def test_clips_that_are_queued_share_their_pinned_memory() -> None:
     """Ten of the largest, while the device is busy."""
     device, clip = torch.device("cuda", 0), torch.randint(0, 255, (129, 720, 1280, 3), dtype=torch.uint8)
     expect(device, clip.numel())
+    torch.cuda.reset_peak_host_memory_stats()
     before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
     busy = torch.randn(8192, 8192, device=device)
     for _ in range(200):

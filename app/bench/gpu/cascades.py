@@ -57,6 +57,8 @@ class WorkerStep:
         worker = worker_alone(dit, config, meter_of(place.device, 0.0))
         steps = _Steps(worker, place)
         timing = place.seconds(steps.run, place.pick(3, 1), warm_up=place.pick(3, 1))
+        if dit.graphed is not None and not dit.graphed.captures:
+            raise RuntimeError("no pass ran by CUDA graphs: a capture has failed, or none was small.")
         figures: dict[str, Figure] = {
             "seconds": timing.seconds,
             "spread": timing.spread,

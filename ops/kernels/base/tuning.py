@@ -44,6 +44,7 @@ Table = Mapping[tuple[Kernel, int, str, str], Launch]  # (kernel, D, dtype of x,
 
 _LARGE_SHARED = ("sm_90", "sm_100", "sm_103")  # with 228 KB of shared memory per multiprocessor
 _IN_FLIGHT = 72 << 10  # bytes of rows per multiprocessor
+_SHARED = 208 << 10  # of shared memory that rows may take there
 _ROW_TENSORS = {"backward": 2, "gate_backward": 4, "qk_backward": 2}  # that a row in flight is of, in bf16
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)
@@ -94,5 +95,6 @@ def rule(kernel: Kernel, width: int) -> Launch:
     if kernel not in _ROW_TENSORS:
         return Launch(chunk=chunk, warps=warps)
     per_sm, row_bytes = max(8 // warps, 1), 2 * padded * _ROW_TENSORS[kernel]
-    stages = 1 + min(max(-(-_IN_FLIGHT // (per_sm * row_bytes)), 1), 3)
+    most = max(_SHARED // (2 * per_sm * row_bytes), 1)  # where all is fp32
+    stages = 1 + min(-(-_IN_FLIGHT // (per_sm * row_bytes)), most, 3)
     return Launch(chunk=chunk, warps=warps, stages=stages, per_sm=per_sm)

@@ -1,0 +1,45 @@
+"""Which workers have CUDA graphs: those whose device has room for them beside what training needs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from actors.config import WorkersConfig
+from actors.messages import WorkerSettings
+from actors.worker.loading import fit_graphs
+from ops.graphed_blocks import GraphedBlocks
+from ops.models.base.transformer import PackedTransformer
+from ops.models.experts import transformers
+from ops.models.load import build_dit
+from tests.actors.exactness import MODEL, train_config
+
+SETTINGS = WorkerSettings(
+    model=MODEL, train=train_config(), workers=WorkersConfig(), least_gib=(60.0, 30.0), graphs_gib=4.0
+)
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "least_gib", "has"),
+    [
+        (65.0, (60.0, 30.0), True),
+        (63.0, (60.0, 30.0), False),  # also where the other place would leave more
+        (40.0, (60.0, 30.0), True),  # where a run is that does not fit the first place
+        (34.0, (60.0, 30.0), False),
+        (0.0, (60.0, 30.0), True),  # no limit is known
+        (40.0, (), True),
+    ],
+)
+def test_a_worker_has_graphs_where_they_have_room(
+    device_gib: float, least_gib: tuple[float, ...], has: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dit = build_dit(MODEL.dit, 0)
+    for one in transformers(dit):
+        cast(PackedTransformer, one).graphed = GraphedBlocks(lambda layout: 1.0, cast(Any, None))
+    with caplog.at_level(logging.WARNING):
+        fit_graphs(dit, replace(SETTINGS, least_gib=least_gib), device_gib)
+    assert all((cast(PackedTransformer, one).graphed is not None) == has for one in transformers(dit))
+    assert ("no room for CUDA graphs (4.0 GiB)" in caplog.text) == (not has)
