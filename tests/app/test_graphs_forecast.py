@@ -19,7 +19,7 @@ PICTURE = (1, 480, 832)
 
 
 def counted(degrees: Sequence[int] = (1,), **dit: object) -> MemoryForecast:
-    """Of a transformer of Wan2.1-1.3B's width."""
+    """The forecast of a transformer of Wan2.1-1.3B's width."""
     wide = {"num_heads": 12, "head_dim": 128, "ffn_dim": 8960, "num_layers": 2, "cuda_graphs": "auto"}
     model, geometry = resolve(
         ModelConfig(
