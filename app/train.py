@@ -9,8 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from app.run.apart import is_inner, join_lifeline
-from app.run.cluster import leave
-from app.run.launch import train
+from app.run.signals import heed_no_more, unwinds_on_signal
 from app.settings.terminal import answer, debug_wanted, set_up_logging
 
 
@@ -33,10 +32,17 @@ def _main() -> int:
     debug = debug_wanted()
     set_up_logging(debug)
     try:
-        return train(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
+        with unwinds_on_signal():
+            from app.run.launch import train
+
+            return train(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
     except (Exception, KeyboardInterrupt) as error:
         return answer(error, debug)
 
 
 if __name__ == "__main__":
-    leave(_main())
+    code = _main()
+    heed_no_more()
+    from app.run.cluster import leave
+
+    leave(code)

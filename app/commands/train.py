@@ -27,5 +27,8 @@ def train(
         preview(config, settings, resume=resume, overwrite=overwrite)
         return
     from app.run.launch import train as run
+    from app.run.signals import heed_no_more
 
-    raise typer.Exit(run(config, settings, resume=resume, overwrite=overwrite) or 0)
+    code = run(config, settings, resume=resume, overwrite=overwrite)
+    heed_no_more()
+    raise typer.Exit(code)

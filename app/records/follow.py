@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
-from actors.records.events import event_of
+from actors.records.events import RunStarted, event_of
 from actors.records.metrics_line import metrics_of
 from app.records.progress import ProgressLine
 from app.records.tails import JsonObject, backwards, end_of_whole_lines, json_object, last_line, number_in
@@ -25,6 +25,7 @@ class Follower:
     def __init__(self, run_dir: Path, total_steps: int) -> None:
         self._files = {name: Tail(run_dir / name) for name in ("events.jsonl", "metrics.jsonl")}
         self._progress = ProgressLine(total_steps)
+        self.has_begun = False  # the controller has opened the run
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="follow", daemon=True)
 
@@ -51,7 +52,9 @@ class Follower:
                 log.warning("progress could not be shown: %s: %s", type(error).__name__, error)
 
     def _say(self, line: JsonObject) -> None:
-        if text := event_of(line).describe():
+        event = event_of(line)
+        self.has_begun |= isinstance(event, RunStarted)
+        if text := event.describe():
             self._progress.say(text)
 
     def _step(self, line: JsonObject) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 from actors.names import NAMESPACE
 from app.run.cluster import ROOT, must_answer, not_let_in, shut_down_ray, start_ray_here
-from app.run.signals import unwinds_on_signal
+from app.run.signals import unwinds_on_signal, while_ray_starts
 
 
 @contextmanager
@@ -27,17 +27,21 @@ def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
         namespace=NAMESPACE,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
     )
-    address = address or os.environ.get("RAY_ADDRESS")
-    if address:
-        must_answer(address)
+    with unwinds_on_signal() as put_back:
         try:
-            start(address=address)
-        except ConnectionError:
-            raise not_let_in(address, "leave --cluster and RAY_ADDRESS out") from None
-    else:
-        start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
-    try:
-        with unwinds_on_signal():
+            with while_ray_starts(put_back):
+                _connect(start, address or os.environ.get("RAY_ADDRESS"), cpus)
             yield
-    finally:
-        shut_down_ray()
+        finally:
+            shut_down_ray()
+
+
+def _connect(start: Callable[..., object], address: str | None, cpus: int) -> None:
+    if not address:
+        start_ray_here(partial(start, num_cpus=cpus, include_dashboard=False))
+        return
+    must_answer(address)
+    try:
+        start(address=address)
+    except ConnectionError:
+        raise not_let_in(address, "leave --cluster and RAY_ADDRESS out") from None

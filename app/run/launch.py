@@ -40,6 +40,7 @@ from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
 from app.run.outcomes import OUTCOME, worth_keeping
 from app.run.ray_train import trained
+from app.run.signals import RunSignals
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
@@ -68,7 +69,8 @@ def train(
     given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
     if is_inner() or is_on_a_cluster():
-        return _run(config, resume=resume, overwrite=overwrite)
+        with RunSignals() as signals:
+            return _run(config, signals, resume=resume, overwrite=overwrite)
     if logging.getLogger("app").level == logging.DEBUG:
         os.environ["HEDDLE_DEBUG"] = "1"
     options = [word for override in overrides for word in ("--set", override)]
@@ -76,7 +78,7 @@ def train(
     return run_apart(["-m", "app.train", "--config", str(config_path), *options])
 
 
-def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
+def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: bool) -> int:
     """Take the locks of the run's folder, connect to Ray, run to the end, leave Ray. Returns the exit code."""
     folder = run_dir(config)
     with FolderLock(lock_path(folder, DRIVER)) as lock, FolderLock(lock_path(folder, CONTROLLER)) as predecessor:
@@ -93,7 +95,8 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
         _check_files(config)  # before Ray starts, and an earlier run's files go
         print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:
-            connect(config)
+            with signals.while_ray_starts():
+                connect(config)
             check_device(config)
             check_nodes(config)
             device = _device(config, folder)
@@ -109,8 +112,9 @@ def _run(config: RunConfig, *, resume: bool, overwrite: bool) -> int:
             joined().write(folder)
             predecessor.release()
             check_capacity(config)
-            outcome = trained(config, folder, lock.token, changes, _note)
+            outcome = trained(config, folder, lock.token, changes, _note, signals)
         finally:
+            signals.over()
             shut_down_ray()
             if fresh and not worth_keeping(folder):
                 shutil.rmtree(folder, ignore_errors=True)

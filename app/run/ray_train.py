@@ -24,7 +24,7 @@ from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
 from app.run.outcomes import EndedRun, has_ended, read_outcome
-from app.run.signals import stops_on_signal
+from app.run.signals import RunSignals
 from app.settings.config import RunConfig
 from app.settings.errors import one_line
 from app.settings.resume import Change
@@ -38,12 +38,17 @@ RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
 
 
 def trained(
-    config: RunConfig, folder: Path, token: str, changes: Sequence[Change], note: Callable[[str], None]
+    config: RunConfig,
+    folder: Path,
+    token: str,
+    changes: Sequence[Change],
+    note: Callable[[str], None],
+    signals: RunSignals,
 ) -> Outcome:
     """Follow the run until it ends, and return how. `token` is that of the lock on its folder, `changes` what a resume
-    has changed in its settings; `note` shows a person a sentence. Raises KeyboardInterrupt if it was interrupted at
-    once."""
-    with Follower(folder, config.train.steps), stops_on_signal(folder):
+    has changed in its settings; `note` shows a person a sentence. Raises KeyboardInterrupt or SystemExit if it was
+    interrupted at once."""
+    with Follower(folder, config.train.steps) as follower, signals.stopping(folder, lambda: follower.has_begun):
         try:
             returned = _fit(config, folder, token, changes, note)
         except RayGone as error:
@@ -121,7 +126,7 @@ def _fit(
             failure_config=FailureConfig(max_failures=10),
         ),
     )
-    # In a thread Ray Train leaves Ctrl-C alone, so that `stops_on_signal` can let the controller write a checkpoint.
+    # In a thread Ray Train leaves Ctrl-C alone, so that `RunSignals` can let the controller write a checkpoint.
     result: Future[Result] = Future()
 
     def fit() -> None:

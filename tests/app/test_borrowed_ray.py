@@ -24,6 +24,14 @@ with borrowed_ray(None, 1):
         print("unwound")
 """
 
+STARTING = """
+import os, signal, threading, time
+from app.run.borrowed_ray import borrowed_ray
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+with borrowed_ray(None, 1):
+    time.sleep(60)
+"""
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_unwinds_what_is_open_and_leaves_its_handler_as_it_was(number: signal.Signals) -> None:
@@ -49,6 +57,14 @@ def test_a_command_with_a_ray_of_its_own_ends_by_sigterm_without_ray_aborting_it
     assert ended.returncode == 128 + signal.SIGTERM
     assert ended.stdout == "unwound\n"
     assert "SIGTERM received" not in ended.stderr
+
+
+def test_while_its_ray_starts_a_command_ends_by_sigterm_with_the_same_exit_code() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTING], capture_output=True, text=True, env=environment, check=False
+    )
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
 
 
 def test_a_temporary_folder_too_long_for_sockets_is_one_sentence() -> None:

@@ -316,6 +316,19 @@ def test_beside_a_live_run_nobody_starts_and_terminated_it_writes_a_checkpoint(f
 
 
 @pytest.mark.long
+def test_a_run_that_is_terminated_after_its_last_step_has_finished(folder: Path) -> None:
+    process = running(folder, "finished", 2, "--set", "train.steps=2")
+    events = folder / "runs" / "finished" / "events.jsonl"
+    deadline = time.monotonic() + 100
+    while '"finish"' not in events.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and "done: 2 steps" in output, output
+
+
+@pytest.mark.long
 def test_a_run_that_was_terminated_goes_on(folder: Path, whole: list[dict]) -> None:
     process = running(folder, "three", 3, "--set", "train.steps=100000")
     second = train(folder, "--set", "run.name=three", "--resume")

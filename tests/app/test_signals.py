@@ -1,0 +1,158 @@
+"""What a signal does to a run, and to its exit code, in each of its phases."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from app.run import signals as module
+from app.run.signals import RunSignals, while_ray_starts
+
+NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+TERMS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """As at the start of a process, also where the tests run under nohup; put back afterwards."""
+    before = {number: signal.getsignal(number) for number in NUMBERS}
+    for number in TERMS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of the runs that were asked to stop, whose monitors are there."""
+    found: list[Path] = []
+    monkeypatch.setattr(module, "_ask_to_stop", lambda folder: found.append(folder) is None)
+    return found
+
+
+def rays_handler(number: int, frame: FrameType | None) -> None:
+    sys.exit(number)
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+def begun() -> bool:
+    return True
+
+
+def starting() -> bool:
+    return False
+
+
+@pytest.mark.parametrize("number", TERMS)
+def test_before_the_run_it_ends_by_the_signal(number: signal.Signals, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, RunSignals():
+        send(number)
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) == signal.SIG_DFL
+    assert f"ended by {number.name}" in capfd.readouterr().err
+
+
+def test_before_the_run_ctrl_c_interrupts_it() -> None:
+    with pytest.raises(KeyboardInterrupt), RunSignals():
+        send(signal.SIGINT)
+
+
+def test_while_ray_starts_its_handler_ends_the_process_with_our_exit_code() -> None:
+    with pytest.raises(SystemExit) as ended, RunSignals() as signals, signals.while_ray_starts():
+        signal.signal(signal.SIGTERM, rays_handler)
+        send(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_once_ray_has_started_its_handler_is_replaced() -> None:
+    with pytest.raises(SystemExit) as ended, RunSignals() as signals:
+        with signals.while_ray_starts():
+            signal.signal(signal.SIGTERM, rays_handler)
+        send(signal.SIGTERM)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_other_exit_codes_pass() -> None:
+    def put_back() -> None:
+        return None
+
+    with pytest.raises(SystemExit) as ended, while_ray_starts(put_back):
+        sys.exit(128 + signal.SIGHUP)
+    assert ended.value.code == 128 + signal.SIGHUP
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_in_the_run_it_is_asked_to_stop(number: signal.Signals, asked: list[Path], tmp_path: Path) -> None:
+    with RunSignals() as signals, signals.stopping(tmp_path, starting):
+        send(number)
+    assert asked == [tmp_path]
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(asked: list[Path], tmp_path: Path) -> None:
+    with RunSignals() as signals, pytest.raises(KeyboardInterrupt), signals.stopping(tmp_path, begun):
+        send(signal.SIGINT)
+        assert asked == [tmp_path]
+        send(signal.SIGINT)
+
+
+@pytest.mark.parametrize(("has_begun", "code"), [(starting, 128 + signal.SIGTERM), (begun, None)])
+def test_a_run_without_a_monitor_is_starting_or_at_its_end(
+    has_begun: Callable[[], bool], code: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nobody(folder: Path) -> Any:
+        raise LookupError(folder)
+
+    monkeypatch.setattr(module, "monitor_of", nobody)
+    found = None
+    with RunSignals() as signals:
+        try:
+            with signals.stopping(tmp_path, has_begun):
+                send(signal.SIGTERM)
+        except SystemExit as ended:
+            found = ended.code
+    assert found == code
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_of_a_run_that_has_ended_the_exit_code_stands(
+    number: signal.Signals, asked: list[Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RunSignals() as signals:
+        with signals.while_ray_starts():
+            signal.signal(signal.SIGTERM, rays_handler)
+        with signals.stopping(tmp_path, begun):
+            pass
+        send(number)
+    assert not asked
+    assert "has ended already" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_process(asked: list[Path], tmp_path: Path) -> None:
+    with RunSignals() as signals, pytest.raises(KeyboardInterrupt):
+        with signals.stopping(tmp_path, begun):
+            pass
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_an_ignored_signal_stays_ignored(number: signal.Signals, asked: list[Path], tmp_path: Path) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    with RunSignals() as signals:
+        with signals.while_ray_starts():
+            send(number)
+        with signals.stopping(tmp_path, begun):
+            send(number)
+    assert not asked
