@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "cluster.json"
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
+_TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # Ray's 2 s are what a run's end waits for Ray Train to see it
 _GONE_S = 30.0  # a node that Ray has not known as alive for so long is gone
 _CONNECT_S = 5.0
 _GRACE_S = 120.0  # for Ray Train to end after a run that has; it takes seconds
@@ -145,6 +147,7 @@ def start_ray_here(start: Callable[..., object]) -> None:
 def _worker_environment() -> dict[str, str]:
     return {
         "RAY_TRAIN_V2_ENABLED": "1",
+        _TRAIN_LOOK: os.environ.get(_TRAIN_LOOK, "0.5"),
         "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
@@ -287,9 +290,10 @@ def shut_down_ray() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process. If Ray is stuck in it, end without Ray's own clean-up, which would wait for ever."""
+    """End this process, without Python's freeing of each object, which takes a second or two after Ray and torch. If
+    Ray is stuck in it, end without exit handlers, too: Ray's own would wait for ever."""
     if not _stuck:
-        sys.exit(code)
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 from app.run import cluster
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +88,26 @@ def test_a_folder_that_cannot_be_read_now_ends_no_wait(tmp_path: Path) -> None:
     assert not has_ended(tmp_path / ("x" * 300), "a") and not has_ended(tmp_path, "a")
     write_outcome(tmp_path, EndedRun(code=0, reason="done", last_step=3), "a")
     assert has_ended(tmp_path, "a") and not has_ended(tmp_path, "another start")
+
+
+def test_a_process_ends_with_its_code_and_without_freeing_what_it_holds() -> None:
+    code = """
+import atexit
+from app.run.cluster import leave
+class Large:
+    def __del__(self):
+        print("freed")
+held = Large()
+atexit.register(print, "exit handler")
+print("said")
+leave(75)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (75, "said\nexit handler\n"), done.stderr
+
+
+def test_ray_train_is_told_to_look_more_often_by_a_name_it_knows() -> None:
+    from ray.train.v2._internal.constants import DEFAULT_HEALTH_CHECK_INTERVAL_S, HEALTH_CHECK_INTERVAL_S_ENV_VAR
+
+    told = cluster._worker_environment()[HEALTH_CHECK_INTERVAL_S_ENV_VAR]
+    assert float(told) < DEFAULT_HEALTH_CHECK_INTERVAL_S
