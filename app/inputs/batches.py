@@ -25,10 +25,13 @@ from ops.typed import ConfigError
 
 
 def device_gib(config: RunConfig, known_gib: float = 0.0) -> tuple[float | None, bool]:
-    """(GiB of a worker's device, None if unknown; whether it is a GPU). `known_gib`: what a cluster file says of it."""
+    """(GiB of a worker's device, None if unknown; whether it is a GPU). `known_gib`: what a cluster file says of its
+    GPUs."""
     import torch
 
-    here = config.workers.device != "cpu" and torch.cuda.is_available()
+    if config.workers.device == "cpu":
+        return config.workers.memory_gib or None, False
+    here = torch.cuda.is_available()
     cuda = config.workers.device == "cuda" or here or known_gib > 0
     found = known_gib or (torch.cuda.get_device_properties(0).total_memory / 2**30 if here else 0.0)
     limits = [gib for gib in (found, config.workers.memory_gib) if gib]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from actors.plan.types import Plan
 from app.inputs.account import print_account
-from app.inputs.batches import with_limits, with_limits_of
+from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
 from app.inputs.items import items_from_data, open_dataset
@@ -55,19 +55,21 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     print(f"run       {run_dir(config)}{_beginning(config, resume=resume, overwrite=overwrite)}")
     for change in changes:
         print(f"          changed since its last start: {change}")
-    _print_model(config, model)
+    cluster = cluster_of(config)
+    _print_model(config, model, "cuda" if device_gib(config, cluster.memory_gib)[1] else "cpu")
     try:
         check_weights(model)
         check_factors(model.dit)
     except (FileNotFoundError, ValueError) as error:
         print(f"          warning: {error} This can be planned, not trained.")
-    cluster = cluster_of(config)
     profile = profile_of(config, model, geometry)
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)
     if view is not None:
         print("\n".join(state_lines(view)))
+    elif cluster.memory_gib:
+        print("memory    unknown: workers.device is cpu, and the cluster's memory_gib is that of its GPUs")
     make_missing(config.data.sources)
     dataset = open_dataset(config, geometry, profile)
     print_account(account(dataset), config.data.min_coverage)
@@ -111,7 +113,8 @@ def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:
     return " (exists: continued)" if resume else " (exists: give --resume or --overwrite to start it)"
 
 
-def _print_model(config: RunConfig, model: ModelConfig) -> None:
+def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
+    """`device`: the kind that the workers compute on, cpu or cuda."""
     dit = model.dit
     count = num_trained(model.dit)
     layers = "+".join(map(str, dit.block_counts))
@@ -121,8 +124,8 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
     )
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
-    print(f"gradients {_gradients(config, count)}")
-    print(f"encoders  {_encoders(config, model)}")
+    print(f"gradients {_gradients(config, count, device)}")
+    print(f"encoders  {_encoders(model, device)}")
     if config.train.memory.parameters == "node":
         gib = count * {"float32": 4, "bfloat16": 2}[config.train.parameter_dtype] / 2**30
         print(f"weights   {gib:.2f} GiB once in host memory of each node (train.memory.parameters: node)")
@@ -131,9 +134,8 @@ def _print_model(config: RunConfig, model: ModelConfig) -> None:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
 
 
-def _encoders(config: RunConfig, model: ModelConfig) -> str:
+def _encoders(model: ModelConfig, device: str) -> str:
     """What they compute in."""
-    device = _device_of(config)
     if model.vae.kind == "haar":
         vae = "haar codec"
     else:
@@ -143,16 +145,8 @@ def _encoders(config: RunConfig, model: ModelConfig) -> str:
     return f"{vae}, text encoder in {model.text.dtype_on(device)}{place}"
 
 
-def _device_of(config: RunConfig) -> str:
-    """The kind of device of its workers: cpu or cuda."""
-    if config.workers.device == "auto":
-        return "cuda" if _cuda_here() else "cpu"
-    return config.workers.device
-
-
-def _gradients(config: RunConfig, weights: int) -> str:
+def _gradients(config: RunConfig, weights: int, device: str) -> str:
     """Where they lie and what they take."""
-    device = _device_of(config)
     possible = dict.fromkeys(one.gradients for one in config.train.places(weights, device))
     place = {
         "own": "on each worker",

@@ -11,6 +11,7 @@ from actors.plan.types import PlanError
 from app.plan.dry_run import dry_run
 from app.plan.preview import PlanRequest, run_plan
 from data.errors import DataError
+from tests.ops.test_vae import every
 
 # One wide layer on single GPUs: of every degree and layer the prediction runs a pass, which takes seconds.
 WIDE = ["model.dit.ffn_dim=1000000", "data.buckets.table=[1x32x48]", "data.batch.max_batch=1"]
@@ -102,7 +103,7 @@ def test_a_device_too_small_for_the_states_is_refused_with_what_would_fit(tmp_pa
 
 def test_a_tiny_size_is_answered_with_what_lacks_of_it_and_no_minus(tmp_path: Path) -> None:
     with pytest.raises(PlanError) as refused:
-        plan(tmp_path, 0.001, "workers.device=cpu")
+        plan(tmp_path, 64.0, "workers.device=cpu", "workers.memory_gib=0.001")
     assert not re.search(r" -?0\.0 GiB", str(refused.value)), refused.value
 
 
@@ -111,6 +112,29 @@ def test_a_dry_run_shows_memory_before_it_looks_for_data(tmp_path: Path, capsys:
     with pytest.raises(DataError, match="does not exist"):
         dry_run(DEMO, [f"run.dir={tmp_path}", "workers.memory_gib=1", missing])
     assert re.search(r"states [\d.]+ .*\n +room 0\.\d+ for cascades", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("device", "dtype", "memory"), [("cpu", "float32", False), ("auto", "bfloat16", True)])
+def test_a_dry_run_with_the_file_of_a_gpu_cluster_says_throughout_what_its_workers_compute_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, dtype: str, memory: bool
+) -> None:
+    every("wan").model.save_pretrained(tmp_path / "vae")
+    vae = f"model.vae={{kind: diffusers, path: {tmp_path}}}"
+    missing = f"data.sources=[{{path: {tmp_path}/none.tar}}]"
+    settings = [
+        vae,
+        "data.buckets.table=[1x32x48]",
+        missing,
+        f"workers.device={device}",
+        f"workers.cluster={cluster(tmp_path, 8.0)}",
+        "workers.max=2",
+    ]
+    with pytest.raises(DataError, match="does not exist"):
+        dry_run(DEMO, [f"run.dir={tmp_path}", *settings])
+    shown = capsys.readouterr().out
+    assert set(re.findall(r"VAE in (\w+)", shown)) == {dtype}, shown
+    assert ("of a GPU of 8" in shown) == memory
+    assert ("memory    unknown: workers.device is cpu" in shown) != memory
 
 
 def test_fewer_workers_than_the_state_needs_are_refused_before_a_run_shrinks_to_them(
