@@ -99,18 +99,19 @@ class Lookout:
         """Forget failed starts: a worker has started, or the pool has become smaller, so they say nothing any more."""
         self._failed_starts, self.hopeless = 0, ""
 
-    def doing(self, name: str) -> str:
-        """What a worker was doing when it was last heard of, to name the step and cascade that ended it."""
+    def last_heard(self, name: str) -> str:
+        """What a worker was doing at its last heartbeat, to name the cascade that may have ended it: since then it may
+        have begun others, of later steps. "" where nothing is known."""
         progress = self._doing.get(name)
         if progress is None or progress.step < 0:
             return ""
-        return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
+        return f"last heard of{_doing(progress)}"
 
     def late(self) -> str:
         """The worker that the others were waiting for when they were last heard of."""
         busy = [progress for progress in self._doing.values() if progress.activity != "idle" and progress.step >= 0]
         first = first_late(busy)
-        return f"; last heard of {first.worker}{self.doing(first.worker)}" if first is not None else ""
+        return f"; last heard of {first.worker}{_doing(first)}" if first is not None else ""
 
     def _report(self) -> MonitorReport | None:
         """The monitor's report, or None while it is being started again; a new one gets what the old one knew."""
@@ -217,6 +218,12 @@ class Lookout:
         if uses_gpu(self._config):
             room = min(room, int(free.get("GPU", 0)))
         return max(0, room - len(self._pool.pending))
+
+
+def _doing(progress: Progress) -> str:
+    if progress.activity == "idle":
+        return f" idle, after step {progress.step} or in it"
+    return f" in {progress.activity!r} (phase {progress.phase}) of step {progress.step}"
 
 
 def _told_of(slow: Sequence[SlowLink]) -> LinkSlow:

@@ -1,6 +1,6 @@
 """What happens to a run: one class per kind of event, the line of it in events.jsonl, and the words for a person.
 
-    tell(WorkerDied(worker="w3", why="in 'dit' of step 7"))          # whoever has seen it
+    tell(WorkerDied(worker="w3", why="last heard of in 'dit' of step 7"))          # whoever has seen it
     listener.on_event(event.stamped(generation))                     # the controller: when, and in which generation
     {"time": 1795391317.9, "event": "dead", "generation": 1, "worker": "w3", "why": ...}     # events.jsonl
     event_of(line).describe()                                        # "worker w3 died (in 'dit' of step 7)"
@@ -146,7 +146,7 @@ class WorkerLost(RunEvent, event="lost", disturbs=True):
 
 
 class WorkerDied(RunEvent, event="dead", disturbs=True):
-    """A worker died in a generation; `why` says in which cascade."""
+    """A worker died in a generation; `why` says what it was doing at its last heartbeat."""
 
     worker: str
     why: str

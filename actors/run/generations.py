@@ -120,9 +120,9 @@ class GenerationManager:
         self._broken_at = self._broken_at or time.time()
         for name in failures.dead:
             self._remove(name)
-            where = self.lookout.doing(name)
-            self.events.tell(WorkerDied(worker=name, why=where.strip()))
-            self.observe(Death(worker=worker_number(name), reason=f"died{where}"))
+            heard = self.lookout.last_heard(name)
+            self.events.tell(WorkerDied(worker=name, why=heard))
+            self.observe(Death(worker=worker_number(name), reason=f"died, {heard}" if heard else "died"))
         if failures.pixels_lost:
             self.committer.reopen_data("decoded batches were lost")
         if failures.failed:

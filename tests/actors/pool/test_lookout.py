@@ -141,16 +141,17 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
     assert not lookout.hopeless, "three more, not one"
 
 
-def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monitor, pool = Monitor(), Starting(names=["w1", "w2"])
-    for name, waiting_in in (("w1", ""), ("w2", "sum")):
+def test_a_dead_worker_is_named_with_what_it_was_last_heard_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, pool = Monitor(), Starting(names=["w1", "w2", "w3"])
+    busy = ("dit 9f 64x96 b2 sp1 s7", "backward")
+    for name, (activity, phase), waiting_in in (("w1", busy, ""), ("w2", busy, "sum"), ("w3", ("idle", "idle"), "")):
         monitor.beat(
             Progress(
                 worker=name,
                 generation=1,
                 step=7,
-                activity="dit 9f 64x96 b2 sp1 s7",
-                phase="backward",
+                activity=activity,
+                phase=phase,
                 since=0.0,
                 predicted_s=1.0,
                 collectives=3,
@@ -162,8 +163,9 @@ def test_what_ended_a_worker_is_named_by_its_last_heartbeat(monkeypatch: pytest.
     monkeypatch.setattr(ray, "available_resources", dict)
     lookout = Lookout(CONFIG, pool, handle, silent)
     lookout.look()
-    assert lookout.doing("w2") == " in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
-    assert "w1" in lookout.late() and lookout.doing("w9") == ""
+    assert lookout.last_heard("w2") == "last heard of in 'dit 9f 64x96 b2 sp1 s7' (phase backward) of step 7"
+    assert lookout.last_heard("w3") == "last heard of idle, after step 7 or in it"
+    assert "w1" in lookout.late() and lookout.last_heard("w9") == ""
 
 
 def test_slow_links_between_members_are_reported_once_and_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,7 +303,7 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
     pool = Pool(Limits(min=2, max=2, max_losses=5)).run(0, 1)
     for worker in range(2, 100):
         decisions = pool.see(
-            Death(worker=worker - 1, reason="died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7")
+            Death(worker=worker - 1, reason="died, last heard of in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7")
         )
         if fails := of(Failure, decisions):
             break
@@ -312,7 +312,7 @@ def test_a_step_that_ends_its_worker_every_time_ends_the_run_and_is_named() -> N
         assert pool.view.state == "running"
     assert worker == 7, "after six losses"
     assert fails[0].code == 1
-    assert "worker 6 died in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7" in fails[0].reason
+    assert "worker 6 died, last heard of in 'dit 9f 64x96 b2 sp1' (phase backward) of step 7" in fails[0].reason
 
 
 def test_a_worker_that_this_run_ended_explains_no_break() -> None:
