@@ -73,6 +73,7 @@ class Pool(ABC):
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
         self.shunned: tuple[str, ...] = ()  # ids of nodes for which no worker is asked
+        self._resting_since: float | None = None  # monotonic seconds; None while they may work
 
     def taken(self) -> list[str]:
         """The node of every worker that is there, or was asked for and is not there yet."""
@@ -144,6 +145,10 @@ class Pool(ABC):
         if (member := self._members.pop(name, None)) is not None:
             self._end(member, frozen)
 
+    def rest(self) -> None:
+        """The workers have run their last cascades, and only wait to be ended."""
+        self._resting_since = time.monotonic()
+
     def close(self) -> None:
         """End all workers."""
         for name in self.names:
@@ -182,9 +187,10 @@ class RayPool(Pool):
             )
 
     def close(self) -> None:
-        """End all workers, when Ray has the bars of their last cascades."""
+        """End all workers, once Ray has the bars of their last cascades."""
         if any(member.info for member in self._members.values()):
-            time.sleep(_BARS_S)
+            now = time.monotonic()
+            time.sleep(max(0.0, (self._resting_since or now) + _BARS_S - now))
         super().close()
 
     def _end(self, member: PoolMember, frozen: bool) -> None:

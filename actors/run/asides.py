@@ -198,16 +198,18 @@ class AsideTurns:
                 by = partial(elsewhere, rank)
                 self._ask(seat, generation, step, gap_s=gaps[rank], patience=patience, elsewhere=by)
 
-    def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool] = lambda: False) -> bool:
         """All steps are done: make what is left, on all workers at once, until it is `unwanted`. Events say that the
-        run goes on for it, and what it ends without. Never raises."""
+        run goes on for it, and what it ends without. Returns whether workers had any to do. Never raises."""
         try:
-            self._finish(generation, world, unwanted)
+            return self._finish(generation, world, unwanted)
         except Exception:
             log.exception("the last asides were not made")
+            return True
 
-    def _finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool]) -> None:
+    def _finish(self, generation: int, world: Sequence[Seat], unwanted: Callable[[], bool]) -> bool:
         began, alive, told = time.monotonic(), list(world), False
+        worked = bool(self._asked)
         while True:
             gone = self._hear(_LOOK_S)
             took_s = time.monotonic() - began
@@ -215,10 +217,11 @@ class AsideTurns:
             self._queue.add(self._source.wanted())
             self._queue.deal(_nodes(alive), self._most)
             if not (left := self._queue.left):
-                return
+                return worked
+            worked = True
             if why := self._why_no_more(alive, took_s > self._finish_s, unwanted):
                 self._tell(AsidesLeft(asides=left, why=why))
-                return
+                return worked
             if not told and took_s >= self._quiet_s:
                 told = True
                 self._tell(AsidesAwaited(asides=left, limit_s=self._finish_s))

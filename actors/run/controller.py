@@ -107,8 +107,10 @@ class Controller:
             while self.committer.committed < self.config.train.steps - 1:
                 self._look()
                 self._advance()
+            self.generations.pool.rest()
             self.ending.finish(self.generations.world)
-            self.asides.finish(self.generations.view.generation, self.generations.world, self._is_stopped)
+            if self.asides.finish(self.generations.view.generation, self.generations.world, self._is_stopped):
+                self.generations.pool.rest()
             self.ending.free_memory()
             self.planner.save_learned()
             return self.committer.outcome(Exit.OK, "all steps are committed")

@@ -269,7 +269,13 @@ def source_of(feeder: Any) -> StepSource:
 
 def pool_here(**parts: Any) -> Any:
     """A pool without workers; `parts` replace what it has."""
-    defaults: dict[str, Any] = {"close": lambda: None, "start": lambda count: None, "names": [], "pending": []}
+    defaults: dict[str, Any] = {
+        "close": lambda: None,
+        "rest": lambda: None,
+        "start": lambda count: None,
+        "names": [],
+        "pending": [],
+    }
     return SimpleNamespace(**{**defaults, **parts})
 
 

@@ -195,7 +195,7 @@ def test_a_failure_is_told_and_the_others_of_its_round_are_dropped(monkeypatch: 
 def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RunEvent] = []
     source, answers = Wanting(works("a", "b", "c")), Answers(monkeypatch, w0="gone")
-    AsideTurns(source, told.append, quiet_s=0.0).finish(1, answers.seats("w0", "w1"))
+    assert AsideTurns(source, told.append, quiet_s=0.0).finish(1, answers.seats("w0", "w1"))
     assert sorted(report.aside for report in source.reports) == ["a", "b", "c"]
     assert all(task.whole for _, task in answers.asked)
     assert told == [AsidesAwaited(asides=("a", "b", "c"), limit_s=600.0)], "once, as it begins to wait"
@@ -203,7 +203,7 @@ def test_the_end_of_the_run_makes_the_rest_also_when_a_worker_dies(monkeypatch: 
 
 def test_a_run_that_ends_with_nothing_left_to_make_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RunEvent] = []
-    AsideTurns(Wanting([]), told.append, quiet_s=0.0).finish(1, Answers(monkeypatch).seats("w0"))
+    assert not AsideTurns(Wanting([]), told.append, quiet_s=0.0).finish(1, Answers(monkeypatch).seats("w0"))
     assert told == []
 
 
