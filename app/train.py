@@ -36,6 +36,8 @@ def _main() -> int:
             from app.run.launch import train
 
             return train(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
+    except SystemExit as ended:  # by a signal
+        return ended.code if isinstance(ended.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:
         return answer(error, debug)
 

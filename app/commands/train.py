@@ -26,9 +26,11 @@ def train(
 
         preview(config, settings, resume=resume, overwrite=overwrite)
         return
+    from app.run.cluster import leave_if_stuck
     from app.run.launch import train as run
     from app.run.signals import heed_no_more
 
     code = run(config, settings, resume=resume, overwrite=overwrite)
+    leave_if_stuck(code)
     heed_no_more()
     raise typer.Exit(code)

@@ -25,6 +25,7 @@ from types import FrameType
 LIFELINE = "HEDDLE_LIFELINE"  # number of the inner process's end of the pipe
 ROOT = Path(__file__).resolve().parents[2]
 _joined = False
+_came = 0
 POLL_S = 0.05
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,6 +33,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def is_inner() -> bool:
     """Whether this process was started by `run_apart`."""
     return _joined or LIFELINE in os.environ
+
+
+def signal_came(number: int) -> None:
+    """A signal has come for the run that this process has or has started."""
+    global _came
+    _came = number
+
+
+def last_signal() -> int:
+    """The signal that has come for such a run last; 0: none has."""
+    return _came
 
 
 def run_apart(arguments: Sequence[str]) -> int:
@@ -48,6 +60,7 @@ def run_apart(arguments: Sequence[str]) -> int:
     early: list[int] = []  # came before there was a process to have them
 
     def hand_on(number: int, frame: FrameType | None) -> None:
+        signal_came(number)
         if process is None:
             early.append(number)
             return

@@ -284,6 +284,7 @@ def shut_down_ray() -> None:
     import ray
 
     ending = threading.Thread(target=ray.shutdown, name="shutdown", daemon=True)
+    _stuck = True  # also where Ctrl-C ends the wait
     ending.start()
     ending.join(_SHUTDOWN_S)
     _stuck = ending.is_alive()
@@ -298,3 +299,9 @@ def leave(code: int) -> NoReturn:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def leave_if_stuck(code: int) -> None:
+    """End this process where Python's own end would not: if Ray is stuck in it."""
+    if _stuck:
+        leave(code)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from app.run.apart import SIGNALS
+from app.run.apart import SIGNALS, signal_came
 from app.run.operator import monitor_of
 
 STOP = "stopped by a signal"
@@ -34,6 +34,7 @@ class RunSignals:
     def __init__(self) -> None:
         self._stop: Callable[[], bool] | None = None  # while the run goes on; False where there is nothing to wait for
         self._is_over = False
+        self._interrupted = False  # by Ctrl-C, whose second one is Python's own
 
     def __enter__(self) -> RunSignals:
         self._earlier = _earlier(SIGNALS)
@@ -46,8 +47,13 @@ class RunSignals:
     @contextmanager
     def while_ray_starts(self) -> Iterator[None]:
         """Around the connection to Ray."""
-        with while_ray_starts(lambda: _put(self._earlier, self._on_signal)):
+        with while_ray_starts(self._put_back):
             yield
+
+    def _put_back(self) -> None:
+        _put(self._earlier, self._on_signal)
+        if self._interrupted:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @contextmanager
     def stopping(self, folder: Path, has_begun: Callable[[], bool]) -> Iterator[None]:
@@ -69,9 +75,11 @@ class RunSignals:
         self._is_over = True
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        signal_came(number)
         if number == signal.SIGHUP:
             _write_nowhere()
         if number == signal.SIGINT:
+            self._interrupted = True
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._is_over:
             _say(b"the run has ended already; its process ends, too (Ctrl-C again: at once)\n")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.inputs.batches import batch_limits
+from app.run.apart import last_signal
 from app.run.launch import train
 from app.settings.config import RunConfig
 from app.settings.run_folder import check_run_dir, run_dir
@@ -28,7 +29,8 @@ def train_each(
     resume: bool = False,
     overwrite: bool = False,
 ) -> tuple[list[Path], int]:
-    """Train by each strategy in turn. Returns the folders, and the exit code of the run that ended early, or 0.
+    """Train by each strategy in turn. Returns the folders, and the exit code of the run that ended early, or 0; that of
+    a signal that a run got in its end, after which no other one starts.
 
     Nothing starts before all runs are known to be able to: raises ConfigError for strategies that are too few, too many
     or named twice, for a folder that is in use, and for settings with which the runs would not train the same.
@@ -48,7 +50,7 @@ def train_each(
         folders.append(run_dir(config))
     for number, (name, own) in enumerate(settings.items()):
         print(f"{name}: run {number + 1} of {len(settings)}, {folders[number]}", flush=True)
-        if code := train(config_path, own, resume=resume, overwrite=overwrite):
+        if code := train(config_path, own, resume=resume, overwrite=overwrite) or _by_signal():
             return folders, code
     return folders, 0
 
@@ -75,3 +77,9 @@ def check_alike(config: RunConfig) -> None:
             f"data.cache.path {cache.path!r}: the first run would encode for the others. Compare with --set "
             f"data.cache.path=''."
         )
+
+
+def _by_signal() -> int:
+    """The exit code by the last signal, 0 without one."""
+    number = last_signal()
+    return 128 + number if number else 0

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from app.run import cluster, strategies
 from app.run import signals as module
 from app.run.signals import RunSignals, while_ray_starts
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TERMS = (signal.SIGTERM, signal.SIGHUP)
+DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +149,55 @@ def test_a_second_ctrl_c_does_not_wait_for_the_end_of_a_process(asked: list[Path
             pass
         send(signal.SIGINT)
         send(signal.SIGINT)
+
+
+def test_the_second_ctrl_c_ends_it_also_where_the_first_came_while_ray_started() -> None:
+    """Ray's own clean-up may take the first one in."""
+    with RunSignals() as signals, pytest.raises(KeyboardInterrupt):
+        with suppress(KeyboardInterrupt), signals.while_ray_starts():
+            send(signal.SIGINT)
+        signals.over()
+        send(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_after_a_signal_no_other_run_of_a_comparison_starts(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even where the first has all its steps and ends with 0."""
+    started: list[object] = []
+
+    def signalled(config: Path, settings: object, **given: bool) -> int:
+        started.append(settings)
+        with RunSignals() as signals:
+            signals.over()
+            send(number)
+        return 0
+
+    monkeypatch.setattr("app.run.apart._came", 0)
+    monkeypatch.setattr(strategies, "train", signalled)
+    overrides = [f"run.dir={tmp_path}"]
+    _, code = strategies.train_each(DEMO, ["static", "cascade"], overrides)
+    assert code == 128 + number and len(started) == 1
+
+
+def test_a_process_whose_ray_does_not_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where Ctrl-C ends the wait for it: exit handlers, of which one is Ray's, would wait for ever."""
+
+    class Stuck:
+        def shutdown(self) -> None:
+            threading.Event().wait()
+
+    monkeypatch.setitem(sys.modules, "ray", Stuck())
+    monkeypatch.setattr(cluster, "_stuck", False)
+    threading.Timer(0.3, send, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.shut_down_ray()
+    left: list[int] = []
+    monkeypatch.setattr(cluster.os, "_exit", left.append)
+    monkeypatch.setattr(cluster.atexit, "_run_exitfuncs", lambda: left.append(-1))
+    cluster.leave_if_stuck(130)
+    assert left == [130]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
