@@ -437,7 +437,8 @@ class WorkerSettings:
     cached: tuple[Module, ...] = ()  # of whose results the cache has some: their encoders are made when one is missing
     # GiB that a GPU needs for training, in each of `train.places`; (): not known, take the first
     least_gib: tuple[float, ...] = ()
-    graphs_gib: float = 0.0  # that CUDA graphs of small passes would take; a GPU without room for them has none
+    # GiB that it needs for training and for CUDA graphs of small passes, in each of them; (): there are none to count
+    graphs_least_gib: tuple[float, ...] = ()
     largest_upload: int = 0  # bytes of the pixels that a VAE takes to its device at once; 0: not known
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from actors.plan.types import USABLE
-
 GradientSetting = Literal["auto", "own", "node", "host"]
 GradientPlace = Literal["own", "node", "host"]
 StateSetting = Literal["auto", "device", "host"]
@@ -72,18 +70,6 @@ def parameter_places(setting: ParameterSetting, fetchable: bool) -> tuple[Parame
     return (setting,)
 
 
-def has_room_beside(least_gib: Sequence[float], device_gib: float, gib: float) -> bool:
-    """Whether a device has `gib` for something else where it is `chosen` by these.
-
-    >>> has_room_beside((64.0, 30.0), 40.0, 9.0), has_room_beside((64.0, 30.0), 40.0, 10.0)
-    (True, False)
-    """
-    if device_gib <= 0 or not least_gib:
-        return True
-    least = next((one for one in least_gib if one <= device_gib), least_gib[-1])
-    return least + gib / USABLE <= device_gib
-
-
 def chosen(places: Sequence[Places], least_gib: Sequence[float], device_gib: float) -> Places:
     """The first with which training fits a device of `device_gib` (0: unknown, or no limit), of which it needs
     `least_gib` with each of them; the last where none does. Workers of one run may differ in where their state lies:
@@ -92,6 +78,11 @@ def chosen(places: Sequence[Places], least_gib: Sequence[float], device_gib: flo
     >>> chosen(gpu_places("auto", "device"), (64.0, 30.0), 40.0).gradients
     'node'
     """
-    if device_gib <= 0 or not least_gib:
-        return places[0]
-    return next((one for one, least in zip(places, least_gib, strict=True) if least <= device_gib), places[-1])
+    return places[number_of_chosen(least_gib, device_gib)]
+
+
+def number_of_chosen(least_gib: Sequence[float], device_gib: float) -> int:
+    """Which of the places is `chosen`."""
+    if device_gib <= 0:
+        return 0
+    return next((number for number, least in enumerate(least_gib) if least <= device_gib), max(len(least_gib) - 1, 0))

@@ -24,7 +24,7 @@ from actors.plan.costs.needs import (
     footprint,
     line_through,
 )
-from actors.plan.places import BESIDE, Places, has_room_beside
+from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE
 from data.buckets import BucketTable
 from data.config import DataConfig
@@ -221,11 +221,18 @@ class Demand:
         return self.need_gib(found.needs, degrees, workers) <= room
 
     def with_graphs(
-        self, found: MemoryForecast, degrees: Sequence[int], workers: int, memory_gib: float
+        self, found: MemoryForecast, degrees: Sequence[int], workers: Sequence[int], memory_gib: float
     ) -> MemoryForecast:
         """The forecast with the graphs that a worker has which finds room for them beside all else."""
-        least = self.least_gib(found, degrees, workers)
-        return replace(found, has_graphs=not found.fetches and has_room_beside([least], memory_gib, found.graphs_gib))
+        return replace(found, has_graphs=self.graphs_least_gib(found, degrees, workers) <= memory_gib)
+
+    def graphs_least_gib(self, found: MemoryForecast, degrees: Sequence[int], workers: Sequence[int]) -> float:
+        """GiB of a GPU on which there is room for graphs with each of these numbers of workers: many have smaller parts
+        of the state each, and communicators that one has not. Infinite where blocks are fetched, of which there are
+        none."""
+        if found.fetches:
+            return math.inf
+        return max(self.least_gib(found, degrees, count) for count in workers) + found.graphs_gib / USABLE
 
     def fewest(
         self, found: MemoryForecast, degrees: Sequence[int], memory_gib: float, least: int, most: int
@@ -395,18 +402,21 @@ def graphs_gib(
     and what goes into graphs and comes out of them; of each expert. As many clips of one shape as a small pass takes,
     whatever batches have."""
     from ops.models.experts import most_in_small_pass
+    from ops.models.first_frame import FirstFrame
     from ops.models.forecast import dit_need_gib
     from ops.packing import Sequence as PackedSequence
 
-    shapes = [PackedSequence(geometry.token_grid(*clip), model.text.most_tokens) for clip in clips]
+    text, images = model.text.most_tokens, FirstFrame.of(model).image_tokens
+    shapes = [PackedSequence(geometry.token_grid(*clip), text, images) for clip in clips]
     passes = [(most_in_small_pass(model.dit, one), one) for one in shapes]
     count, one = max(passes, key=lambda found: found[0] * (found[1].tokens + found[1].text_tokens))
     if not count:
         return 0.0
     blocks, row_gib = sum(model.dit.block_counts), model.dit.dim * sizes.parameter_bytes / GIB
     checkpointed = replace(model.dit, gradient_checkpointing=True)
+    few, more = (dit_need_gib(checkpointed, [one] * clips, 1, precision) for clips in (1, 2))
     inputs = blocks * count * one.tokens * row_gib  # of all blocks, which are in no graph
-    computed = max(dit_need_gib(checkpointed, [one] * count, 1, precision) - inputs, 0.0)
+    computed = max(few + (count - 1) * (more - few) - inputs, 0.0)
     slots = _SLOTS * count * (one.tokens + one.text_tokens) * row_gib
     gradients = sizes.trained / blocks * sizes.parameter_bytes / GIB
     return len(model.dit.experts) * (_POOL * computed + slots) + gradients

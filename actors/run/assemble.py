@@ -226,8 +226,9 @@ class _Costs:
     profile: Profile
     demand: Demand | None = None  # of training; None: memory is not predicted
     least_gib: tuple[float, ...] = ()
-    graphs_gib: float = 0.0
     """GiB of a GPU that has room for training with gradients and state in each of the places that settings allow."""
+    graphs_least_gib: tuple[float, ...] = ()
+    """GiB of one that has room for CUDA graphs beside that; () without them."""
 
     def degrees(self, config: RuntimeConfig) -> tuple[int, ...]:
         """Degrees of DiT cascades that may be planned."""
@@ -266,7 +267,9 @@ def _with_memory(costs: _Costs, config: RuntimeConfig, model: ModelConfig, geome
     costs.profile.expect_needs(predicted.needs)
     possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
     least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
-    return replace(costs, demand=demand, least_gib=least_gib, graphs_gib=predicted.graphs_gib)
+    counts = (config.workers.min, config.workers.max)
+    graphs = tuple(demand.graphs_least_gib(places, degrees, counts) for places in possible if places.graphs_gib)
+    return replace(costs, demand=demand, least_gib=least_gib, graphs_least_gib=graphs)
 
 
 def _worker_settings(config: RuntimeConfig, geometry: Geometry, costs: _Costs) -> WorkerSettings:
@@ -278,7 +281,7 @@ def _worker_settings(config: RuntimeConfig, geometry: Geometry, costs: _Costs) -
         # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
         cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
         least_gib=costs.least_gib,
-        graphs_gib=costs.graphs_gib,
+        graphs_least_gib=costs.graphs_least_gib,
         largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
     )
 

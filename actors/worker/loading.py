@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from actors.config import TrainConfig, WorkersConfig
 from actors.messages import WorkerSettings
 from actors.plan.devices import device_speed
-from actors.plan.places import Places, chosen, has_room_beside
+from actors.plan.places import Places, chosen, number_of_chosen
 from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
 from ops.compiled_blocks import check_compiler
@@ -256,9 +256,15 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
 def fit_graphs(dit: nn.Module, settings: WorkerSettings, device_gib: float) -> None:
     """Blocks run as written where a device of `device_gib` (0: no limit) has no room for their CUDA graphs beside what
     training needs."""
-    graphs_gib = settings.graphs_gib
-    if graphs_gib and not has_room_beside(settings.least_gib, device_gib, graphs_gib):
-        log.warning("no room for CUDA graphs (%.1f GiB): blocks run as written (model.dit.cuda_graphs)", graphs_gib)
+    if device_gib <= 0 or not settings.graphs_least_gib:
+        return
+    least = settings.graphs_least_gib[number_of_chosen(settings.least_gib, device_gib)]
+    if least > device_gib:
+        log.warning(
+            "model.dit.cuda_graphs: blocks run as written. With graphs it takes a GPU of %.1f GiB, this one has %.1f.",
+            least,
+            device_gib,
+        )
         run_as_written(dit)
 
 

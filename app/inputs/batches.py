@@ -51,7 +51,7 @@ def placed(
     possible = found.possible(config.train, per_node)
     least = [demand.least_gib(one, degrees, config.workers.min) for one in possible]
     found = replace(found, places=chosen([one.places for one in possible], least, memory_gib), per_node=per_node)
-    return demand.with_graphs(found, degrees, config.workers.min, memory_gib)
+    return demand.with_graphs(found, degrees, (config.workers.min, config.workers.max), memory_gib)
 
 
 def places_of(config: RunConfig, model: ModelConfig, geometry: Geometry, device: str) -> Places:

@@ -75,6 +75,8 @@ def view_memory(
     profile.expect_needs(found.needs)
     if cuda and memory is not None:
         found = placed(found, config, demand, degrees, memory, max(cluster.nodes))
+        counts = (config.workers.min, config.workers.max, cluster.num_workers)
+        found = demand.with_graphs(found, degrees, counts, memory)
     view = MemoryView(
         found=found,
         memory_gib=memory,

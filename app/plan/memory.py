@@ -39,6 +39,8 @@ def state_lines(view: MemoryView) -> list[str]:
             f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "
             f"communicators of bags at most {view.bags_gib:.2f}"
         )
+    if view.found.graphs_gib and not view.found.has_graphs and view.memory_gib is not None:
+        lines.append(f"          no room for CUDA graphs ({view.found.graphs_gib:.2f}): blocks run as written")
     if view.room_gib is not None:
         lines.append(f"          room {view.room_gib:.2f} for cascades, with {100 * (1 - USABLE):.0f}% for fragments")
     return lines

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from actors.config import TrainConfig
 from actors.planning.memory import MemoryForecast, forecast
+from app.settings.config import RunConfig
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.wan.config import WanConfig
-from tests.app.test_memory_view import plan
+from tests.app.test_memory_view import cluster, plan
 
 PICTURE = (1, 480, 832)
+LEARN_I2V = Path(__file__).parents[2] / "configs" / "runs" / "learn-i2v.yaml"
 
 
 def counted(degrees: Sequence[int] = (1,), **dit: object) -> MemoryForecast:
@@ -56,8 +59,28 @@ def test_graphs_change_neither_whether_a_run_fits_nor_where_its_state_lies(
     shown = []
     for graphs in ("false", setting):
         plan(tmp_path, gib, f"model.dit.cuda_graphs={graphs}", "model.dit.gradient_checkpointing=true")
-        shown.append(re.sub(r"(states|free|of|room) [\d.]+ |, CUDA graphs [\d.]+", "", memory_of(capsys)))
+        figures = r"(states|free|of|room) [\d.]+ |, CUDA graphs [\d.]+|.*no room for CUDA graphs.*\n"
+        shown.append(re.sub(figures, "", memory_of(capsys)))
     assert shown[0] == shown[1]
+
+
+@pytest.mark.parametrize("gib", [7.0, 9.0])
+def test_communicators_of_more_workers_come_before_graphs(
+    gib: float, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker has room for graphs, of four each has communicators."""
+    four = partial(cluster, gpus=4)
+    monkeypatch.setattr("tests.app.test_memory_view.cluster", four)
+    wide = ["num_layers=2", "num_heads=12", "head_dim=128", "ffn_dim=8960", "lora_rank=16"]
+    model = [f"model.dit.{one}" for one in [*wide, "gradient_checkpointing=true", "cuda_graphs=true"]]
+    plan(tmp_path, gib, *model, "data.buckets.table=[1x480x832]", "data.batch.max_batch=1", "planner.degrees=[1,2,3]")
+    shown = memory_of(capsys)
+    assert ", CUDA graphs" not in shown and "no room for CUDA graphs (2." in shown
+
+
+def test_models_that_see_the_first_frame_are_counted_too() -> None:
+    model, geometry = resolve(RunConfig.load(LEARN_I2V, ["model.dit.cuda_graphs=auto"]).model)
+    assert forecast(model, geometry, TrainConfig(), [(1, 32, 48)], [1], True).graphs_gib > 0
 
 
 def memory_of(capsys: pytest.CaptureFixture[str]) -> str:
