@@ -414,7 +414,7 @@ def graphs_gib(
         return 0.0
     blocks, row_gib = sum(model.dit.block_counts), model.dit.dim * sizes.parameter_bytes / GIB
     checkpointed = replace(model.dit, gradient_checkpointing=True)
-    few, more = (dit_need_gib(checkpointed, [one] * clips, 1, precision) for clips in (1, 2))
+    few, more = (dit_need_gib(checkpointed, [one] * number, 1, precision) for number in (1, 2))
     inputs = blocks * count * one.tokens * row_gib  # of all blocks, which are in no graph
     computed = max(few + (count - 1) * (more - few) - inputs, 0.0)
     slots = _SLOTS * count * (one.tokens + one.text_tokens) * row_gib
