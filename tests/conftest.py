@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,3 +119,11 @@ def _closed_hosts() -> Iterator[None]:
     yield
     if exactness := sys.modules.get("tests.actors.exactness"):
         exactness.close_hosts()
+
+
+@pytest.fixture
+def not_under_nohup() -> Iterator[None]:
+    """SIGHUP does what it does by default, also where the tests run under nohup, which has it ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

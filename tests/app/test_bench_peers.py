@@ -136,6 +136,7 @@ def test_the_command_ends_with_a_sentence_after_the_log_of_a_peer_that_failed(
     assert sentence.startswith("error: ddp ended with exit code 3 after 0 of 4 steps")
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_peer_that_runs_and_leaves_no_folder(
     number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -33,6 +33,7 @@ with borrowed_ray(None, 1):
 """
 
 
+@pytest.mark.usefixtures("not_under_nohup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_unwinds_what_is_open_and_leaves_its_handler_as_it_was(number: signal.Signals) -> None:
     before = signal.getsignal(number)
