@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
 BARE_CONTEXT_GIB = 0.5  # of it, what is there when weights have been read and nothing has been computed
-_POOL = 1.5  # times what a block computes with that the allocator takes for its graphs (H200: 1.4)
+_POOL = 1.5  # times what a block computes with that the allocator takes for its graphs (H200, four pictures of 256p)
 _SLOTS = 5  # times the rows of a pass that its graphs hold beside it: in, out, the gradients of both, and small ones
 PEER_GIB = 0.44  # of an NCCL communicator for each peer, once it has run an all-to-all (NVIDIA/nccl#1685, 8 x H100)
 
