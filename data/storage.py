@@ -32,7 +32,13 @@ BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one 
 PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
-REFUSED = ("ACCESS_DENIED", "HTTP status 400", "HTTP status 401", "HTTP status 403")  # 400: a token that has expired
+# What errors of S3 (400: a token that has expired), Google and Hugging Face say where credentials are the cause
+REFUSED = (
+    *("ACCESS_DENIED", "HTTP status 400", "HTTP status 401", "HTTP status 403"),
+    *("PERMISSION_DENIED", "UNAUTHENTICATED", "OAuth2 access token"),
+    *("401 Unauthorized", "403 Forbidden", "gated repo"),
+)
+GOOGLE_RETRY_S = 10  # Google's client asks again for 15 minutes by itself, without a word
 RETRY_S = 0.05  # before the second attempt; doubled before each further one
 # file systems of this process and the path of their root, by scheme and bucket
 _file_systems: dict[tuple[str, str], tuple[pafs.FileSystem, str]] = {}
@@ -83,16 +89,13 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
     and credentials of its own: 24 clips and their captions cost 57 connections and 57 fetches of a role's credentials.
     """
     scheme, _, path = uri.partition("://")
-    plain = scheme == "hf" or scheme.startswith("fsspec+")  # file systems of Python, which PyArrow takes as they are
     bucket, _, name = path.partition("/")
     try:
-        if plain:
+        if _is_of_python(uri):
             return pafs.FileSystem.from_uri(uri)
         known = _file_systems.get((scheme, bucket))
         if known is None:
-            options, _, plainly = bucket.rpartition("@")
-            place = f"{plainly}/?{options}" if "=" in options else f"{bucket}/"
-            known = _file_systems[scheme, bucket] = pafs.FileSystem.from_uri(f"{scheme}://{place}")
+            known = _file_systems[scheme, bucket] = pafs.FileSystem.from_uri(_root_of(scheme, bucket))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise DataError(
             f"{uri}: no PyArrow file system serves {scheme}:// ({error}). Use a local path, s3://, gs://, "
@@ -100,6 +103,19 @@ def resolve(uri: str) -> tuple[pafs.FileSystem, str]:
         ) from error
     system, root = known
     return system, f"{root.rstrip('/')}/{name}".rstrip("/")
+
+
+def _is_of_python(uri: str) -> bool:
+    """Whether PyArrow takes the URI to a file system of fsspec, as it is."""
+    return uri.startswith(("hf://", "fsspec+"))
+
+
+def _root_of(scheme: str, bucket: str) -> str:
+    """URI of a bucket as PyArrow reads it: options, which `absolute` puts before the bucket, come last again."""
+    options, _, plainly = bucket.partition("@") if "=" in bucket.partition("@")[0] else ("", "", bucket)
+    if scheme in ("gs", "gcs") and "retry_limit_seconds" not in options:
+        options += f"{'&' if options else ''}retry_limit_seconds={GOOGLE_RETRY_S}"
+    return f"{scheme}://{plainly}/{'?' if options else ''}{options}"
 
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
@@ -114,19 +130,43 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
             raise DataError(f"{what}: {error}. PyArrow opens no file of this name; rename it.") from error
         except OSError as error:
             _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
+            why = str(error).partition(" error_info=")[0]  # what Google's client adds says all of it again
             if attempt == retries:
-                refused = any(sign in str(error) for sign in REFUSED)
+                refused = any(sign in why for sign in REFUSED)
                 raise DataIOError(
-                    f"{what}: {error} ({retries + 1} attempts). "
+                    f"{what}: {why} ({retries + 1} attempts). "
                     + (
                         "Credentials of this process are missing, expired or not enough; renew them, then resume."
                         if refused
                         else "The storage failed, not the data; resume when it answers again."
                     )
                 ) from error
-            log.warning("%s: %s; attempt %d of %d", what, error, attempt + 1, retries + 1)
+            log.warning("%s: %s; attempt %d of %d", what, why, attempt + 1, retries + 1)
             time.sleep(retry_s * 2**attempt)
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def _as_os_errors(uri: str) -> Iterator[None]:
+    """Errors that file systems of Python have of their own, as the HTTP client of `hf://` has, as OSErrors."""
+    try:
+        yield
+    except (OSError, pa.ArrowException, DataError):
+        raise
+    except Exception as error:
+        if not _is_of_python(uri):
+            raise
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _open_remote(uri: str) -> pa.NativeFile:
+    """The file of a URI, of which no more is fetched than is asked for: fsspec reads 5 MiB ahead unless it is
+    asked not to, three times a whole shard for the headers in it."""
+    filesystem, path = resolve(uri)
+    handler = getattr(filesystem, "handler", None)
+    if isinstance(handler, pafs.FSSpecHandler):
+        return pa.PythonFile(handler.fs.open(path, "rb", cache_type="none"), mode="r")
+    return filesystem.open_input_file(path)
 
 
 class _Kept(threading.local):
@@ -200,8 +240,8 @@ class ReadFile:
             return os.fstat(self._fd).st_size
         self._remote = _kept.files.get(self.uri)
         if self._remote is None:
-            filesystem, path = resolve(self.uri)
-            self._remote = filesystem.open_input_file(path)
+            with _as_os_errors(self.uri):
+                self._remote = _open_remote(self.uri)
             if _kept.wanted:
                 _kept.files[self.uri] = self._remote
         return self._remote.size()
@@ -227,7 +267,8 @@ class ReadFile:
         wanted = count
         if self._remote is not None:
             wanted = min(max(count, block), self.size - offset)
-            data = self._remote.read_at(wanted, offset)
+            with _as_os_errors(self.uri):
+                data = self._remote.read_at(wanted, offset)
         else:
             data = os.pread(self._fd, count, offset)
         if len(data) < count:
@@ -372,17 +413,19 @@ def _about(uri: str, retries: int = 4) -> pafs.FileInfo:
     """What PyArrow knows of a remote URI, also of one where nothing is."""
 
     def ask() -> pafs.FileInfo:
-        filesystem, path = resolve(uri)
-        return filesystem.get_file_info(path)
+        with _as_os_errors(uri):
+            filesystem, path = resolve(uri)
+            return filesystem.get_file_info(path)
 
     return retried(f"stat {uri}", ask, retries)
 
 
 def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
     def ask() -> tuple[str, list[pafs.FileInfo]]:
-        filesystem, path = resolve(uri)
-        base = path.rstrip("/")
-        return base, filesystem.get_file_info(pafs.FileSelector(base, recursive=recursive))
+        with _as_os_errors(uri):
+            filesystem, path = resolve(uri)
+            base = path.rstrip("/")
+            return base, filesystem.get_file_info(pafs.FileSelector(base, recursive=recursive))
 
     base, infos = retried(f"list {uri}", ask)
     for info in infos:

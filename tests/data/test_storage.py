@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import csv
+import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from data import storage
 from data.config import SourceConfig
 from data.dataset.index_build import build_index
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from data.ledger import Ledger
 from data.storage import absolute, check_there, expand, list_files, read_range, resolve, stat
 from tests.data.making import clip, good, index_of, shard
@@ -91,6 +93,53 @@ def test_options_of_pyarrow_stand_behind_the_name() -> None:
     for uri, inside in ((given, "my clips/a?.tar"), (storage.join(storage.parent(given), "b#.mp4"), "my clips/b#.mp4")):
         system, path = resolve(uri)
         assert (path, system.region) == (f"bucket/{inside}", "eu-west-3")
+
+
+@pytest.mark.parametrize(
+    "uri, root",
+    [
+        ("gs://anonymous@set/a", "gs://anonymous@set/?retry_limit_seconds=10"),
+        ("gs://set/a?retry_limit_seconds=60", "gs://set/?retry_limit_seconds=60"),
+        (
+            "gs://anonymous@set/a?endpoint_override=localhost:1&scheme=http",
+            "gs://anonymous@set/?endpoint_override=localhost:1&scheme=http&retry_limit_seconds=10",
+        ),
+        ("s3://set/a", "s3://set/"),
+    ],
+)
+def test_a_bucket_of_google_is_asked_for_seconds(monkeypatch: pytest.MonkeyPatch, uri: str, root: str) -> None:
+    """Its client alone goes on for 15 minutes without a word, and so long again at each of our attempts."""
+    made: list[str] = []
+
+    def from_uri(asked: str) -> tuple[object, str]:
+        made.append(asked)
+        return object(), "set"
+
+    monkeypatch.setattr(storage, "_file_systems", {})
+    monkeypatch.setattr(storage.pafs, "FileSystem", SimpleNamespace(from_uri=from_uri))
+    assert resolve(absolute(uri))[1] == "set/a" and made == [root]
+
+
+def test_a_service_of_google_that_does_not_answer_is_storage_that_failed() -> None:
+    uri = absolute("gs://anonymous@set/a?endpoint_override=127.0.0.1:1&scheme=http&retry_limit_seconds=1")
+    with pytest.raises(DataIOError, match=r"Could not connect to server \(1 attempts\)\. The storage failed"):
+        stat(uri, retries=0)
+
+
+@pytest.mark.parametrize(
+    "said, shown",
+    [
+        ("UNAVAILABLE: Could not create a OAuth2 access token. error_info={reason=, domain=}", "access token."),
+        ("Client error '403 Forbidden' for url 'https://host/a'", "'https://host/a'"),
+    ],
+)
+def test_credentials_are_named_as_the_cause_where_they_are(said: str, shown: str) -> None:
+    def unsigned() -> None:
+        raise OSError(said)
+
+    cause = re.escape(f"{shown} (1 attempts). Credentials of this process are missing")
+    with pytest.raises(DataIOError, match=cause):
+        storage.retried("stat gs://set/a", unsigned, retries=0)
 
 
 def test_local_paths_are_made_absolute_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
