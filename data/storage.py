@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 BLOCK_BYTES = 256 << 10  # remote reads are rounded to blocks of this size: one request serves several headers
+LONGEST_BLOCK = 8 << 20  # where a file is read on: a table of 5 GB takes 600 requests instead of 19,000
 PIPES = ("pipe:", "|")  # shell commands in place of paths, as the webdataset library runs them
 ABSOLUTE_IN_BRACES = re.compile("[{,][/~]")
 OPTIONS = re.compile(r"\?[a-z_]+=[^?&]*(&[a-z_]+=[^?&]*)*$")  # of a PyArrow URI: ?endpoint_override=localhost:9000
@@ -202,7 +203,7 @@ class ReadFile:
         self.bytes_read = 0
         self._fd = -1
         self._remote: pa.NativeFile | None = None
-        self._block, self._block_start = b"", 0
+        self._block, self._block_start, self._block_bytes = b"", 0, BLOCK_BYTES
         self.size = retried(f"open {uri}", self._open, retries, retry_s=retry_s)
 
     def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
@@ -217,7 +218,7 @@ class ReadFile:
                 if len(data) == count:
                     self.bytes_read += count
                     return data
-        return self._pread_slowly(offset, count, 0 if alone else BLOCK_BYTES)
+        return self._pread_slowly(offset, count, alone)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -246,10 +247,13 @@ class ReadFile:
                 _kept.files[self.uri] = self._remote
         return self._remote.size()
 
-    def _pread_slowly(self, offset: int, count: int, block: int) -> bytes:
+    def _pread_slowly(self, offset: int, count: int, alone: bool) -> bytes:
         start = offset - self._block_start
         if start >= 0 and start + count <= len(self._block):
             return self._block[start : start + count]
+        reads_on = bool(self._block) and 0 <= start <= len(self._block)
+        self._block_bytes = min(2 * self._block_bytes, LONGEST_BLOCK) if reads_on else BLOCK_BYTES
+        block = 0 if alone else self._block_bytes
 
         def read() -> bytes:
             try:

@@ -13,7 +13,7 @@ from data.decode import decode_job
 from data.errors import DataIOError
 from data.ledger import Reason
 from data.readers.registry import guess_kind
-from data.storage import list_files, read_range, stat
+from data.storage import ByteRange, list_files, open_file, read_range, stat
 from data.types import Bucket, DecodeJob
 from tests.data.making import clip, good, index_of, shard
 from tests.data.object_store import ObjectStore, object_store
@@ -136,3 +136,15 @@ def test_credentials_that_are_refused_are_named_as_the_cause(store: ObjectStore,
     with pytest.raises(DataIOError, match=r"s3://set/a.*Credentials of this process are missing, expired") as failed:
         stat("s3://set/a", retries=0)
     assert "secret" not in str(failed.value)
+
+
+def test_a_file_that_is_read_on_takes_ever_fewer_requests_and_a_jump_begins_anew(store: ObjectStore) -> None:
+    store.objects["set/table.csv"] = bytes(range(256)) * (20 << 12)
+    with open_file("s3://set/table.csv") as file:
+        stream = ByteRange(file)
+        found = b"".join(iter(lambda: stream.read(50_000), b""))
+        assert found == store.objects["set/table.csv"]
+        assert len(store.of("GET")) <= 8
+        store.asked.clear()
+        file.pread(1 << 20, 512)
+        assert [asked.range for asked in store.asked] == [f"{1 << 20}-{(1 << 20) + storage.BLOCK_BYTES - 1}"]
