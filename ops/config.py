@@ -131,6 +131,9 @@ class OptimizerConfig:
     max_grad_norm: float = 1.0  # 0 switches clipping off
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
     lr_warmup_steps: int = 0
+    # the decay takes this number of steps at the end of the run, with a constant rate before them; 0: all steps after
+    # the warm-up
+    lr_decay_steps: int = 0
     lr_min_ratio: float = 0.0  # the decay ends at learning_rate times this
     ema_decay: float = 0.999  # 0 switches the EMA off
 
@@ -143,8 +146,14 @@ class OptimizerConfig:
             weight_decay=between(0, 1e6),
             max_grad_norm=between(0, 1e12),
             lr_warmup_steps=between(0),
+            lr_decay_steps=between(0),
             lr_min_ratio=between(0, 1),
         )
+        if self.lr_decay_steps and self.lr_scheduler == "constant":
+            raise ValueError(
+                f"train.optimizer.lr_decay_steps is {self.lr_decay_steps}, and lr_scheduler constant does not decay. "
+                f"Set lr_scheduler to linear or cosine, or leave lr_decay_steps out."
+            )
         if any(not 0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"train.optimizer.betas {list(self.betas)} must lie in [0, 1).")
         if not 0 <= self.ema_decay < 1:

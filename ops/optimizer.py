@@ -14,14 +14,15 @@ from ops.config import OptimizerConfig
 def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
     """Learning rate of step `step` (counted from 0): linear warm-up, then constant, cosine or linear decay.
 
-    The decay reaches learning_rate * lr_min_ratio at total_steps and stays there.
+    The decay reaches learning_rate * lr_min_ratio at total_steps and stays there. With `lr_decay_steps` it takes the
+    last steps alone (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4.2).
     """
     if step < config.lr_warmup_steps:
         return config.learning_rate * (step + 1) / config.lr_warmup_steps
     if config.lr_scheduler == "constant":
         return config.learning_rate
-    span = max(1, total_steps - config.lr_warmup_steps)
-    done = min(1.0, (step - config.lr_warmup_steps) / span)
+    begins = total_steps - config.lr_decay_steps if config.lr_decay_steps else config.lr_warmup_steps
+    done = min(max(0.0, (step - begins) / max(1, total_steps - begins)), 1.0)
     left = 1.0 - done if config.lr_scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate * (config.lr_min_ratio + (1.0 - config.lr_min_ratio) * left)
 

@@ -50,7 +50,7 @@ SCHEDULE = _names("""
     train.memory
     train.optimizer.learning_rate train.optimizer.betas train.optimizer.adam_eps train.optimizer.weight_decay
     train.optimizer.max_grad_norm train.optimizer.lr_scheduler train.optimizer.lr_warmup_steps
-    train.optimizer.lr_min_ratio train.optimizer.ema_decay
+    train.optimizer.lr_decay_steps train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
 FREE = ["run", "sample", "validation", "track"]

@@ -78,11 +78,17 @@ def _check_waits(planner: PlannerConfig, workers: WorkersConfig) -> None:
 
 
 def check_schedule(train: TrainConfig) -> None:
-    """The warm-up ends within the run."""
+    """Warm-up and decay have room within the run."""
     if train.optimizer.lr_warmup_steps > train.steps:
         raise ConfigError(
             f"train.optimizer.lr_warmup_steps {train.optimizer.lr_warmup_steps} is longer than the run "
             f"of train.steps {train.steps}; shorten the warm-up."
+        )
+    warmup, decay = train.optimizer.lr_warmup_steps, train.optimizer.lr_decay_steps
+    if warmup + decay > train.steps:
+        raise ConfigError(
+            f"train.optimizer.lr_warmup_steps {warmup} and lr_decay_steps {decay} are together longer than the run of "
+            f"train.steps {train.steps}; shorten one of them."
         )
 
 

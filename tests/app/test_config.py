@@ -116,6 +116,10 @@ MISTAKES = {
         "planner.topology needs 4 workers, for which planner.misfit wait would wait; workers.max is 3"
     ),
     "train: {steps: 5, optimizer: {lr_warmup_steps: 9}}": "longer than the run of train.steps 5",
+    "train: {steps: 9, optimizer: {lr_scheduler: linear, lr_warmup_steps: 5, lr_decay_steps: 5}}": (
+        "lr_decay_steps 5 are together longer than the run of train.steps 9"
+    ),
+    "train: {optimizer: {lr_decay_steps: 5}}": "lr_scheduler constant does not decay",
     "data: {buckets: {table: [16x64x64]}}": "data.buckets.table 16x64x64: 16 frames",
     "sample: {prompts: [a], frames: 16}": "sample.frames/height/width cannot be generated: 16 frames",
     "sample: {every: 5, prompts: [a]}\ncheckpoint: {every: 2}": "must be a multiple of checkpoint.every 2",

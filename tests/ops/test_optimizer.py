@@ -34,6 +34,20 @@ def test_cosine_and_linear_decay_reach_the_minimum_at_the_end_and_stay() -> None
     assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
+@pytest.mark.parametrize(
+    "scheduler, halfway", [("linear", [0.8, 0.6, 0.4]), ("cosine", [0.2 + 0.8 * 0.8535534, 0.6, 0.2 + 0.8 * 0.1464466])]
+)
+def test_a_decay_of_the_last_steps_leaves_the_rate_constant_before_them(scheduler: str, halfway: list[float]) -> None:
+    found = rates(
+        [5, 10, 69, 70, 80, 90, 100, 110, 500],
+        lr_warmup_steps=10,
+        lr_scheduler=scheduler,
+        lr_decay_steps=40,
+        lr_min_ratio=0.2,
+    )
+    assert found == pytest.approx([0.6, 1.0, 1.0, 1.0, *halfway, 0.2, 0.2])
+
+
 def test_warm_up_longer_than_the_run_does_not_divide_by_zero() -> None:
     assert rates([0, 5], total=5, lr_warmup_steps=10, lr_scheduler="cosine") == pytest.approx([0.1, 0.6])
 
