@@ -40,7 +40,8 @@ REFUSED = (
     *("401 Unauthorized", "403 Forbidden", "gated repo"),
 )
 GOOGLE_RETRY_S = 10  # Google's client asks again for 15 minutes by itself, without a word
-RETRY_S = 0.05  # before the second attempt; doubled before each further one
+RETRY_S = 0.05  # before the second attempt; doubled before each further one, up to the longest
+REMOTE_RETRY_S, LONGEST_RETRY_S = 1.0, 10.0  # services that are busy or start again are back after seconds
 # file systems of this process and the path of their root, by scheme and bucket
 _file_systems: dict[tuple[str, str], tuple[pafs.FileSystem, str]] = {}
 
@@ -121,7 +122,8 @@ def _root_of(scheme: str, bucket: str) -> str:
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
     """`action()` again after an OSError, up to `retries` times; DataIOError after that. `retry_s` pass before the
-    second attempt, twice as many seconds before each further one. Raises DataError for a name that cannot be opened."""
+    second attempt, twice as many seconds before each further one, 10 at most. Raises DataError for a name that cannot
+    be opened."""
     for attempt in range(retries + 1):
         try:
             return action()
@@ -143,7 +145,7 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
                     )
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, why, attempt + 1, retries + 1)
-            time.sleep(retry_s * 2**attempt)
+            time.sleep(min(retry_s * 2**attempt, LONGEST_RETRY_S))
     raise AssertionError("unreachable")
 
 
@@ -196,15 +198,16 @@ def kept_open() -> Iterator[None]:
 
 class ReadFile:
     """One file opened for reads at offsets. Remote reads go through one cached block. `retries` and `retry_s` are those
-    of `retried`."""
+    of `retried`; None: as is right for where the file is."""
 
-    def __init__(self, uri: str, retries: int = 4, *, retry_s: float = RETRY_S) -> None:
-        self.uri, self.retries, self._retry_s = uri, retries, retry_s
+    def __init__(self, uri: str, retries: int = 4, *, retry_s: float | None = None) -> None:
+        self.uri, self.retries = uri, retries
+        self._retry_s = retry_s if retry_s is not None else RETRY_S if is_local(uri) else REMOTE_RETRY_S
         self.bytes_read = 0
         self._fd = -1
         self._remote: pa.NativeFile | None = None
         self._block, self._block_start, self._block_bytes = b"", 0, BLOCK_BYTES
-        self.size = retried(f"open {uri}", self._open, retries, retry_s=retry_s)
+        self.size = retried(f"open {uri}", self._open, retries, retry_s=self._retry_s)
 
     def pread(self, offset: int, count: int, *, alone: bool = False) -> bytes:
         """The bytes [offset, offset + count), fewer only at the end of the file. `alone`: no read near them follows, so
@@ -421,7 +424,7 @@ def _about(uri: str, retries: int = 4) -> pafs.FileInfo:
             filesystem, path = resolve(uri)
             return filesystem.get_file_info(path)
 
-    return retried(f"stat {uri}", ask, retries)
+    return retried(f"stat {uri}", ask, retries, retry_s=REMOTE_RETRY_S)
 
 
 def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
@@ -431,7 +434,7 @@ def _list_remote(uri: str, recursive: bool) -> Iterator[FileStat]:
             base = path.rstrip("/")
             return base, filesystem.get_file_info(pafs.FileSelector(base, recursive=recursive))
 
-    base, infos = retried(f"list {uri}", ask)
+    base, infos = retried(f"list {uri}", ask, retry_s=REMOTE_RETRY_S)
     for info in infos:
         inside = info.path.strip("/").removeprefix(base.strip("/")).lstrip("/")  # fsspec adds a leading slash
         if info.type == pafs.FileType.File and not any(piece.startswith(".") for piece in inside.split("/")):

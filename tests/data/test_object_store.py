@@ -86,6 +86,7 @@ def test_a_region_that_cannot_be_asked_for_is_storage_that_failed(monkeypatch: p
         raise OSError("When resolving region for bucket 'set': no network")
 
     monkeypatch.setattr(storage, "resolve", down)
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
     for ask in (lambda uri: stat(uri, 0), list_files):
         with pytest.raises(DataIOError, match="resolving region"):
             ask("s3://set/a")
@@ -148,3 +149,18 @@ def test_a_file_that_is_read_on_takes_ever_fewer_requests_and_a_jump_begins_anew
         store.asked.clear()
         file.pread(1 << 20, 512)
         assert [asked.range for asked in store.asked] == [f"{1 << 20}-{(1 << 20) + storage.BLOCK_BYTES - 1}"]
+
+
+def test_a_service_that_is_busy_for_seconds_is_waited_for(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client alone gives up within one."""
+    pauses: list[float] = []
+    monkeypatch.setattr(storage.time, "sleep", pauses.append)
+    store.objects["set/a"] = b"abc"
+    store.fault = lambda asked: (403, "AccessDenied") if len(pauses) < 4 else None
+    assert read_range("s3://set/a", 0, -1) == b"abc"
+    assert pauses == [1, 2, 4, 8]
+    pauses.clear()
+    store.fault = lambda asked: (403, "AccessDenied")
+    with pytest.raises(DataIOError, match="7 attempts"):
+        stat("s3://set/a", retries=6)
+    assert pauses == [1, 2, 4, 8, 10, 10]
