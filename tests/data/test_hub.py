@@ -24,9 +24,10 @@ ABOUT = {"id": "me/clips", "sha": "0" * 40, "private": False, "downloads": 0, "l
 INDEX = """
 import sys
 from pathlib import Path
-from data.config import LimitsConfig
+from data import storage
 from tests.data.making import index_of
-index, _ = index_of(sys.argv[1], Path(sys.argv[2]), limits=LimitsConfig(retries=1))
+storage.REMOTE_RETRY_S = 0.01
+index, _ = index_of(sys.argv[1], Path(sys.argv[2]))
 print(index.num_ok, len(index.row(0).path))
 """
 
@@ -117,4 +118,4 @@ def test_a_hub_that_cannot_be_reached_is_storage_that_failed(tmp_path: Path) -> 
     failed = index("http://127.0.0.1:1", "hf://datasets/me/clips/shards", tmp_path)
     assert failed.returncode == 1
     last = failed.stderr.strip().splitlines()[-1]
-    assert last.startswith("data.errors.DataIOError: ") and "ConnectError" in last and "2 attempts" in last
+    assert last.startswith("data.errors.DataIOError: ") and "ConnectError" in last and "5 attempts" in last
