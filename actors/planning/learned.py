@@ -54,7 +54,8 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
 def _trained(dit: DiTConfig) -> str:
     if dit.lora_rank:
         of = f" of {' '.join(dit.lora_targets)}" if dit.lora_targets else ""
-        return f"{'DoRA' if dit.lora_dora else 'LoRA'} factors of rank {dit.lora_rank}{of}"
+        beside = " beside float8" if dit.frozen_dtype == "float8" else ""
+        return f"{'DoRA' if dit.lora_dora else 'LoRA'} factors of rank {dit.lora_rank}{of}{beside}"
     return " ".join(dit.train_only) if dit.train_only else "all weights"
 
 

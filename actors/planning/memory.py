@@ -79,7 +79,7 @@ class MemoryForecast:
 
     parameters: int
     trained: int
-    parameter_bytes: int  # of one parameter
+    parameter_bytes: int  # of one parameter; of frozen ones in 8 bits what it would be
     state_bytes: int  # of one trained weight, over all workers
     deepspeed: bool = False
     vae_gib: float = 0.0
@@ -92,6 +92,7 @@ class MemoryForecast:
     vae_dtype: str = "float32"  # what the VAE computes in there
     host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
     host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
+    spared_bytes: int = 0  # by frozen weights in 8 bits
     in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
     largest_block: int = 0  # parameters of it
     graphs_gib: float = 0.0  # of CUDA graphs of small passes, which a GPU has where it has room for them
@@ -147,7 +148,7 @@ class MemoryForecast:
         if self.fetches:
             return (self.parameters - self.in_blocks + 2 * self.largest_block) * self.parameter_bytes
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
-        return (self.parameters - self.trained) * self.parameter_bytes + flat
+        return (self.parameters - self.trained) * self.parameter_bytes - self.spared_bytes + flat
 
     def _gradient_bytes(self, workers: int, largest: int, here: int) -> int:
         """What it takes of the device of one of `here` workers of a node."""
@@ -270,10 +271,11 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
     """What is known of a resolved model by counting its weights: no encoder, no need of a cascade."""
     import torch
 
+    from ops.models.float8 import spared_bytes
     from ops.models.load import dit_skeleton
     from ops.parameters import blocks_in
 
-    skeleton = dit_skeleton(model.dit)
+    skeleton, parameter_bytes = dit_skeleton(model.dit), getattr(torch, train.parameter_dtype).itemsize
     weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
     fetchable = blocks_in(skeleton) if model.dit.fetchable else []
     blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
@@ -281,7 +283,8 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
     return MemoryForecast(
         parameters=sum(count for count, _ in weights),
         trained=trained,
-        parameter_bytes=getattr(torch, train.parameter_dtype).itemsize,
+        parameter_bytes=parameter_bytes,
+        spared_bytes=spared_bytes(skeleton, parameter_bytes),
         state_bytes=bytes_per_weight(train.optimizer.ema_decay > 0),
         deepspeed=train.sync == "deepspeed",
         cuda=cuda,

@@ -175,8 +175,9 @@ def _write_transformer(
 
 
 def _trained(dit: DiTConfig, seed: int, folder: Path, ema: bool) -> tuple[nn.Module, ...]:
-    """The transformers of the checkpoint: one, or both experts."""
-    module = build_dit(replace(dit, lora_from=None), seed)
+    """The transformers of the checkpoint: one, or both experts. What was trained beside weights in 8 bits is beside
+    those that they were made of."""
+    module = build_dit(replace(dit, lora_from=None, frozen_dtype="same"), seed)
     put_weights(module, model_state(folder, ema), str(folder))
     return transformers(module)
 

@@ -104,6 +104,13 @@ def _lora(setup: TrainedSetup) -> TrainedSetup | None:
     return replace(setup, model=changed) if possible else None
 
 
+def _in_8_bits(setup: TrainedSetup) -> TrainedSetup | None:
+    dit = setup.model.dit
+    if not dit.lora_rank or dit.frozen_dtype != "same" or not setup.flat:
+        return None
+    return replace(setup, model=replace(setup.model, dit=replace(dit, frozen_dtype="float8")))
+
+
 CHANGES = (  # the smallest first
     Remedy("model.dit.gradient_checkpointing: true", _checkpointed),
     Remedy("model.text.place: host", _text_on_host),
@@ -116,6 +123,7 @@ CHANGES = (  # the smallest first
     Remedy("train.memory.gradients: auto", _shared_gradient),
     Remedy("train.memory.parameters: node", _fetched),
     Remedy("model.dit.lora_rank: 16", _lora),
+    Remedy("model.dit.frozen_dtype: float8", _in_8_bits),
 )
 
 

@@ -40,6 +40,8 @@ ELSEWHERE = {
     "lora_target_modules": "model.dit.lora_targets",
     "target_modules": "model.dit.lora_targets",
     "use_dora": "model.dit.lora_dora",
+    "fp8_base": "model.dit.frozen_dtype",
+    "transformer_dtype": "model.dit.frozen_dtype",
     "trainable_modules": "model.dit.train_only",
     "trainable_params": "model.dit.train_only",
     "bucket_config": "data.buckets",

@@ -78,6 +78,7 @@ RUNTIME = (
     "lora_alpha",
     "lora_targets",
     "lora_dora",
+    "frozen_dtype",
     "train_only",
 )  # of model.dit beside a config.json
 

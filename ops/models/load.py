@@ -28,7 +28,8 @@ def build_dit(
     """The transformer: random from `seed`, or with the weights of `config.path`. By default in fp32 on the CPU.
 
     Random weights are drawn in fp32 on the CPU. Those of a folder are read straight into `dtype` on `device`, so that
-    loading needs no more memory than the result and no initial values are drawn to be thrown away.
+    loading needs no more memory than the result and no initial values are drawn to be thrown away. What `frozen_dtype`
+    names is in 8 bits whatever `dtype` is.
 
     With a `lora_rank` only the low-rank factors and DoRA's magnitudes are trainable (`requires_grad`), with
     `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`).
@@ -77,7 +78,7 @@ def first_values(config: DiTConfig, seed: int, dtype: torch.dtype | None = None)
         layer = name.removesuffix(M)  # whose magnitudes no file gives
         part = module.get_submodule(layer)
         assert isinstance(part, DoRALinear)
-        return part.row_lengths(stored(f"{layer}.weight").to(dtype))
+        return part.row_lengths(*part.held(stored(f"{layer}.weight"), dtype))
 
     return value
 

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,18 +20,19 @@ from torch import Tensor, nn
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
+from ops.models.float8 import FrozenDtype, FrozenLinear, widened
 from ops.models.train_only import nearest
 from ops.precision import precise_product
 
+_PART_ELEMENTS = 1 << 24  # of a weight in 8 bits that are widened at a time: 64 MiB in fp32
 A, B, M = ".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector"
 
 
-class LoRALinear(nn.Linear):
+class LoRALinear(FrozenLinear):
     """A frozen projection with trainable factors. B starts at zero, so training starts from the base model."""
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
-        self.weight, self.bias = base.weight, base.bias
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: FrozenDtype = "same") -> None:
+        super().__init__(base, dtype)
         self.scale = scale
         self.lora_A = nn.Linear(base.in_features, rank, bias=False)
         self.lora_B = nn.Linear(rank, base.out_features, bias=False)
@@ -45,7 +45,7 @@ class LoRALinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        return F.linear(x, self.weight, self.bias) + self.scale * self.lora_B(self.lora_A(x))
+        return self.product(x, self.bias) + self.scale * self.lora_B(self.lora_A(x))
 
 
 class DoRALinear(LoRALinear):
@@ -54,21 +54,33 @@ class DoRALinear(LoRALinear):
     In the backward the lengths that are divided by are constants (section 4.3 there), as in PEFT.
     """
 
-    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
-        super().__init__(base, rank, scale)
+    def __init__(self, base: nn.Linear, rank: int, scale: float, dtype: FrozenDtype = "same") -> None:
+        super().__init__(base, rank, scale, dtype)
         self.lora_magnitude_vector = nn.Parameter(self.row_lengths().to(self.lora_A.weight.dtype))
 
     @torch.no_grad()
-    def row_lengths(self, weight: Tensor | None = None) -> Tensor:
-        """|W + s B A| of every row in at least fp32: [out]. Of the layer's own W, or of a given one.
+    def row_lengths(self, weight: Tensor | None = None, weight_scale: Tensor | None = None) -> Tensor:
+        """|W + s B A| of every row in at least fp32: [out]. Of the layer's own W, or of what is `held` of a given one.
 
-        From |W|^2 + 2 s (W A') B + s^2 |B A|^2, so that neither the sum nor W is copied in fp32.
+        From |W|^2 + 2 s (W A') B + s^2 |B A|^2, so that neither the sum nor W is copied in fp32; W in 8 bits is widened
+        some rows at a time.
         """
-        weight = self.weight if weight is None else weight
-        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if weight is None:
+            weight, weight_scale = self.weight, self.weight_scale
+        wide = self.lora_A.weight.dtype if weight_scale is not None else weight.dtype
+        dtype = torch.promote_types(wide, torch.float32)
         if weight.is_meta:
             return weight.new_empty(len(weight), dtype=dtype)
-        a, b = (layer.weight.to(weight.device, dtype) for layer in (self.lora_A, self.lora_B))
+        b = self.lora_B.weight
+        if weight_scale is None:
+            return self._lengths(weight, b, dtype)
+        rows = max(1, _PART_ELEMENTS // weight.shape[1])
+        parts = zip(weight.split(rows), weight_scale.split(rows), b.split(rows), strict=True)
+        return torch.cat([self._lengths(widened(part, scale, dtype), of_b, dtype) for part, scale, of_b in parts])
+
+    def _lengths(self, weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """Of these rows of W and of B."""
+        a, b = (factor.to(weight.device, dtype) for factor in (self.lora_A.weight, b))
         own = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         crossed = (precise_product(a, weight).T * b).sum(1)
         added = (precise_product(b, precise_product(a, a)) * b).sum(1)
@@ -76,11 +88,12 @@ class DoRALinear(LoRALinear):
 
     def begin_with_lengths(self, dtype: torch.dtype) -> None:
         """m as |W + s B A| of weights that are rounded to `dtype`: the layer is then what LoRA's is."""
-        self.lora_magnitude_vector = nn.Parameter(self.row_lengths(self.weight.to(dtype)))
+        weight = self.weight if self.weight_scale is not None else self.weight.to(dtype)
+        self.lora_magnitude_vector = nn.Parameter(self.row_lengths(weight, self.weight_scale))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]"""
-        y = F.linear(x, self.weight) + self.scale * self.lora_B(self.lora_A(x))
+        y = self.product(x, None) + self.scale * self.lora_B(self.lora_A(x))
         m = self.lora_magnitude_vector
         lengths = self.row_lengths().to(m.dtype)  # rounded as m is: in bf16, too, training starts from the base model
         dtype = torch.promote_types(m.dtype, torch.float32)
@@ -96,7 +109,8 @@ def lora_scale(config: DiTConfig) -> float:
 
 def add_lora(module: nn.Module, config: DiTConfig) -> None:
     """Freeze `module` and give the attention and MLP projections of its blocks trainable factors, or those of them that
-    `lora_targets` names. Raises ValueError for a pattern that names none, with the nearest that exist."""
+    `lora_targets` names; all of them are held in `frozen_dtype`. Raises ValueError for a pattern that names none, with
+    the nearest that exist."""
     module.requires_grad_(False)
     layers = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
     known = _projections(layers, config)
@@ -110,7 +124,10 @@ def add_lora(module: nn.Module, config: DiTConfig) -> None:
     for name in known:
         if not config.lora_targets or any(_is_target(name, pattern) for pattern in config.lora_targets):
             kind = DoRALinear if config.lora_dora else LoRALinear
-            module.set_submodule(name, kind(layers[name], config.lora_rank, lora_scale(config)))
+            scale = lora_scale(config)
+            module.set_submodule(name, kind(layers[name], config.lora_rank, scale, config.frozen_dtype))
+        elif config.frozen_dtype != "same":
+            module.set_submodule(name, FrozenLinear(layers[name], config.frozen_dtype))
 
 
 def _projections(layers: Iterable[str], config: DiTConfig) -> list[str]:

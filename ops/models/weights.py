@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ops.counted import first_of
 from ops.models.config import ModelConfig
 from ops.models.files import STEM, index_name, weight_files
+from ops.models.float8 import SCALE, in_8_bits, in_float8
 from ops.models.folders import component
 
 # Diffusers' own default; files of this size are what its loaders and hubs expect.
@@ -138,17 +139,24 @@ def fill(
     """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
     Each tensor goes from its file straight to `dtype` and `device`: the CPU holds one of them at a time, beside what
-    stays there. LoRA factors that the module has and the folder lacks stay as they are. Weights with a name that
-    contains one of `surplus` are passed over.
+    stays there. Those that the module has in 8 bits are rounded to them on `device`, from what is stored. LoRA factors
+    that the module has and the folder lacks stay as they are. Weights with a name that contains one of `surplus` are
+    passed over.
     """
     folder = component(path, part)
     found = {name: tensor for name, tensor in describe(folder).items() if not any(part in name for part in surplus)}
-    check_state({n: t for n, t in module.state_dict().items() if not is_lora(n)}, found, str(folder))
+    stored = {n: t for n, t in module.state_dict().items() if not (is_lora(n) or n.endswith(SCALE))}
+    check_state(stored, found, str(folder))
+    small = in_8_bits(module)
     for file_path in weight_files(folder):
         with _opened(file_path) as file:
-            # A copy also where the dtype is right: a file that is changed later must not change the model.
-            names = [name for name in file.keys() if name in found]  # noqa: SIM118  (not a dict)
-            state = {name: file.get_tensor(name).to(device, dtype, copy=True) for name in names}
+            state: dict[str, Tensor] = {}
+            for name in (name for name in file.keys() if name in found):  # noqa: SIM118  (not a dict)
+                tensor, scales = file.get_tensor(name), name.removesuffix(".weight") + SCALE
+                if name in small:
+                    state[name], state[scales] = in_float8(tensor.to(device))
+                else:  # a copy also where the dtype is right: a file that is changed later must not change the model
+                    state[name] = tensor.to(device, dtype, copy=True)
         module.load_state_dict(state, strict=False, assign=True)
 
 

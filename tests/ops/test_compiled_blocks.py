@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -86,9 +87,10 @@ def test_bags_compute_the_same_also_with_ranks_that_have_no_rows(tmp_path: Path)
             torch.testing.assert_close(sum(shares), each, atol=1e-5 * float(each.abs().max()), rtol=1e-5)
 
 
-def test_factors_are_trained_the_same() -> None:
+@pytest.mark.parametrize("frozen", ["same", "float8"])
+def test_factors_are_trained_the_same(frozen: Literal["same", "float8"]) -> None:
     """LoRA of some projections: the first block's rows need no gradient, and blocks have plain layers beside others."""
-    config = replace(TINY, lora_rank=2, lora_targets=("to_q", "to_v"))
+    config = replace(TINY, lora_rank=2, lora_targets=("to_q", "to_v"), frozen_dtype=frozen)
     ours, theirs = compiled(build_dit(config, 0)), build_dit(config, 0)
     for module in (ours, theirs):  # factors begin as a product of zero
         for index, parameter in enumerate(p for p in module.parameters() if p.requires_grad):

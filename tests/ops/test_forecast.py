@@ -54,7 +54,7 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
     """The peak of the same pass on tensors with data."""
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     sequences = clips_for(config)
     layout, width = Layout(sequences), config.in_channels * math.prod(config.patch)
     clips = [
@@ -82,6 +82,14 @@ def real_peak(config: DiTConfig, autocast: bool) -> int:
             ),
         )
     return count.peak_bytes
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dora", [False, True])
+def test_beside_8_bits_too(dora: bool, autocast: bool) -> None:
+    config = replace(WAN, lora_rank=2, lora_dora=dora, frozen_dtype="float8", gradient_checkpointing=True)
+    predicted, _ = pass_bytes(config, CLIPS, 1, Precision(autocast=autocast))
+    assert predicted == pytest.approx(real_peak(config, autocast), rel=0.01)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

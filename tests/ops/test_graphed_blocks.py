@@ -130,8 +130,13 @@ def test_passes_of_a_kind_may_overlap() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"lora_rank": 2, "lora_targets": ("to_q", "to_v")}, {"lora_rank": 2}, {"train_only": ("blocks.1",)}],
-    ids=["some projections", "lora", "last block"],
+    [
+        {"lora_rank": 2, "lora_targets": ("to_q", "to_v")},
+        {"lora_rank": 2},
+        {"lora_rank": 2, "frozen_dtype": "float8"},
+        {"train_only": ("blocks.1",)},
+    ],
+    ids=["some projections", "lora", "beside 8 bits", "last block"],
 )
 def test_frozen_weights_get_no_gradient(changes: dict[str, object]) -> None:
     config, capture = replace(TINY, **changes), TapeCapture()  # type: ignore[arg-type]

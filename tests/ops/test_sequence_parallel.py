@@ -157,11 +157,11 @@ def test_bf16_autocast_stays_near_fp32(run_ranks) -> None:
         assert (gradient - reference).norm() <= 0.1 * reference.norm() + 1e-4, name
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("changes", [{}, {"lora_dora": True}, {"frozen_dtype": "float8"}], ids=str)
 @pytest.mark.parametrize("config", [WAN, HUNYUAN], ids=["wan", "hunyuan"])
-def test_gradients_of_lora_factors_add_up_and_the_base_has_none(config, dora, run_ranks) -> None:
+def test_gradients_of_lora_factors_add_up_and_the_base_has_none(config, changes, run_ranks) -> None:
     case = Case(config, MIXED, torch.float64)
-    add_lora(case.model, replace(config, lora_rank=2, lora_dora=dora))
+    add_lora(case.model, replace(config, lora_rank=2, **changes))
     case.model.double()
     for parameter in case.model.parameters():
         if parameter.requires_grad:

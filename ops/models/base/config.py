@@ -58,6 +58,8 @@ class DiTConfig:
     # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
     lora_targets: tuple[str, ...] = ()
     lora_dora: bool = False  # DoRA: beside the factors, the length of every row of their sum with the weight is trained
+    # float8: with LoRA, all these projections, frozen, in 8 bits and a scale of each row (ops.models.float8)
+    frozen_dtype: Literal["same", "float8"] = "same"
     # trains these weights alone: patterns of their names, or of what they are below (blocks.3[0-9], *.attn1, *.bias)
     train_only: tuple[str, ...] = ()
     lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
@@ -92,6 +94,11 @@ class DiTConfig:
             )
         if self.lora_dora and not self.lora_rank:
             raise ValueError("model.dit.lora_dora is true, and lora_rank is 0. Set the rank, or leave lora_dora out.")
+        if self.frozen_dtype != "same" and not self.lora_rank:
+            raise ValueError(
+                f"model.dit.frozen_dtype is {self.frozen_dtype}, and lora_rank is 0: it is for projections that LoRA "
+                f"freezes. Set the rank, or leave frozen_dtype out."
+            )
         if self.train_only and self.lora_rank:
             raise ValueError(
                 f"model.dit.train_only {list(self.train_only)} and lora_rank {self.lora_rank}: LoRA trains factors and "
@@ -125,7 +132,7 @@ class DiTConfig:
 
     def without_lora(self) -> Self:
         """The settings of the plain transformer, which has no factors."""
-        return replace(self, lora_rank=0, lora_targets=(), lora_dora=False, lora_from=None)
+        return replace(self, lora_rank=0, lora_targets=(), lora_dora=False, lora_from=None, frozen_dtype="same")
 
     @property
     def rope_split(self) -> tuple[int, int, int]:
