@@ -106,7 +106,7 @@ def _lora(setup: TrainedSetup) -> TrainedSetup | None:
 
 def _in_8_bits(setup: TrainedSetup) -> TrainedSetup | None:
     dit = setup.model.dit
-    if not dit.lora_rank or dit.frozen_dtype != "same" or not setup.flat:
+    if not dit.lora_rank or dit.frozen_dtype != "same":
         return None
     return replace(setup, model=replace(setup.model, dit=replace(dit, frozen_dtype="float8")))
 

@@ -35,6 +35,7 @@ from data.config import BucketsConfig, DataConfig
 from data.tools.synthetic import SynthConfig, synthesize
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
+from ops.models.float8 import in_8_bits
 from ops.models.folders import dit_json, resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_text, check_factors
@@ -123,6 +124,20 @@ def test_of_a_run_that_trained_some_layers_the_others_are_those_that_it_began_wi
     moved = {name for name, tensor in found.items() if not torch.equal(tensor, first[name])}
     assert moved and all(name.startswith(("blocks.1.attn2.", "proj_out.")) for name in moved)
     assert_loads(tmp_path / "out" / "transformer", found)
+
+
+def test_factors_that_were_trained_beside_8_bits_are_merged_into_the_wide_weights(tmp_path: Path) -> None:
+    wide = haar_run(lora_rank=2)
+    small = haar_run(lora_rank=2, frozen_dtype="float8")
+    for name, config in (("wide", wide), ("small", small)):
+        export.export(write_checkpoint(tmp_path / f"{name}-run", config), tmp_path / name)
+    for file in ("transformer/diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"):
+        of_wide, of_small = (load_file(tmp_path / name / file) for name in ("wide", "small"))
+        assert of_wide.keys() == of_small.keys()
+        assert all(torch.equal(of_small[name], tensor) for name, tensor in of_wide.items())
+    sampled = saved_model(tmp_path / "small-run", device="cpu").load().dit
+    assert in_8_bits(sampled), "clips of a checkpoint are those of the function that was trained"
+    assert not in_8_bits(saved_model(tmp_path / "small", device="cpu").load().dit)
 
 
 def test_demo_pipeline_loads_without_a_vae_and_makes_latents(tmp_path: Path) -> None:

@@ -38,6 +38,11 @@ GAINS: dict[str, Callable[[TrainedSetup], bool]] = {  # of each change, how the 
     "train.memory.gradients: auto": lambda s: s.train.memory.gradients == "auto",
     "train.memory.parameters: node": lambda s: s.train.memory.parameters == "node",
     "model.dit.lora_rank: 16": lambda s: s.model.dit.lora_rank == 16,
+    "model.dit.frozen_dtype: float8": lambda s: s.model.dit.frozen_dtype == "float8",
+}
+AFTER = {  # what a run must have first
+    "train.memory.parameters: node": "model.dit.gradient_checkpointing: true",
+    "model.dit.frozen_dtype: float8": "model.dit.lora_rank: 16",
 }
 
 
@@ -53,9 +58,7 @@ def told(*wanted: str, setup: TrainedSetup = SETUP, workers: int | None = None) 
     return advice(setup, fits, lambda changed: workers if workers is not None and has_all(changed) else None)
 
 
-@pytest.mark.parametrize(
-    "change", [change.name for change in CHANGES if change.name != "train.memory.parameters: node"]
-)
+@pytest.mark.parametrize("change", [change.name for change in CHANGES if change.name not in AFTER])
 def test_every_change_is_named_where_it_is_enough(change: str) -> None:
     assert told(change) == f"It fits with {change}."
     (made,) = [one.made(SETUP) for one in CHANGES if one.name == change]
@@ -68,10 +71,11 @@ def test_two_changes_are_named_together_where_none_is_enough() -> None:
     assert told("model.text.place: host", "train.memory.state: host") == (
         "It fits with model.text.place: host and train.memory.state: host."
     )
-    fetched = told("train.memory.parameters: node")
-    assert fetched == "It fits with model.dit.gradient_checkpointing: true and train.memory.parameters: node.", (
-        "blocks are fetched where activations are computed again"
-    )
+
+@pytest.mark.parametrize("change", AFTER)
+def test_a_change_that_another_makes_possible_is_named_with_it(change: str) -> None:
+    """Blocks are fetched where activations are computed again, and weights are in 8 bits where LoRA freezes them."""
+    assert told(change) == f"It fits with {AFTER[change]} and {change}."
 
 
 def test_more_workers_are_advice_alone_and_beside_a_change() -> None:

@@ -183,6 +183,7 @@ def test_weights_may_move_but_not_change(tmp_path: Path, edit: str, refused: boo
         ("model.dit.boundary=0.9", True),  # no model_index.json says it
         ("model.dit.lora_from=/elsewhere/factors.safetensors", False),  # the state has what came of them
         ("model.dit.lora_from=null", False),
+        ("model.dit.frozen_dtype=float8", True),
     ],
 )
 def test_beside_a_folder_what_its_config_does_not_name_is_the_runs(
@@ -207,6 +208,8 @@ def test_factors_are_not_read_into_a_state(tmp_path: Path) -> None:
     (made / "metrics.jsonl").write_text('{"step": 9}\n')
     with pytest.raises(ConfigError, match=r"lora_from null -> /here"):
         check_resume(config(tmp_path, "model.dit.lora_rank=2", "model.dit.lora_from=/here/factors.safetensors"))
+    with pytest.raises(ConfigError, match=r"model\.dit\.frozen_dtype same -> float8"):
+        check_resume(config(tmp_path, "model.dit.lora_rank=2", "model.dit.frozen_dtype=float8"))
 
 
 @pytest.mark.parametrize("name", ["latte-tiny", "demo-stdit"])

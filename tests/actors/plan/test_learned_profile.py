@@ -69,6 +69,7 @@ def test_nothing_learned_writes_nothing_and_takes_up_nothing(tmp_path: Path) -> 
         (of_dit(attention="flex"), "is of attention backend 'sdpa'; this run has 'flex'"),
         (of_dit(gradient_checkpointing=True), "is of gradient checkpointing 'off'; this run has 'on'"),
         (of_dit(lora_rank=8), "is of training of 'all weights'; this run has 'LoRA factors of rank 8'"),
+        (of_dit(lora_rank=8, frozen_dtype="float8"), "this run has 'LoRA factors of rank 8 beside float8'"),
         (of_dit(train_only=("blocks.1",)), "is of training of 'all weights'; this run has 'blocks.1'"),
         (
             setting_of(MODEL, "cpu", replace(TRAIN, autocast="bfloat16")),
