@@ -59,11 +59,13 @@ class DoRALinear(LoRALinear):
         self.lora_magnitude_vector = nn.Parameter(self.row_lengths().to(self.lora_A.weight.dtype))
 
     @torch.no_grad()
-    def row_lengths(self, weight: Tensor | None = None, weight_scale: Tensor | None = None) -> Tensor:
+    def row_lengths(
+        self, weight: Tensor | None = None, weight_scale: Tensor | None = None, *, part_elements: int = _PART_ELEMENTS
+    ) -> Tensor:
         """|W + s B A| of every row in at least fp32: [out]. Of the layer's own W, or of what is `held` of a given one.
 
         From |W|^2 + 2 s (W A') B + s^2 |B A|^2, so that neither the sum nor W is copied in fp32; W in 8 bits is widened
-        some rows at a time.
+        some rows at a time, of `part_elements`.
         """
         if weight is None:
             weight, weight_scale = self.weight, self.weight_scale
@@ -74,12 +76,12 @@ class DoRALinear(LoRALinear):
         b = self.lora_B.weight
         if weight_scale is None:
             return self._lengths(weight, b, dtype)
-        rows = max(1, _PART_ELEMENTS // weight.shape[1])
+        rows = max(1, part_elements // weight.shape[1])
         parts = zip(weight.split(rows), weight_scale.split(rows), b.split(rows), strict=True)
         return torch.cat([self._lengths(widened(part, scale, dtype), of_b, dtype) for part, scale, of_b in parts])
 
     def _lengths(self, weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-        """Of these rows of W and of B."""
+        """The lengths of these rows of W + s B A, with the rows `b` of B."""
         a, b = (factor.to(weight.device, dtype) for factor in (self.lora_A.weight, b))
         own = torch.linalg.vector_norm(weight, dim=1, dtype=dtype).square()
         crossed = (precise_product(a, weight).T * b).sum(1)

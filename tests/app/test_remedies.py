@@ -72,6 +72,7 @@ def test_two_changes_are_named_together_where_none_is_enough() -> None:
         "It fits with model.text.place: host and train.memory.state: host."
     )
 
+
 @pytest.mark.parametrize("change", AFTER)
 def test_a_change_that_another_makes_possible_is_named_with_it(change: str) -> None:
     """Blocks are fetched where activations are computed again, and weights are in 8 bits where LoRA freezes them."""
