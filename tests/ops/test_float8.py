@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
+from ops.models.config import ModelConfig
 from ops.models.experts import transformers
 from ops.models.float8 import FLOAT8, SCALE, FrozenLinear, in_8_bits, in_float8, spared_bytes, widened
 from ops.models.folders import dit_json
 from ops.models.forecast import Precision, pass_bytes, states_bytes
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.lora import A, DoRALinear, LoRALinear
-from ops.models.weights import is_lora, write_folder
+from ops.models.weights import frozen_digests, is_lora, write_folder
 from ops.packing import Sequence
 from ops.shards import padding
 from ops.storages import StorageCount
@@ -262,6 +263,18 @@ def test_factors_learn_beside_8_bits_as_beside_wide_weights() -> None:
     ours, theirs = (trained_losses(config, 60) for config in (EIGHT, WAN))
     assert ours[-1] < 0.3 * ours[0]
     assert ours[-1] == pytest.approx(theirs[-1], rel=0.15)
+
+
+def test_workers_compare_8_bits_and_scales() -> None:
+    config = ModelConfig(dit=replace(EIGHT, path="/of/all"))
+    module = build_dit(EIGHT, 0)
+    layer = module.get_submodule("blocks.1.attn1.to_k")
+    assert isinstance(layer, FrozenLinear) and layer.weight_scale is not None
+    digests = [frozen_digests(config, module, None, None)]
+    for tensor in (layer.weight.view(torch.uint8), layer.weight_scale.data):
+        tensor[3] += 1
+        digests.append(frozen_digests(config, module, None, None))
+    assert len(set(digests)) == 3
 
 
 def test_both_experts_are_held_in_8_bits() -> None:
