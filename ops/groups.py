@@ -103,7 +103,7 @@ class Groups:
         self._place = device or torch.device("cpu")
         if backend == "nccl":
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
-            cancel.on_set(self.abort)  # NCCL waits on the device: only aborting the communicator ends them
+            cancel.on_set(self._abort_beside)  # NCCL waits on the device: only aborting the communicator ends them
 
     def allow(self, patience: Patience) -> None:
         """How long waits may take that begin from now on, in all bags of this worker."""
@@ -226,6 +226,11 @@ class Groups:
         """Like `close`, for a generation that has failed: communicators are aborted, waiting threads raise."""
         self._end_all(Group.abort)
         self.close()
+
+    def _abort_beside(self) -> None:
+        """`abort`, without holding up who cancels: it takes until the device has passed what is queued, which may be a
+        step's computing, and without the heartbeats of the thread that cancels the worker would be replaced."""
+        threading.Thread(target=self.abort, name="abort of a generation", daemon=True).start()
 
     def _end_all(self, end: Callable[[Group], None]) -> None:
         """NCCL ends a communicator when the device has passed its kernels. A host that is ahead may have queued them

@@ -33,6 +33,7 @@ from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCol
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
 LIMIT_S = 120.0  # of a wait for others that come: nothing takes as long, also on a machine with other work
+ABORTS = "abort of a generation"  # the thread
 SOON_S = 60.0  # at once, on such a machine: long before the limit of a rank that waits on
 
 
@@ -430,9 +431,28 @@ def test_bags_end_whose_collectives_are_queued_after_one_that_hangs(how: str) ->
     del hanging
     if how == "cancel":
         cancel.set("generation 2 has begun")
+        for thread in [one for one in threading.enumerate() if one.name == ABORTS]:
+            thread.join(SOON_S)
     else:
         getattr(groups, how)()
     assert ended == [True, True] and not groups._all()
+
+
+def test_who_cancels_a_generation_does_not_wait_for_the_device() -> None:
+    """A heartbeat does it. A communicator ends when the device has passed the cascades that are queued before its
+    kernels: where these take longer than `workers.suspect_s`, a survivor would be replaced as silent."""
+    cancel, passed, ended = CancelToken(), threading.Event(), list[bool]()
+    groups = Groups(dist.HashStore(), 0, (0, 1), "nccl", 1, LIMIT_S, cancel, device=torch.device("cuda", 0))
+    groups._groups = {(0, 1): on_nccl(QueuedAfter([passed], ended))}
+    beat = threading.Thread(target=cancel.set, args=("worker 1 died",))
+    beat.start()
+    beat.join(SOON_S / 6)
+    waited, busy = beat.is_alive(), [one for one in threading.enumerate() if one.name == ABORTS]
+    passed.set()
+    beat.join(SOON_S)
+    for thread in busy:
+        thread.join(SOON_S)
+    assert not waited and ended == [True] and not groups._all()
 
 
 class Device:
