@@ -122,7 +122,7 @@ class CudaPeers:
     def pushed(self) -> None:
         """As `PeerMemory.pushed`."""
         if self._beside is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._beside)
+            self._beside.synchronize()
 
     def wait(self) -> None:
         """As `PeerMemory.wait`. It also makes the device's context this thread's, which the driver's calls need."""

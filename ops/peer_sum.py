@@ -73,7 +73,8 @@ class PeerMemory(Protocol):
         ...
 
     def pushed(self) -> None:
-        """What is launched next runs after all pushes."""
+        """Returns when all pushes have ended, whatever else runs on the device, as an encode beside the end of a step
+        does."""
         ...
 
     def wait(self) -> None:
@@ -154,7 +155,6 @@ class PeerSum:
         """As `NodeSum.flush`. It blocks the host until the pushes have ended, so that workers may synchronize there as
         well as on their devices."""
         self._peers.pushed()
-        self._peers.wait()
 
     def part(self, lo: int, hi: int) -> Tensor:
         """As `NodeSum.part`."""
@@ -217,7 +217,6 @@ class PeerSum:
             for end in ends:
                 self._push(one.to(self._peers.device), end)
             self._peers.pushed()
-            self._peers.wait()
         except RuntimeError as error:
             failure = str(error)
         _agree(failure, min(exchange(group, int(not failure), self._peers.device)) > 0)

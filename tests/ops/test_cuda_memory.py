@@ -7,6 +7,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import ops.cuda_memory
 from ops.cuda_memory import CudaHostCopy, CudaPeers, _Handle, _taken
+from ops.peer_sum import PeerSum
 
 ADDRESS = 0x7F12_3456_7000  # beyond 32 bits, which an argument passed as an int would lose
 BUSES = [b"0000:1B:00.0", b"0000:43:00.0", b"0000:BB:00.0"]
@@ -188,6 +190,18 @@ def test_errors_are_told_by_the_drivers_word(driver: Driver, caplog: pytest.LogC
         peers().borrow(b"x" * 64 + BUSES[0])
     peers().give_back(ADDRESS)
     assert "could not be given back: cuIpcCloseMemHandle: CUDA_ERROR_MAP_FAILED" in caplog.text
+
+
+def test_the_end_of_a_step_waits_for_the_pushes_and_not_for_an_encode_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waited: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append("all of the device"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    gpu = CudaPeers(torch.device("cpu"))
+    gpu._beside = SimpleNamespace(synchronize=lambda: waited.append("the pushes"))  # type: ignore[assignment]
+    PeerSum(8, torch.float32, torch.float32, gpu).flush()
+    assert waited == ["the pushes"]
 
 
 def test_host_memory_is_pinned_in_whole_pages(driver: Driver) -> None:
