@@ -82,6 +82,7 @@ class Group:
         self.clock = clock or WaitClock()
         self.patience = Patience(limit_s=timeout_s)  # of the waits that begin from now on
         self._process_group = process_group
+        self._on_device = _is_nccl(process_group)
         self._cancel = cancel or CancelToken()
         self._outstanding: set[PendingCollective] = set()  # also those whose holder has dropped them in an error
         self._ending = threading.Lock()  # a collective is begun before the group's end, which then knows it, or refused
@@ -121,8 +122,8 @@ class Group:
 
     @property
     def on_device(self) -> bool:
-        """Whether its collectives take tensors of a GPU alone (NCCL)."""
-        return _is_nccl(self._process_group)
+        """Whether its collectives take tensors of a GPU alone (NCCL), or did until it ended."""
+        return self._on_device
 
     @property
     def failure(self) -> str:

@@ -590,9 +590,19 @@ def test_a_group_whose_communicator_cannot_be_aborted_is_ended_all_the_same() ->
     group = on_nccl(Communicator("unhandled cuda error"))
     pending = group.all_reduce_async(torch.ones(3))
     group.abort()
-    assert group.broken == "aborted" and not group.on_device
+    assert group.broken == "aborted" and group._process_group is None
     with pytest.raises(GroupError, match="aborted"):
         pending.wait()
+
+
+def test_a_sum_that_begins_after_another_thread_has_ended_its_group_takes_no_memory_first() -> None:
+    """On Gloo the parts of all members come to one place: on a GPU that is as much as the whole gradient."""
+    group, flat = on_nccl(Communicator()), torch.zeros(8)
+    group.abort()
+    assert group.received_elements([(0, 4), (4, 8)]) == 0
+    flat.new_empty = lambda *_: pytest.fail("memory was taken")  # type: ignore[method-assign, assignment]
+    with pytest.raises(GroupError, match="aborted"):
+        group.reduce_scatter_ranges_async(flat, [(0, 4), (4, 8)])
 
 
 def test_a_wait_may_end_while_another_thread_looks_through_what_is_in_flight() -> None:
