@@ -30,9 +30,11 @@ from ops.models.config import ModelConfig
 log = logging.getLogger(__name__)
 
 # PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds: at
-# once, or minutes later through a monitor that another worker's error has alarmed.
+# once, or minutes later through a monitor that another worker's error has alarmed. So it does when a device has failed,
+# within a tenth of a second: before the worker has said in which cascade.
 _NCCL = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
