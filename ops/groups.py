@@ -31,6 +31,16 @@ import torch.distributed as dist
 from ops.comm import Group
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
 
+# For a process that uses NCCL, when it starts. PyTorch's answer to a broken communicator is to end the process, and so
+# the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
+# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade.
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
+}
 _LOOK_S = 0.05  # a cancel is seen within this
 _LONG_LOOK_S = 0.5  # between looks whether all workers hold the state, which may take minutes
 _GRACE_S = 5.0  # the backend gives up connecting this long after us, so that our error names the members

@@ -25,20 +25,11 @@ from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
+from ops.groups import NCCL_ENVIRONMENT
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
-# PyTorch's own answer to a broken communicator is to end the process, and with it the state that a survivor holds: at
-# once, or minutes later through a monitor that another worker's error has alarmed. So it does when a device has failed,
-# within a tenth of a second: before the worker has said in which cascade.
-_NCCL = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000",
-}
 # Token counts differ from cascade to cascade: without it cached blocks of other sizes fill the GPU.
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _WEIGHT_FILES = (".safetensors", ".bin")
@@ -204,7 +195,7 @@ class RayPool(Pool):
 def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What a worker's process is started with; the allocator as the user has set it, if so."""
     allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
-    return {**_NCCL, **allocator, "OMP_NUM_THREADS": str(torch_threads)}
+    return {**NCCL_ENVIRONMENT, **allocator, "OMP_NUM_THREADS": str(torch_threads)}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

@@ -36,7 +36,7 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         assert line.figures.get("right", True) is True, line
     measured = {line.name.split(".")[0] for line in lines if line.good}
     wanted = {"kernels", "attention-right", "dit-right", "ceilings", "step", "ops", "attention", "ipc", "copies"}
-    assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker", "launches"}
+    assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker", "launches", "together"}
     for line in (line for line in lines if line.name.startswith("launches.")):
         assert (line.figures["tried"], line.figures["failed"]) == (2, 0), "the interpreter runs every launch"
     text = (tmp_path / "out" / "report.md").read_text()
@@ -51,6 +51,13 @@ def rehearse_again(tmp_path: Path) -> list[ResultLine]:
     after = (tmp_path / "out" / "results.jsonl").read_text()
     assert after.startswith(before)
     return [ResultLine.from_json(text) for text in after[len(before) :].splitlines()]
+
+
+@pytest.mark.timeout(300)
+def test_processes_work_together_and_end_when_one_of_them_dies(tmp_path: Path) -> None:
+    (line,) = rehearse(tmp_path / "out", None, "--only", "together")
+    assert line.good and line.figures["right"] is True and line.figures["adds"] == "exactly"
+    assert {"GB/s of a sum", "seconds of a cancel", "seconds until the device is free"} < line.figures.keys()
 
 
 @pytest.mark.timeout(300)

@@ -24,6 +24,7 @@ from app.bench.gpu.copies import SnapshotCopies
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.push import PushedAddition
+from app.bench.gpu.together import GpusTogether
 
 FEW = 6  # measurements of a list that come early, the rest of it at the end
 
@@ -40,6 +41,7 @@ def catalogue(place: Place) -> list[Measurement]:
         *kernels_right.measurements(),
         *attention_right.measurements(),
         *dit_right.measurements(),
+        GpusTogether(),
         Ceilings(),
         *small[:2],
         *large[:2],

@@ -192,6 +192,13 @@ TARGETS = (
         worst=_least("ipc", _is("right")),
     ),
     Target(
+        what="collectives between the GPUs of a node exactly (NCCL)",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("together", _is("right")),
+    ),
+    Target(
         what="gradients pushed by the kernel exactly",
         goal=1,
         least=True,
