@@ -69,7 +69,7 @@ def calls_of(
     end_s = end_of(cascades, current)
     consumer = {s.id: tuple(sorted(c.workers)) for c in cascades if c.module == "dit" for s in _samples(c, steps)}
     outlasting = {n for n, c in enumerate(cascades) if c.step > current and c.end_s > end_s + _SAME_S}
-    starts = _sum_starts(cascades, outlasting)
+    starts = _sum_starts(cascades, outlasting, current)
     calls: list[Call] = []
     for position, cascade in enumerate(cascades):
         bag, samples = tuple(sorted(cascade.workers)), _samples(cascade, steps)
@@ -137,14 +137,18 @@ def finish_of(
     )
 
 
-def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict[tuple[int, int], SumStart]:
+def _sum_starts(
+    cascades: Sequence[Cascade], outlasting: Container[int], current: int
+) -> dict[tuple[int, int], SumStart]:
     """The start of each worker's gradient sum, by (position of the cascade, rank): as soon as it adds nothing more.
-    `outlasting` are the positions of encodes that outlast the step.
+    `outlasting` are the positions of encodes that outlast the step, `current`.
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
     ops.own_gradients). Workers without a call start at the end of the step, which is at once. An encode that outlasts
-    the step has its collectives after it.
+    the step has its collectives after it. Where another worker's DiT cascade of this step waits for an encode, the sum
+    cannot end before it, and starts after it: on a GPU a sum that waits takes multiprocessors from the encode, and what
+    waits in there for the whole device would never end.
     """
     starts: dict[int, tuple[int, SumStart]] = {}
     for position, cascade in enumerate(cascades):
@@ -156,6 +160,8 @@ def _sum_starts(cascades: Sequence[Cascade], outlasting: Container[int]) -> dict
                 starts[rank] = (position, SumStart.AFTER)
             elif cascade.module == "dit":
                 starts[rank] = (position, SumStart.DURING)
+            elif cascade.step == current and starts[rank][1] != SumStart.BEFORE:
+                starts[rank] = (position, SumStart.AFTER)
     return {(position, rank): start for rank, (position, start) in starts.items()}
 
 

@@ -48,6 +48,13 @@ def test_encodes_of_the_next_step_run_behind_the_start() -> None:
     ]  # fmt: skip
 
 
+def test_an_encode_that_another_worker_waits_for_holds_it_back() -> None:
+    """On a GPU it would share its multiprocessors with a sum that cannot end before it."""
+    later = [cascade("b/text", "text", (0,), 3), cascade("b/vae", "vae", (0,), 4), cascade("c", "vae", (0,), 5, step=1)]
+    found = starts(*encodes("a", 0), cascade("a", "dit", (0,), 2), *later, cascade("b", "dit", (1,), 6))
+    assert found == {0: [NEVER, NEVER, NEVER, NEVER, AFTER, NEVER], 1: [DURING]}
+
+
 def test_a_bag_starts_it_behind_its_last_collective() -> None:
     found = starts(*encodes("a", 0), cascade("a", "dit", (0, 1), 2), cascade("b", "vae", (0,), 3, step=1))
     assert found == {0: [NEVER, NEVER, AFTER, NEVER], 1: [AFTER]}
