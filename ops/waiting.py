@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -56,6 +58,31 @@ class CancelToken:
             raise Cancelled(f"{doing} cancelled: {self.reason}")
 
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
+def has_passed(event: torch.cuda.Event) -> bool:
+    """Whether the device has come to an event. Raises RuntimeError for a failure of the device.
+
+    `event.query()` keeps Python's other threads out for as long as it takes. While one of them launches a kernel for
+    the first time, the driver answers nobody before the device has ended all that is queued, also a collective that
+    waits for another worker (CUDA Programming Guide, Lazy Loading). A call by ctypes keeps nobody out.
+    """
+    if (driver := _driver()) is not None and (handle := getattr(event, "cuda_event", 0)):
+        result = driver.cuEventQuery(ctypes.c_void_p(handle))
+        if result in (0, _NOT_READY):
+            return bool(result == 0)
+    return bool(event.query())  # type: ignore[no-untyped-call]
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class StreamWait:
     """A wait of a device's stream, between two events on it. Any thread may ask."""
@@ -66,11 +93,11 @@ class StreamWait:
     @property
     def reached(self) -> bool:
         """Whether the stream has come to it: what was queued before has ended."""
-        return bool(self.before.query())  # type: ignore[no-untyped-call]
+        return has_passed(self.before)
 
     @property
     def ended(self) -> bool:
-        return bool(self.after.query())  # type: ignore[no-untyped-call]
+        return has_passed(self.after)
 
     @property
     def seconds(self) -> float:

@@ -28,6 +28,7 @@ from ops.waiting import CancelToken, Patience
 log = logging.getLogger(__name__)
 
 _ANSWER_S = 10.0
+_LOOK_S = 0.5  # that a device may take to say where it is
 
 T = TypeVar("T")
 
@@ -59,6 +60,7 @@ class Heartbeat:
         self.surroundings = Surroundings(config.suspect_s)  # nodes that silence would not blame
         self._outgoing = Outgoing()
         self._logged: set[tuple[str, type[Exception]]] = set()
+        self._looking: threading.Thread | None = None
         progress = Progress.of_start(worker)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
@@ -128,9 +130,7 @@ class Heartbeat:
         measured is logged, and the heartbeat goes out without it.
         """
         (progress, cancel), groups = self._now, self.groups
-        progress = self._tried("what its device does", partial(self._with_device, progress), progress)
-        if groups is not None:
-            progress = self._tried("its count of collectives", partial(_with_collectives, progress, groups), progress)
+        progress = self._looked(partial(self._with_work, progress, groups), progress)
         links: tuple[LinkUse, ...] = ()
         links = self._tried("its links to other hosts", lambda: self._outgoing.look(*self.surroundings.hosts), links)
         beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
@@ -148,6 +148,25 @@ class Heartbeat:
             self._tried("a look at other nodes", lambda: self.surroundings.look(late_s, cancel.set), None)
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
+
+    def _looked(self, look: Callable[[], Progress], otherwise: Progress) -> Progress:
+        """What `look` finds, or `otherwise` while the device does not answer: a heartbeat does not wait for it, which
+        may be until another worker joins a collective (`ops.waiting.has_passed`)."""
+        if not self._waits_on_device:
+            return look()
+        if self._looking is not None and self._looking.is_alive():
+            return otherwise
+        found: list[Progress] = []
+        self._looking = threading.Thread(target=lambda: found.append(look()), name="look at the device", daemon=True)
+        self._looking.start()
+        self._looking.join(_LOOK_S)
+        return found[0] if found else otherwise
+
+    def _with_work(self, progress: Progress, groups: Groups | None) -> Progress:
+        progress = self._tried("what its device does", partial(self._with_device, progress), progress)
+        if groups is not None:
+            progress = self._tried("its count of collectives", partial(_with_collectives, progress, groups), progress)
+        return progress
 
     def _with_device(self, progress: Progress) -> Progress:
         if (running := self.on_device()) is None:

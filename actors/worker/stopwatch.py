@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from ops.waiting import has_passed
+
 
 class Stopwatch(Protocol):
     """Marks moments; when one of them was, and how far two are apart, may be asked when it has come."""
@@ -91,7 +93,7 @@ class StreamWatch:
 
     def has_come(self, mark: object) -> bool:
         assert isinstance(mark, StreamMark)
-        return bool(mark.event.query())  # type: ignore[no-untyped-call]
+        return has_passed(mark.event)
 
     def wait(self, mark: object) -> None:
         assert isinstance(mark, StreamMark)

@@ -6,6 +6,7 @@ Ranks are threads that share a store; only death and freezing need processes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import math
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from ops.comm import Group, _bury, _QueuedWait, _Remains, free_ended
 from ops.groups import Groups
-from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock
+from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock, has_passed
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -507,6 +508,22 @@ def test_on_nccl_the_collective_that_the_stream_waits_in_is_named(monkeypatch: p
         named.append(group.progress.name)
     assert named == [None, "all_reduce", None, "broadcast", None]
     assert clock.take().seconds == pytest.approx(3.0 + 3.0) and clock.take().seconds == 0.0
+
+
+@pytest.mark.parametrize(("code", "passed"), [(0, True), (600, False), (201, True)])
+def test_the_driver_says_whether_an_event_has_passed(code: int, passed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch, which keeps other threads out meanwhile, is asked where the driver does not know, or has failed."""
+    asked: list[int] = []
+
+    def query(handle: ctypes.c_void_p) -> int:
+        asked.append(handle.value or 0)
+        return code
+
+    monkeypatch.setattr("ops.waiting._driver", lambda: SimpleNamespace(cuEventQuery=query))
+    event = SimpleNamespace(cuda_event=2**40 + 7, query=lambda: code == 201 or pytest.fail("PyTorch was asked"))
+    assert has_passed(event) is passed and asked == [2**40 + 7]  # type: ignore[arg-type]
+    monkeypatch.setattr("ops.waiting._driver", lambda: None)
+    assert has_passed(SimpleNamespace(query=lambda: True))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("asked", ["ended", "reached"])

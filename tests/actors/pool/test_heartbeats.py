@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -296,6 +297,32 @@ def test_what_a_worker_does_is_what_its_device_does(monkeypatch: pytest.MonkeyPa
     del running[0]
     made.beat()
     assert sent[-1].activity == host
+
+
+def test_a_device_that_does_not_answer_keeps_no_heartbeat_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that loads a kernel answers when the device has ended what is queued, maybe a wait for other workers."""
+    made, sent, answers = heartbeat("cuda"), list[Progress](), threading.Event()
+
+    def on_device() -> Launched:
+        assert answers.wait(60)
+        return launched("dit s7", 100.0, 20.0)
+
+    made.on_device = on_device
+    made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
+    made.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=2))
+    made.activity("text s7", "encode", 7, 1.0)
+    beats = threading.Thread(target=lambda: [made.beat() for _ in range(3)])
+    beats.start()
+    beats.join(20)
+    in_time = [one.activity for one in sent]
+    answers.set()
+    beats.join(60)
+    assert in_time == ["text s7"] * 3 and made.cancel.is_set(), "also the answer is obeyed"
+    assert made._looking is not None
+    made._looking.join(60)
+    made.beat()
+    assert sent[-1].activity == "dit s7"
 
 
 def test_a_cascade_stalls_by_the_time_that_the_device_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
