@@ -18,9 +18,9 @@ from actors.config import TrainConfig, WorkersConfig
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
+from ops.comm.reach import DoorAddress
 from ops.counted import first_of
 from ops.models.config import ModelConfig
-from ops.reach import DoorAddress
 from ops.sending import sent_often
 from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
@@ -291,7 +291,7 @@ class StepReport:
 @sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:
-    """What a worker has sent to another host in a while (`ops.links`)."""
+    """What a worker has sent to another host in a while (`ops.comm.links`)."""
 
     host: str  # the worker's
     other: str
@@ -348,8 +348,8 @@ class Orders:
 @sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.state_memory`). Its keepers
-    hear of it from the controller."""
+    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.update.state_memory`). Its
+    keepers hear of it from the controller."""
 
     step: int
     generation: int

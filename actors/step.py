@@ -9,8 +9,8 @@ from actors.letters import Failures, NodeAnswer
 from actors.messages import NodesApart, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
 from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
+from ops.comm.reach import DoorAddress
 from ops.geometry import Geometry
-from ops.reach import DoorAddress
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
 

@@ -74,9 +74,9 @@ class Geometry:
         return full * self.latents_of_chunk + -(-rest // self.vae_stride[0])
 
     def token_grid(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
-        """Token (t, h, w) of a clip: the latent grid divided by the patch, frames rounded up (`ops.patches.patchify`).
-        Remembered: a step of a thousand workers
-        asks some ten thousand times for the grids of a few buckets."""
+        """Token (t, h, w) of a clip: the latent grid divided by the patch, frames rounded up
+        (`ops.packed.patches.patchify`). Remembered: a step of a thousand workers asks some ten thousand times for the
+        grids of a few buckets."""
         return _token_grid(self, frames, height, width)
 
     def _divided(self, frames: int, height: int, width: int) -> tuple[int, int, int]:

@@ -1,6 +1,6 @@
 """When the attention heads of a rank travel in two halves, and what of their way attention hides. Pure.
 
-`ops/exchange_halves.py` sends them, prices count on it (`actors/plan/costs/halved.py`).
+`ops/packed/exchange_halves.py` sends them, prices count on it (`actors/plan/costs/halved.py`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class ShardState:
     hi: int
     total: int
     arrays: dict[str, np.ndarray]
-    # of each part of the vector that is updated apart (`ops.sync.FlatSync`); (): it is one, with `updates`
+    # of each part of the vector that is updated apart (`ops.update.sync.FlatSync`); (): it is one, with `updates`
     part_updates: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

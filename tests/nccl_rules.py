@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
-import ops.groups
-from ops.groups import Groups
+import ops.comm.groups
+from ops.comm.groups import Groups
 
 _GARBAGE = 3  # what a failed collective multiplies its result by: neither NaN nor infinite, which a step would skip
 Launched = tuple[str, int]  # a communicator, and the number of its collective
@@ -309,7 +309,7 @@ class Then:
 def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rules]:
     """Gloo groups made meanwhile keep NCCL's rules."""
     rules, local = Rules(), threading.local()
-    make_backend, make_gloo = Groups._make_backend, ops.groups._make_gloo
+    make_backend, make_gloo = Groups._make_backend, ops.comm.groups._make_gloo
 
     def remember(self: Groups, members: tuple[int, ...], name: str, creation: Any) -> None:
         local.facts = name, members, self.rank
@@ -321,5 +321,5 @@ def nccl_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rules]:
 
     with monkeypatch.context() as patch:
         patch.setattr(Groups, "_make_backend", remember)
-        patch.setattr(ops.groups, "_make_gloo", lazily)
+        patch.setattr(ops.comm.groups, "_make_gloo", lazily)
         yield rules

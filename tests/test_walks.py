@@ -38,11 +38,11 @@ def test_what_is_listed_is_what_a_trace_would_count() -> None:
         ("actors/step.py", "GenerationLost.__init__", False),  # of an exception
         ("data/errors.py", "DataIOError", False),
         ("actors/outcome.py", "Listener.on_step", False),  # of a protocol
-        ("ops/own_gradients.py", "OwnGradients.started", False),
-        ("ops/own_gradients.py", "OwnGradients.leave", False),  # nothing to read
+        ("ops/update/own_gradients.py", "OwnGradients.started", False),
+        ("ops/update/own_gradients.py", "OwnGradients.leave", False),  # nothing to read
         ("ops/models/base/transformer.py", "PackedTransformer.velocity", False),  # a family does it
-        ("ops/sync.py", "FlatSync._received_hook.<locals>.received", False),
-        ("ops/sync.py", "FlatSync.no_such_method", False),
+        ("ops/update/sync.py", "FlatSync._received_hook.<locals>.received", False),
+        ("ops/update/sync.py", "FlatSync.no_such_method", False),
     ],
 )
 def test_one_rule_says_what_is_read(file: str, function: str, counts: bool) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from actors.config import TrainConfig
 from actors.plan.types import Item
 from ops.config import FlowConfig
+from ops.flow.objective import draw_expert
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
-from ops.objective import draw_expert
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,8 @@ from ops.degrees import surplus
 from ops.geometry import Geometry, PixelShape
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig
-from ops.node_routes import peers
 from ops.shards import EDGE, STAGE, bytes_per_weight, held_elements, padding, shard_bounds
+from ops.update.node_routes import peers
 from ops.upload_room import uploads_gib
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
 
     from ops.models.float8 import spared_bytes
     from ops.models.load import dit_skeleton
-    from ops.parameters import blocks_in
+    from ops.update.parameters import blocks_in
 
     skeleton, parameter_bytes = dit_skeleton(model.dit), getattr(torch, train.parameter_dtype).itemsize
     weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
@@ -407,7 +407,7 @@ def graphs_gib(
     from ops.models.experts import most_in_small_pass
     from ops.models.first_frame import FirstFrame
     from ops.models.forecast import dit_need_gib
-    from ops.packing import Sequence as PackedSequence
+    from ops.packed.packing import Sequence as PackedSequence
 
     text, images = model.text.most_tokens, FirstFrame.of(model).image_tokens
     shapes = [PackedSequence(geometry.token_grid(*clip), text, images) for clip in clips]
@@ -461,7 +461,7 @@ def predict_dit(
     """
     from ops.models.first_frame import FirstFrame
     from ops.models.forecast import dit_need_gib
-    from ops.packing import Sequence as PackedSequence
+    from ops.packed.packing import Sequence as PackedSequence
 
     by_size = sorted(clips, key=lambda clip: geometry.tokens(*clip))
     t, h, w = geometry.token_grid(*by_size[-1])

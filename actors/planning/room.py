@@ -18,7 +18,7 @@ from actors.messages import WorkerInfo
 from actors.plan.places import GradientPlace, ParameterPlace, Places, StatePlace
 from actors.plan.types import USABLE
 from actors.planning.memory import BARE_CONTEXT_GIB, CONTEXT_GIB, PEER_GIB, MemoryForecast, communicators_gib
-from ops.node_routes import peers
+from ops.update.node_routes import peers
 
 _GRADIENTS: tuple[GradientPlace, ...] = get_args(GradientPlace)  # each takes less of a device than the one before it
 _PARAMETERS: tuple[ParameterPlace, ...] = get_args(ParameterPlace)

@@ -25,7 +25,7 @@ from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
-from ops.groups import NCCL_ENVIRONMENT
+from ops.comm.groups import NCCL_ENVIRONMENT
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)

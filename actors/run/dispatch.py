@@ -145,10 +145,10 @@ def _sum_starts(
 
     A cascade of one worker may start buckets inside its backward. Once a worker has started them it joins no bag before
     the end of the step: all its bag collectives are launched before its buckets, on every worker (see
-    ops.own_gradients). Workers without a call start at the end of the step, which is at once. An encode that outlasts
-    the step has its collectives after it. Where another worker's DiT cascade of this step waits for an encode, the sum
-    cannot end before it, and starts after it: on a GPU a sum that waits takes multiprocessors from the encode, and what
-    waits in there for the whole device would never end.
+    ops.update.own_gradients). Workers without a call start at the end of the step, which is at once. An encode that
+    outlasts the step has its collectives after it. Where another worker's DiT cascade of this step waits for an encode,
+    the sum cannot end before it, and starts after it: on a GPU a sum that waits takes multiprocessors from the encode,
+    and what waits in there for the whole device would never end.
     """
     starts: dict[int, tuple[int, SumStart]] = {}
     for position, cascade in enumerate(cascades):

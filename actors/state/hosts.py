@@ -16,7 +16,7 @@ from actors.messages import WorkerInfo
 from actors.plan.types import PlanError
 from actors.state.pulling import AHEAD, PIECE
 from ops.counted import counted
-from ops.state_memory import TURNS
+from ops.update.state_memory import TURNS
 
 _COPYING = 2  # shards that a keeper copies at a time
 _GRADIENT_BYTES = 4

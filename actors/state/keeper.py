@@ -1,10 +1,10 @@
 """Keepers: the process of each node that keeps versions of the training state alive in the node's memory.
 
-The memory (`ops.state_memory`) is the keeper's and is mapped by the workers of its node, who write their shards into
-it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies what the
-controller names, in pieces, so that a lost node takes nothing either. A step is committed when every shard of it is
-held by the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that is
-whole from the keepers' own inventories, so a restarted controller needs nothing else.
+The memory (`ops.update.state_memory`) is the keeper's and is mapped by the workers of its node, who write their shards
+into it; so nothing is copied on a node, and a worker's death takes nothing with it. A keeper of another node copies
+what the controller names, in pieces, so that a lost node takes nothing either. A step is committed when every shard of
+it is held by the keeper of its node and by `snapshot.copies` others. `actors.state.recovery` finds the newest step that
+is whole from the keepers' own inventories, so a restarted controller needs nothing else.
 
     controller:  keeper.begin.remote(generation, step, made_in, total, members)
     worker:      joined = keeper.join.remote(generation, pid, lo, hi); memory = borrow(joined.number)
@@ -39,10 +39,10 @@ from actors.state.checkpoint_files import write_shard
 from actors.state.pulling import PIECE, pull
 from actors.state.versions import Version, VersionBook
 from actors.step import Position
-from ops.lending import Lender, borrow
-from ops.node_room import node_room
+from ops.memory.lending import Lender, borrow
+from ops.memory.node_room import node_room
 from ops.shards import ShardState, bytes_per_weight
-from ops.state_memory import BANKS, TURNS, StateMemory
+from ops.update.state_memory import BANKS, TURNS, StateMemory
 
 log = logging.getLogger(__name__)
 

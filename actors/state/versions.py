@@ -21,7 +21,7 @@ from typing import Any
 from actors.messages import Snapshot
 from actors.step import Position
 from ops.shards import missing
-from ops.state_memory import BANKS, TURNS, BankOrder
+from ops.update.state_memory import BANKS, TURNS, BankOrder
 
 ShardRange = tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""Whether a cascade keeps what attention gives (ops.kept_attention): where the device has room for it beside the rest.
+"""Whether a cascade keeps what attention gives (ops.packed.kept_attention): where it has room beside the rest.
 
 Each rank of a bag decides alone: what is computed again has the same bits, and its exchanges come in the same order
 either way. Plans do not count on it: what a cascade needs is what it takes without, unless it is to be kept always.
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from actors.plan.places import AttentionMemory
 from ops.models.base.config import DiTConfig
-from ops.packing import Layout
+from ops.packed.packing import Layout
 
 log = logging.getLogger(__name__)
 

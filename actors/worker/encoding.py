@@ -17,16 +17,16 @@ from actors.messages import CascadeTask
 from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.units import share_units
+from ops.flow.noise import NoiseKey, ScaledNoise
+from ops.flow.objective import draw_picture_sigma
 from ops.models.base.tiles import VAE_BATCH_PIXELS, Tile, clips_at_once
 from ops.models.base.vae import latents_of
 from ops.models.first_frame import FirstFrame
 from ops.models.vae import clip_groups
-from ops.noise import NoiseKey, ScaledNoise
-from ops.objective import draw_picture_sigma
-from ops.patches import patchify
-from ops.units import share_units
-from ops.uploads import upload
+from ops.packed.patches import patchify
+from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
     from ops.config import PictureNoise

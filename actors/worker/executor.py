@@ -43,18 +43,18 @@ from actors.worker.meter import Meter, NoMeter, freed, ran_out
 from actors.worker.outlasting import OutlastingEncode
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
-from ops.conditions import NOTHING, Conditions
-from ops.groups import Groups
+from ops.comm.groups import Groups
+from ops.flow.objective import is_first_frame_given, objective_of
+from ops.flow.train_pass import PassClip, PassSettings, sequence_losses, train_pass
 from ops.models.experts import by_graphs, code_made, keep_attention, pass_timing, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.objective import is_first_frame_given, objective_of
-from ops.own_state import ShardBanks
-from ops.packing import FamilyPart, Layout
-from ops.packing import Sequence as PackedSequence
+from ops.packed.conditions import NOTHING, Conditions
+from ops.packed.packing import FamilyPart, Layout
+from ops.packed.packing import Sequence as PackedSequence
 from ops.shards import ShardState
-from ops.sync import PhaseListener, StepIncomplete, Sync
-from ops.train_pass import PassClip, PassSettings, sequence_losses, train_pass
+from ops.update.own_state import ShardBanks
+from ops.update.sync import PhaseListener, StepIncomplete, Sync
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig

@@ -21,8 +21,8 @@ import torch
 
 from actors.messages import STORE, SampleId, StepSample
 from ops.chunks import chunk_bounds
-from ops.comm import Group
-from ops.uploads import upload_all
+from ops.comm.collectives import Group
+from ops.packed.uploads import upload_all
 
 
 class HandoffError(ValueError):

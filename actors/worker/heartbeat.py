@@ -22,7 +22,7 @@ from actors.refs import Method
 from actors.worker.outgoing import Outgoing
 from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
-from ops.groups import Groups
+from ops.comm.groups import Groups
 from ops.waiting import CancelToken, Patience
 
 log = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from actors.messages import FormTask, JoinAnswer, Origin
 from actors.ray_calls import GONE
 from actors.state.checkpoint_files import load
 from actors.state.pulling import PIECE, Counts, pull, value
-from ops.lending import Lender, borrow, new_number
-from ops.own_state import ShardBanks
+from ops.memory.lending import Lender, borrow, new_number
 from ops.shards import ShardState, cut, missing
-from ops.state_memory import StateMemory
+from ops.update.own_state import ShardBanks
+from ops.update.state_memory import StateMemory
 from ops.waiting import first_line
 
 _AT_ONCE = 1 << 26  # elements that are read from a checkpoint, or drawn, at a time

@@ -16,9 +16,7 @@ from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen, number_of_chosen
 from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
-from ops.compiled_blocks import check_compiler
 from ops.geometry import Geometry
-from ops.gradient_places import GradientMemory
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
@@ -27,8 +25,10 @@ from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, pooled_text_folder, resolve, text_folder
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.models.weights import frozen_digests, num_weights
+from ops.packed.compiled_blocks import check_compiler
 from ops.shards import ShardState
-from ops.sync import Sync, initial_shard, trainable
+from ops.update.gradient_places import GradientMemory
+from ops.update.sync import Sync, initial_shard, trainable
 
 if TYPE_CHECKING:
     from ops.models.base.vae import VAE
@@ -231,10 +231,10 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
     if train.sync == "deepspeed":
         if len(parts_of(dit)) > 1:
             raise ValueError("train.sync deepspeed updates all weights together; with model.dit.expert both use flat.")
-        from ops.deepspeed_sync import DeepSpeedSync
+        from ops.update.deepspeed_sync import DeepSpeedSync
 
         return DeepSpeedSync(dit, train.optimizer, train.steps)
-    from ops.sync import FlatSync
+    from ops.update.sync import FlatSync
 
     weights = [parameter for _, parameter in trainable(dit)]
     first, *second = transformers(dit)

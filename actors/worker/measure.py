@@ -26,9 +26,9 @@ from actors.messages import CascadeTask, Span
 from actors.worker.meter import Meter, ran_out, release
 from actors.worker.stopwatch import Stopwatch
 from actors.worker.work_done import Launched
-from ops.comm import Group
-from ops.groups import Groups
-from ops.sync import PhaseListener
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.update.sync import PhaseListener
 from ops.waiting import Waited
 
 

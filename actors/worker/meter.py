@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from actors.plan.types import USABLE
-from ops.graphed_blocks import held_by_graphs
+from ops.packed.graphed_blocks import held_by_graphs
 from ops.storages import StorageCount, storage_bytes
 
 GIB = 2**30

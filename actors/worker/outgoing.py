@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from actors.messages import LinkUse, NodeDoor
-from ops.links import Links, Sent
+from ops.comm.links import Links, Sent
 
 WINDOW_S = 30.0  # long enough for some steps, short enough to name a link that has become slow within a minute
 _MOST = 8  # links in a heartbeat, the busiest: in a ring a worker has one, and in a bag some

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 
 from actors.messages import FormTask, NodeDoor, NodesApart
-from ops.reach import DoorAddress, losing, out_of_reach
+from ops.comm.reach import DoorAddress, losing, out_of_reach
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import CascadeTask, FinishTask, Span
-from ops.sync import StepIncomplete, StepResult
+from ops.update.sync import StepIncomplete, StepResult
 
 log = logging.getLogger(__name__)
 

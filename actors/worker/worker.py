@@ -62,18 +62,18 @@ from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
 from data.types import Batch
-from ops.comm import free_ended
-from ops.groups import Groups
+from ops.comm.collectives import free_ended
+from ops.comm.groups import Groups
+from ops.comm.reach import door_at
 from ops.heap import give_back
+from ops.memory.node_room import node_room, shared_room
 from ops.models.weights import checksums
-from ops.node_room import node_room, shared_room
+from ops.packed.uploads import expect
 from ops.precision import allow_tf32
-from ops.reach import door_at
-from ops.shard_export import ShardExport
 from ops.shards import shard_bounds
-from ops.sync import trainable
+from ops.update.shard_export import ShardExport
+from ops.update.sync import trainable
 from ops.upload_room import uploads_gib
-from ops.uploads import expect
 from ops.waiting import CancelToken, Patience, patient
 
 log = logging.getLogger(__name__)

@@ -257,11 +257,11 @@ def _loss(dit: nn.Module, vae: VAE, text: TextEncoder, batch: Batch, model: Mode
     """Mean squared error of the velocity, over the samples of a batch."""
     import torch
 
-    from ops.comm import Group
-    from ops.conditions import Conditions
+    from ops.comm.collectives import Group
     from ops.models.text_pair import split
-    from ops.packing import Layout, Sequence
-    from ops.patches import patchify
+    from ops.packed.conditions import Conditions
+    from ops.packed.packing import Layout, Sequence
+    from ops.packed.patches import patchify
 
     with torch.no_grad():
         rows = [patchify(latent, model.dit.patch) for latent in vae.encode(torch.from_numpy(batch.video.copy()))]

@@ -20,16 +20,16 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Family, ParitySample
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.load import build_dit
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.patches import patchify, unpatchify
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError
 
 _SIGMA = 0.6

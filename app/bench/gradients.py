@@ -33,13 +33,13 @@ import typer
 from torch import Tensor, nn
 
 from app.bench.optimizer import FULL
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.counted import counted
-from ops.gradient_places import GradientMemory
-from ops.groups import Groups
 from ops.heap import give_back
-from ops.parameters import ParameterMemory
-from ops.sync import FlatSync
+from ops.update.gradient_places import GradientMemory
+from ops.update.parameters import ParameterMemory
+from ops.update.sync import FlatSync
 from ops.waiting import CancelToken
 
 WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parameters

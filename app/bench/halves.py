@@ -22,12 +22,12 @@ from torch import Tensor
 
 from app.bench.scalefusion_ranks import Awaitable, PacedDevice, ThrottledGroup
 from ops.attention.varlen import attention
-from ops.comm import Group
-from ops.exchange_halves import attention_in_halves
-from ops.groups import Groups
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.sequence_parallel import HeadsToRows, RowsToHeads
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.packed.exchange_halves import attention_in_halves
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.sequence_parallel import HeadsToRows, RowsToHeads
 from ops.typed import ConfigError
 from ops.waiting import CancelToken
 

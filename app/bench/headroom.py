@@ -185,7 +185,7 @@ class ModelFigures:
         import torch
 
         from ops.models.forecast import GIB, pass_bytes, states_bytes, text_need, vae_need
-        from ops.packing import Sequence as PackedSequence
+        from ops.packed.packing import Sequence as PackedSequence
 
         model = self._model
         dtype = getattr(torch, model.text.dtype_on("cuda"))

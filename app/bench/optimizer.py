@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
-from ops.groups import Groups
-from ops.sync import FlatSync
+from ops.update.sync import FlatSync
 from ops.waiting import CancelToken
 
 BARE = OptimizerConfig(max_grad_norm=0.0, ema_decay=0.0)

@@ -45,7 +45,7 @@ from app.inputs.workload import drawn_items
 from app.settings.out_files import check_writable
 from data.types import Batch
 from ops.counted import counted
-from ops.sync import FlatSync
+from ops.update.sync import FlatSync
 
 if TYPE_CHECKING:
     from ray._private.node import Node

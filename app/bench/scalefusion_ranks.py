@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from app.bench.timing import peak_bytes
-from ops.comm import Group
-from ops.groups import Groups
-from ops.sequence_parallel import HeadsToRows, RowsToHeads, sequence_parallel_attention
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.packed.sequence_parallel import HeadsToRows, RowsToHeads, sequence_parallel_attention
 from ops.spatial_temporal.layers import run_layers
 from ops.spatial_temporal.schedule import DSP, Grid, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate, ulysses_forecast

@@ -1,9 +1,9 @@
 """`heddle bench sequence`: what a clip costs at each degree, by the ways in which a bag can share attention.
 
 Priced by the FLOP model of a device and its link, as a run without a profile plans; only what is sent differs:
-- Ulysses, where the degree divides the heads; else shared heads (`ops.context_parallel`): what Heddle runs.
+- Ulysses, where the degree divides the heads; else shared heads (`ops.packed.context_parallel`): what Heddle runs.
 - Ulysses in halves, where a rank has two heads or more: as much is sent, and half of it hidden by attention
-  (`ops.exchange_halves`), which plans do not count on before bags are measured.
+  (`ops.packed.exchange_halves`), which plans do not count on before bags are measured.
 - USP: Ulysses over the largest common divisor of degree and heads, keys and values gathered over the rest, and summed
   by reduce-scatter on the way back.
 - ring: keys and values travel round the bag, on the way back their gradients, too. Once without overlap, once with as

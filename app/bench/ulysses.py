@@ -2,7 +2,7 @@
 
 One rank of a bag on this machine; the all-to-all is a local copy of the same size, so the figures hold the bookkeeping
 alone: cutting heads, packing q, k, v, ordering rows, and the way back.
-- `index`: ops.sequence_parallel, orders fixed once per layout.
+- `index`: ops.packed.sequence_parallel, orders fixed once per layout.
 - `lists`: the published way (KnapFormer), which splits and concatenates one tensor per chunk in every layer.
 The host part, which a GPU must wait for, is measured with one token per chunk, where no time goes into bytes.
 The default workload is KnapFormer's low-resolution mix on one g8 bag: 256 sequences of 245 to 658 tokens, 2048 chunks.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from app.settings.out_files import check_writable
 from ops.attention.varlen import attention
-from ops.packing import Exchange, Layout, Sequence
-from ops.sequence_parallel import heads_to_rows, rows_to_heads
+from ops.packed.packing import Exchange, Layout, Sequence
+from ops.packed.sequence_parallel import heads_to_rows, rows_to_heads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

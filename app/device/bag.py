@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from app.device.bench import Bench
-    from ops.comm import Group
+    from ops.comm.collectives import Group
 
 START_S = 600.0  # imports and weights of all members, on a busy machine
 ANSWER_S = 600.0  # of one run of a cascade
@@ -232,7 +232,7 @@ def come_up(
     import torch
 
     from app.device.bench import Bench
-    from ops.groups import Groups
+    from ops.comm.groups import Groups
     from ops.models.folders import resolve
     from ops.waiting import CancelToken
 

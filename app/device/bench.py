@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from actors.plan.places import Places
     from actors.worker.handoff import Inputs
     from actors.worker.meter import Meter
-    from ops.comm import Group
-    from ops.gradients import Gradients
+    from ops.comm.collectives import Group
     from ops.models.base.vae import VAE
     from ops.models.image import ImageEncoder
     from ops.models.text import TextEncoder
+    from ops.update.gradients import Gradients
 
 _GRADIENT_SHARE = 0.25  # of a GPU's memory that a part of a node's gradient may take while cascades are measured
 _PICTURE = (480, 832)  # height and width of what a text encoder sees, which it scales to its own
@@ -51,9 +51,9 @@ class Bench:
 
         from actors.worker.attention_room import AttentionRoom
         from ops.attention.varlen import check_backend
-        from ops.comm import Group
-        from ops.compiled_blocks import check_compiler
+        from ops.comm.collectives import Group
         from ops.models.first_frame import FirstFrame
+        from ops.packed.compiled_blocks import check_compiler
         from ops.precision import allow_tf32
 
         allow_tf32(config.train.allows_tf32)
@@ -117,9 +117,9 @@ class Bench:
         import torch
 
         from actors.worker.loading import memory_of
-        from ops.gradient_places import gradients_in
         from ops.shards import shard_bounds
-        from ops.sync import slots, trainable
+        from ops.update.gradient_places import gradients_in
+        from ops.update.sync import slots, trainable
 
         train, named = self.config.train, trainable(module)
         layout = slots(named)
@@ -189,7 +189,7 @@ class Bench:
 
     def _let_go(self, gradients: Gradients) -> None:
         """Release its memory, when no member of the bag writes into it any more. Collective."""
-        from ops.node_sum import meet
+        from ops.update.node_sum import meet
 
         gradients.leave()
         meet(self.group, self.device)
@@ -200,7 +200,7 @@ class Bench:
         the engine of the run and with the members of this bag as all of its workers."""
         from actors.worker.loading import memory_of
         from actors.worker.meter import collect
-        from ops.sync import FlatSync
+        from ops.update.sync import FlatSync
 
         self._drop("dit")
         collect()
@@ -305,10 +305,10 @@ class Bench:
         import torch
 
         from actors.worker.stopwatch import stopwatch_of
-        from ops.conditions import Conditions
+        from ops.flow.train_pass import packed_loss
         from ops.models.experts import keep_attention, transformers
-        from ops.packing import Layout, Sequence
-        from ops.train_pass import packed_loss
+        from ops.packed.conditions import Conditions
+        from ops.packed.packing import Layout, Sequence
 
         dit = transformers(self.dit)[0]  # a pass is of one of two experts, which are alike
         bucket, patch, group = shape.bucket, self.geometry.patch, self.group

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch.distributed
 
     from app.device.bench import Bench
-    from ops.comm import Group
+    from ops.comm.collectives import Group
 
 HANDOFFS = (2**16, 2**22, 2**26)  # bytes: a long caption's rows, the latents of a clip and of a batch of long ones
 _WARM_UP = 1

@@ -15,7 +15,7 @@ from ops.geometry import Geometry
 if TYPE_CHECKING:
     import torch
 
-    from ops.comm import Group
+    from ops.comm.collectives import Group
 
 _NEAR = 0.05  # of the largest batch that ran: nearer to the smallest that did not, nothing is searched
 

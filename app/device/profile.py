@@ -198,7 +198,7 @@ def _timed_both_ways(
     sized, _ = with_limits(config, model, geometry, assumed)
     planned = sorted(_planned(shapes_of(sized, geometry, assumed)).values(), key=_pixels)
     shapes = [planned[number] for number in _halving(len(planned))][:MOST_SHAPES]
-    from ops.compiled_blocks import check_compiler
+    from ops.packed.compiled_blocks import check_compiler
 
     try:
         check_compiler(device)

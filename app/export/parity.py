@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.state.checkpoint_files import CheckpointError
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import ParitySample
 from ops.models.families import FAMILIES
@@ -19,8 +18,9 @@ from ops.models.files import read_json
 from ops.models.folders import dit_config
 from ops.models.load import build_dit
 from ops.models.weights import read_state
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 
 # fp32 on both sides; sums run in another order. 1e-4 of the largest output leaves room for 40 layers.
 TOLERANCE = 1e-4

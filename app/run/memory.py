@@ -83,7 +83,7 @@ def nodes_for(config: RunConfig, gpu: bool) -> list[ClusterNode]:
 
 def node_sizes() -> NodeSizes:
     """What the node has on which this runs."""
-    from ops.node_room import gpu_sizes, node_room
+    from ops.memory.node_room import gpu_sizes, node_room
 
     return NodeSizes(host=socket.gethostname(), gpus=tuple(gpu_sizes()), room=node_room())
 

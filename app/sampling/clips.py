@@ -17,16 +17,16 @@ from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.pictures import read_pictures
 from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.noise import NoiseKey
+from ops.flow.sampling import SamplerConfig, SampleRequest, sample_latents
+from ops.flow.schedulers import Scheduler
 from ops.geometry import Geometry
 from ops.models.base.vae import DecodeNoise
 from ops.models.decoding import decode_together
 from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
-from ops.noise import NoiseKey
-from ops.patches import patchify
-from ops.sampling import SamplerConfig, SampleRequest, sample_latents
-from ops.schedulers import Scheduler
+from ops.packed.patches import patchify
 from ops.typed import ConfigError
 
 T = TypeVar("T")

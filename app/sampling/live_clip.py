@@ -21,7 +21,7 @@ from app.sampling.prompts import encode_prompts
 from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.weights import check_state
-from ops.sync import trainable
+from ops.update.sync import trainable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

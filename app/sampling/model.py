@@ -20,6 +20,8 @@ from app.sampling.published import is_pipeline, published_run, published_schedul
 from app.settings.config import RunConfig, names
 from app.settings.written_by import explained
 from ops.attention.varlen import check_backend
+from ops.flow.sampling import LowNoiseExpert
+from ops.flow.schedulers import Scheduler
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.base.vae import VAE
@@ -28,8 +30,6 @@ from ops.models.experts import transformers
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae
 from ops.models.weights import check_state
-from ops.sampling import LowNoiseExpert
-from ops.schedulers import Scheduler
 from ops.typed import ConfigError, build, parse
 
 

@@ -14,13 +14,13 @@ from actors.config import TrainConfig
 from app.settings.config import RunConfig
 from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
+from ops.flow.schedulers import Scheduler
 from ops.models.base.family import Family, Json, TrainingRecipe, shift_of
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import class_of
 from ops.models.recipe import EXPORTED, pipeline_files
-from ops.schedulers import Scheduler
 from ops.typed import ConfigError
 
 _OF_DYNAMIC_SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type")

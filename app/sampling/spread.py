@@ -36,7 +36,7 @@ from app.sampling.model import Model, SavedModel, saved_model
 from app.sampling.occupancy import Occupancy
 from app.sampling.prompts import EncodedPrompts, PromptRows
 from app.sampling.ways import BagWay, Halves, cheapest_way
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.typed import ConfigError
 from ops.waiting import GroupError
@@ -206,7 +206,7 @@ class ClipWorker:
         call it at once."""
         import torch.distributed as dist
 
-        from ops.groups import Groups
+        from ops.comm.groups import Groups
         from ops.models.experts import slice_by
         from ops.waiting import CancelToken
 

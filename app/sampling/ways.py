@@ -18,10 +18,10 @@ from ops.typed import ConfigError
 if TYPE_CHECKING:
     from actors.plan.costs.profile import Profile
     from app.sampling.clips import ClipSettings
+    from ops.flow.sampling import SamplerConfig
     from ops.geometry import Geometry
     from ops.models.base.config import DiTConfig
     from ops.models.config import ModelConfig
-    from ops.sampling import SamplerConfig
 
 Halves = Literal["auto", "never", "always"]
 

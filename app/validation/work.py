@@ -31,16 +31,16 @@ from app.sampling.live_clip import checkpoint_weights
 from app.validation.clips import SEED, HeldOutClip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
 from data.types import Batch
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
+from ops.flow.objective import TIMES, draw_expert
+from ops.flow.sampling import evaluating
+from ops.flow.train_pass import PassClip, held_out_pass
 from ops.models.experts import transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.objective import TIMES, draw_expert
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.sampling import evaluating
-from ops.train_pass import PassClip, held_out_pass
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.units import share_units
 from ops.models.base.tiles import Tile
 from ops.models.base.vae import NO_NOISE, VAE, DecodeNoise
-from ops.units import share_units
 
 
 @torch.no_grad()

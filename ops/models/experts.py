@@ -14,11 +14,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from ops.compiled_blocks import CompiledBlocks, codes_made
-from ops.graphed_blocks import CudaGraphs, GraphedBlocks
 from ops.models.base.config import CudaGraphsSetting, DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Layout, Sequence
+from ops.packed.compiled_blocks import CompiledBlocks, codes_made
+from ops.packed.graphed_blocks import CudaGraphs, GraphedBlocks
+from ops.packed.packing import Layout, Sequence
 from ops.spatial_temporal.choice import SliceRates
 
 log = logging.getLogger(__name__)
@@ -59,15 +59,15 @@ def keep_attention(module: nn.Module, keeps: bool) -> None:
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """From now on blocks are compiled calls (`ops.compiled_blocks`)."""
+    """From now on blocks are compiled calls (`ops.packed.compiled_blocks`)."""
     for one in transformers(module):
         assert isinstance(one, PackedTransformer)
         one.compiled = CompiledBlocks(one.block_parts)
 
 
 def graph_blocks(module: nn.Module, setting: CudaGraphsSetting, device: torch.device) -> None:
-    """From now on blocks of small passes run by CUDA graphs (`ops.graphed_blocks`), if the setting says so and device
-    and family have them."""
+    """From now on blocks of small passes run by CUDA graphs (`ops.packed.graphed_blocks`), if the setting says so and
+    device and family have them."""
     if not setting:
         return
     for one in transformers(module):

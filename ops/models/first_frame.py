@@ -22,7 +22,7 @@ from ops.models.families import FAMILIES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from ops.noise import ScaledNoise
+    from ops.flow.noise import ScaledNoise
 
 GREY = 127.5  # what VAEs see as zero
 
@@ -105,7 +105,7 @@ class FirstFrame:
 
     def _add(self, noise: ScaledNoise, clip: Tensor) -> None:
         """Adds it to the frames of a clip [T, H, W, 3] that are given."""
-        from ops.noise import normal  # and with it torch, which plans and the data layer do without
+        from ops.flow.noise import normal  # and with it torch, which plans and the data layer do without
 
         given = clip[[0, -1]] if self.last and len(clip) > 1 else clip[:1]
         numbers = normal(noise.key, 0, given.numel(), clip.device).view_as(given)
@@ -119,7 +119,7 @@ class FirstFrame:
             joined = latent.clone()
             joined[:, :1] = still
             return joined
-        from ops.patches import filled_up  # and with it torch, which plans and the data layer do without
+        from ops.packed.patches import filled_up  # and with it torch, which plans and the data layer do without
 
         assert self.tell is not None
         latent = filled_up(latent, self.depth)

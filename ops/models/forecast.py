@@ -22,10 +22,10 @@ from ops.attention.backend import Backend
 from ops.attention.lengths import Lengths, Pair
 from ops.attention.names import BackendName
 from ops.attention.varlen import standing_in
-from ops.comm import Group
-from ops.conditions import NOTHING, Conditions
+from ops.comm.collectives import Group
 from ops.config import FlowConfig, OptimizerConfig
-from ops.gradient_places import gradients_in
+from ops.flow.objective import FlowObjective
+from ops.flow.train_pass import PassClip, PassSettings, train_pass
 from ops.models.base.config import DiTConfig
 from ops.models.base.vae import DiffusersVAE, latents_of
 from ops.models.chunked import ChunkedVAE
@@ -37,20 +37,20 @@ from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
-from ops.node_gradients import NodeGradients
-from ops.node_parameters import Held, NodeParameters
-from ops.node_routes import routes
-from ops.objective import FlowObjective
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.parameters import Received
-from ops.patches import patchify
-from ops.peer_sum import PeerSum
+from ops.packed.conditions import NOTHING, Conditions
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.patches import patchify
 from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
-from ops.sync import FlatSync
-from ops.train_pass import PassClip, PassSettings, train_pass
+from ops.update.gradient_places import gradients_in
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_parameters import Held, NodeParameters
+from ops.update.node_routes import routes
+from ops.update.parameters import Received
+from ops.update.peer_sum import PeerSum
+from ops.update.sync import FlatSync
 from ops.waiting import PendingCollective
 
 GIB = 2**30

@@ -21,10 +21,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ops.cuda_memory import pin
+from ops.memory.cuda_memory import pin
+from ops.memory.node_weights import NodeWeights, ReadTensor
 from ops.models.files import weight_files
 from ops.models.weights import describe
-from ops.node_weights import NodeWeights, ReadTensor
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from ops.models.files import check_files, variant_of
 from ops.models.folders import component
 from ops.models.frozen import Source, frozen
 from ops.models.place import on_device
-from ops.uploads import upload
+from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import CLIPVisionConfig, CLIPVisionModel

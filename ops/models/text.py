@@ -16,7 +16,7 @@ from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import check_tokenizer, component, tokenizer_of
 from ops.models.frozen import Source, frozen
 from ops.models.place import home_of, on_device, visiting
-from ops.uploads import upload
+from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import T5Config, T5EncoderModel, UMT5EncoderModel

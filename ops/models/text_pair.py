@@ -32,7 +32,7 @@ from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
-from ops.uploads import upload
+from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import (

@@ -19,7 +19,7 @@ from ops.models.config import TextConfig
 from ops.models.image import Preprocessor
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, length_groups
-from ops.uploads import upload
+from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlavaConfig, PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.spatial_temporal.relayout import Relayout
 from ops.spatial_temporal.schedule import Grid, SendPart, axis_of, forward_program, length_of
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ops.attention.lengths import Lengths
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.base.autograd import Context, InputGradients
-from ops.packing import Layout
+from ops.packed.packing import Layout
 from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.schedule import Grid
 

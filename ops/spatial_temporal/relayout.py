@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.spatial_temporal.schedule import Grid, axis_of, length_of, returned_at_once, returned_later
 from ops.waiting import PendingCollective

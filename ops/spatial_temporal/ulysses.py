@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.chunks import chunk_bounds
-from ops.packing import Exchange, exchange_of
+from ops.packed.packing import Exchange, exchange_of
 from ops.spatial_temporal.layers import LayerFunction
 
 

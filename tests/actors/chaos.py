@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import ops.node_memory
+import ops.memory.node_memory
 from actors.messages import WorkerSettings
 from actors.worker.aside import Asides
 from actors.worker.executor import Executor
@@ -21,11 +21,11 @@ from actors.worker.heartbeat import Mailbox
 from actors.worker.meter import NoMeter
 from actors.worker.worker import Worker
 from app.bench.gpu.node_peers import NodePeers
-from ops.node_gradients import NodeGradients
-from ops.node_sum import SharedSum
-from ops.peer_sum import PeerSum
 from ops.shards import Slot
-from ops.sync import FlatSync
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_sum import SharedSum
+from ops.update.peer_sum import PeerSum
+from ops.update.sync import FlatSync
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
 SHORT = "short"  # a folder there, with a file for each kind of cascade that has run out of memory
@@ -119,7 +119,7 @@ class FullNodeWorker(Worker):
     """Its node has nothing left for memory that workers share."""
 
     def _load(self) -> Executor:
-        ops.node_memory.node_room = lambda: 10  # type: ignore[assignment]
+        ops.memory.node_memory.node_room = lambda: 10  # type: ignore[assignment]
         return super()._load()
 
 

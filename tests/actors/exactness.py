@@ -24,17 +24,17 @@ from actors.worker.encoding import Encoded, Encoding, nobody
 from actors.worker.executor import Executor
 from actors.worker.loading import Modules
 from actors.worker.work_done import FinishedStep
+from ops.comm.groups import Groups
 from ops.config import FlowConfig, OptimizerConfig
-from ops.gradient_places import GradientMemory, GradientsOf
-from ops.groups import Groups
 from ops.models.config import ModelConfig
 from ops.models.experts import parts_of
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae
-from ops.parameter_places import ParametersOf
-from ops.parameters import ParameterMemory
 from ops.shards import ShardState
-from ops.sync import FlatSync
+from ops.update.gradient_places import GradientMemory, GradientsOf
+from ops.update.parameter_places import ParametersOf
+from ops.update.parameters import ParameterMemory
+from ops.update.sync import FlatSync
 from ops.waiting import CancelToken
 from tests.actors.fakes import step_items
 from tests.families.kit import MODEL

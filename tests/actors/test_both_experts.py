@@ -20,7 +20,7 @@ from actors.planning.make_plan import make_plan
 from actors.planning.options import profile_of
 from actors.state import checkpoint_files
 from actors.worker.loading import build_sync
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
 from ops.geometry import Geometry
 from ops.models.experts import parts_of

@@ -11,8 +11,8 @@ from torch._dynamo.utils import counters
 
 from actors.plan.types import Cascade, Item
 from actors.worker.work_done import WorkDone
-from ops.compiled_blocks import CompiledBlocks
 from ops.models.base.transformer import PackedTransformer
+from ops.packed.compiled_blocks import CompiledBlocks
 from tests.actors.exactness import (
     Host,
     close_hosts,

@@ -17,10 +17,10 @@ from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
 from ops.config import FlowConfig, OptimizerConfig, PictureNoise
-from ops.node_routes import peers
-from ops.parameter_places import ParametersOf
-from ops.parameters import ParameterMemory
-from ops.peer_sum import PeerSum
+from ops.update.node_routes import peers
+from ops.update.parameter_places import ParametersOf
+from ops.update.parameters import ParameterMemory
+from ops.update.peer_sum import PeerSum
 from ops.waiting import GroupError
 from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
 from tests.families.registry import MODELS

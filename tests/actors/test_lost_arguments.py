@@ -34,7 +34,7 @@ from app.bench.lab import Lab, LabRun
 from data.cache import kept_kinds
 from data.config import CacheConfig
 from ops.models.config import TextConfig
-from ops.shard_export import CopyAtOnce
+from ops.update.shard_export import CopyAtOnce
 from tests.ops.test_frozen import t5_folder
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]

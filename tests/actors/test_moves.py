@@ -14,10 +14,10 @@ import torch.distributed as dist
 from actors.records.events import StepsLost
 from actors.state.checkpoint_files import begin, load, seal, write_shard
 from app.bench.lab import Lab
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.models.base.transformer import PackedTransformer
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, Sync
+from ops.update.sync import FlatSync, Sync
 from tests.ops.block_copies import in_buffers
 from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
@@ -34,7 +34,7 @@ def flat(**places: object) -> Make:
 
 
 def deepspeed(module: PackedTransformer) -> Sync:
-    from ops.deepspeed_sync import DeepSpeedSync
+    from ops.update.deepspeed_sync import DeepSpeedSync
 
     return DeepSpeedSync(module, OPTIMIZER, TOTAL_STEPS)
 

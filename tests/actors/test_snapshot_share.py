@@ -12,7 +12,7 @@ from actors.records.events import SnapshotsSpaced, StepsLost, WorkerDied
 from actors.state.snapshot_interval import SHARE
 from actors.worker.worker import Worker
 from app.bench.lab import OPEN_END, Lab
-from ops.shard_export import ShardExport
+from ops.update.shard_export import ShardExport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 COPY_S = 0.15  # of a snapshot that is large

@@ -31,12 +31,12 @@ from app.bench.gpu.vae_speed import psnr
 from app.bench.timing import Closure, Timing
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 from ops.models.load import dit_skeleton
-from ops.train_pass import packed_loss
+from ops.packed.uploads import upload
 from ops.upload_room import BLOCK
-from ops.uploads import upload
 
 ROOT = Path(__file__).parents[2]
 PLACE = Place(device=torch.device("cpu"), rehearse=False)

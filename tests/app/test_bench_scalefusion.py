@@ -34,8 +34,8 @@ from app.bench.scalefusion_ranks import (
     measure_ranks,
     predicted,
 )
-from ops.comm import Group
-from ops.groups import Groups
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.spatial_temporal.schedule import DSP, Schedule, intra
 from ops.spatial_temporal.simulate import LayerCosts, simulate
 from ops.waiting import CancelToken

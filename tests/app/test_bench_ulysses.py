@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from app.bench.ulysses import AttentionLayer, measure
-from ops.sequence_parallel import heads_to_rows, rows_to_heads
+from ops.packed.sequence_parallel import heads_to_rows, rows_to_heads
 
 torch.set_num_threads(1)
 

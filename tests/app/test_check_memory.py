@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import ops.node_room
+import ops.memory.node_room
 from actors.plan.types import PlanError
 from actors.planning.memory import Forecasts, MemoryForecast
 from actors.pool.device import WorkersDevice
@@ -19,7 +19,7 @@ from app.run import memory
 from app.run.cluster import check_device
 from app.run.memory import NodeSizes, check_memory
 from app.settings.config import RunConfig
-from ops.node_room import gpu_sizes
+from ops.memory.node_room import gpu_sizes
 from ops.typed import ConfigError
 from tests.app.test_big_models import known
 
@@ -182,7 +182,9 @@ class Nvml:
         self._offer("nvmlInit_v2", CFUNCTYPE(c_int), lambda: int(fails == "init"))
         self._offer("nvmlDeviceGetCount_v2", CFUNCTYPE(c_int, POINTER(c_uint)), counted)
         self._offer("nvmlDeviceGetHandleByIndex_v2", CFUNCTYPE(c_int, c_uint, POINTER(c_void_p)), handle)
-        self._offer("nvmlDeviceGetMemoryInfo_v2", CFUNCTYPE(c_int, c_void_p, POINTER(ops.node_room._GpuMemory)), told)
+        self._offer(
+            "nvmlDeviceGetMemoryInfo_v2", CFUNCTYPE(c_int, c_void_p, POINTER(ops.memory.node_room._GpuMemory)), told
+        )
 
     def _offer(self, name: str, prototype: Any, function: Any) -> None:
         made = prototype(function)

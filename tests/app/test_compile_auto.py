@@ -200,9 +200,9 @@ def test_a_profile_is_measured_the_faster_way_and_continued_by_it(
         return seconds
 
     monkeypatch.setattr(profiling, "measured_both_ways", measured)
-    monkeypatch.setattr("ops.compiled_blocks.check_compiler", lambda device: None)
+    monkeypatch.setattr("ops.packed.compiled_blocks.check_compiler", lambda device: None)
     monkeypatch.setattr("app.device.bench.Bench._bare_dit", as_written(Bench._bare_dit))
-    monkeypatch.setattr("ops.compiled_blocks._lacking", lambda device: "")
+    monkeypatch.setattr("ops.packed.compiled_blocks._lacking", lambda device: "")
     out = tmp_path / "p.json"
     for _ in range(2):
         run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
@@ -229,7 +229,9 @@ def as_written(made: Callable[[Bench], torch.nn.Module]) -> Callable[[Bench], to
 def test_a_machine_without_a_compiler_profiles_blocks_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ops.compiled_blocks._lacking", lambda device: "for the CPU this one has no g++ or clang++")
+    monkeypatch.setattr(
+        "ops.packed.compiled_blocks._lacking", lambda device: "for the CPU this one has no g++ or clang++"
+    )
     run_profile(DEMO, TINY, tmp_path / "p.json", repeats=1, device="cpu", degrees=[1])
     assert "auto is false: model.dit.compile makes code on the machine of each worker" in capsys.readouterr().out
     assert read_profile(tmp_path / "p.json").both_ways is None

@@ -33,6 +33,7 @@ from app.settings.sections import RunSection
 from app.validation.checkpoint import validate
 from data.config import BucketsConfig, DataConfig
 from data.tools.synthetic import SynthConfig, synthesize
+from ops.flow.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.float8 import in_8_bits
@@ -42,7 +43,6 @@ from ops.models.load import build_dit, build_text, check_factors
 from ops.models.lora import lora_scale, merged
 from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
-from ops.sampling import SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.shards import ShardState
 from ops.typed import ConfigError
 from tests.families import test_cogvideox, test_flux, test_stdit3

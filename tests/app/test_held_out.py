@@ -28,8 +28,8 @@ from data.config import SourceConfig
 from data.decode import decode_job
 from data.errors import DataError
 from data.tools.synthetic import SynthConfig, synthesize
+from ops.flow.objective import draw_expert
 from ops.models.folders import resolve
-from ops.objective import draw_expert
 from ops.typed import ConfigError
 from tests.actors.exactness import Host, close_hosts, make_hosts
 

@@ -42,6 +42,7 @@ from app.settings.resume import Change, is_refused
 from app.settings.sections import RunSection, SampleConfig
 from data.config import DataConfig
 from ops.config import FlowConfig
+from ops.flow.sampling import initial_noise, sample_latents
 from ops.models.cogvideox import family as cogvideox
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
@@ -49,8 +50,7 @@ from ops.models.folders import dit_json, resolve
 from ops.models.image import random_clip
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.patches import patchify, unpatchify
-from ops.sampling import initial_noise, sample_latents
+from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint
 from tests.app.test_published_schedulers import put_scheduler

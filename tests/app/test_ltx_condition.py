@@ -29,12 +29,12 @@ from app.settings.resume import Change, is_refused
 from app.settings.sections import RunSection, SampleConfig
 from data.config import DataConfig
 from ops.config import FlowConfig
+from ops.flow.noise import NoiseKey, normal
+from ops.flow.sampling import initial_noise, sample_latents
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.ltx.config import LTXConfig
-from ops.noise import NoiseKey, normal
-from ops.patches import patchify
-from ops.sampling import initial_noise, sample_latents
+from ops.packed.patches import patchify
 from ops.typed import ConfigError, as_plain
 from tests.app.test_export import write_checkpoint
 from tests.app.test_published_schedulers import put_scheduler

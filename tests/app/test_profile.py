@@ -39,7 +39,7 @@ from app.device.profile import (
 from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.models.folders import resolve
 from ops.spatial_temporal.choice import WHOLE
 from ops.typed import ConfigError
@@ -167,7 +167,7 @@ def test_a_backward_pass_gives_its_gradients_to_the_place_of_the_run(place: str)
 def test_a_member_of_a_bag_gets_from_the_others_what_they_encoded() -> None:
     import torch
 
-    from ops.comm import Group
+    from ops.comm.collectives import Group
 
     class FirstOfTwo(Group):
         """A bag whose other member is only counted."""

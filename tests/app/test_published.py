@@ -20,12 +20,12 @@ from app.sampling.model import saved_model
 from app.sampling.published import published_notes, published_run
 from app.sampling.sample import run
 from ops.config import FlowConfig, TokenShift
+from ops.flow.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.models.base.family import PipelineFiles, PublishedUse, shift_of
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
-from ops.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.typed import ConfigError
 from tests.families import test_latte, test_stdit3, test_stdit3_autoencoder
 from tests.families.registry import CASES

@@ -18,9 +18,9 @@ from torch import Tensor
 from app.sampling.clips import ClipChanges, ClipSettings, clip_requests
 from app.sampling.model import saved_model
 from app.sampling.sample import run
-from ops.comm import Group
-from ops.patches import patchify, unpatchify
-from ops.sampling import initial_noise, sample_latents
+from ops.comm.collectives import Group
+from ops.flow.sampling import initial_noise, sample_latents
+from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError
 from tests.app import test_two_experts
 from tests.families import test_cogvideox, test_latte, test_ltx, test_mochi, test_wan

@@ -28,6 +28,7 @@ from app.settings.prompts import prompt_notes, read_prompts
 from app.settings.rules import check_frame_rate
 from app.settings.sections import RunSection, SampleConfig
 from data.config import DataConfig
+from ops.flow.sampling import SampleRequest, sample_latents
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -37,7 +38,6 @@ from ops.models.load import build_dit, build_text, build_vae
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.text import TextEncoder
 from ops.models.wan.config import WanConfig
-from ops.sampling import SampleRequest, sample_latents
 from ops.shards import ShardState
 from ops.typed import ConfigError
 

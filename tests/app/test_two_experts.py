@@ -29,13 +29,13 @@ from app.settings.resume import Change, is_refused
 from app.settings.rules import check_experts, check_sample
 from app.settings.sections import RunSection, SampleConfig
 from ops.config import FlowConfig
+from ops.flow.sampling import initial_noise
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.experts import transformers
 from ops.models.folders import check_weights, dit_json, resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.sampling import initial_noise
 from ops.typed import ConfigError
 from tests.actors.chaos import DeviceAsides
 from tests.actors.worker.test_aside import Short

@@ -9,12 +9,12 @@ import pytest
 from actors.plan.costs.profile import Profile
 from app.sampling.clips import ClipSettings
 from app.sampling.ways import cheapest_way, check_together, forward_s, legal_sizes
+from ops.flow.sampling import SamplerConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig
 from ops.models.flux.config import FluxConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
-from ops.sampling import SamplerConfig
 from ops.typed import ConfigError
 
 GUIDED, ALONE = SamplerConfig(), SamplerConfig(guidance_scale=1.0)

@@ -12,8 +12,9 @@ from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from app.export.parity import their_velocity
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.geometry import Geometry
 from ops.models.base.family import ParitySample
 from ops.models.cogvideox.config import CogVideoXConfig
@@ -23,9 +24,8 @@ from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.forecast import Precision, dit_need_gib
 from ops.models.load import build_dit, build_text
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)

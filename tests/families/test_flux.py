@@ -11,17 +11,17 @@ import torch
 from diffusers import AutoencoderKL, FluxPipeline
 from transformers import ByT5Tokenizer, CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig, TokenShift
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.flux.config import FluxConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae, token_counter
 from ops.models.text_pair import split
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)

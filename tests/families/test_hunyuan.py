@@ -8,13 +8,13 @@ import pytest
 import torch
 from diffusers import HunyuanVideoTransformer3DModel
 
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.hunyuan.model import HunyuanDiT
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, OriginalNames, Renames, small, whole
 
 torch.set_num_threads(1)

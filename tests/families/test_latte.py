@@ -13,15 +13,15 @@ import torch
 from diffusers import AutoencoderKL, LattePipeline
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, dit_json, resolve
 from ops.models.latte.config import LatteConfig
 from ops.models.latte.family import FAMILY
 from ops.models.load import build_dit, build_text
-from ops.packing import Layout, Sequence
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.packed.packing import Layout, Sequence
 from ops.spatial_temporal.choice import SliceRates
 from ops.spatial_temporal.packed import Rest
 from ops.spatial_temporal.schedule import Schedule

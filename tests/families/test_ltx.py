@@ -13,8 +13,10 @@ from diffusers import AutoencoderKLLTXVideo, LTXConditionPipeline, LTXPipeline, 
 from diffusers.pipelines.ltx import pipeline_ltx_condition
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig, TokenShift
+from ops.flow.noise import NoiseKey, normal
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.geometry import Geometry
 from ops.models.base.vae import DecodeNoise, DiffusersVAE
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -26,9 +28,7 @@ from ops.models.ltx.config import LTXConfig
 from ops.models.ltx.family import FAMILY
 from ops.models.text import random_t5
 from ops.models.vae import vae_of
-from ops.noise import NoiseKey, normal
-from ops.patches import patchify, unpatchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
+from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
 from tests.ops.conftest import RunRanks
 

@@ -12,18 +12,18 @@ from diffusers import AutoencoderKLMochi, MochiPipeline
 from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
+from ops.flow.objective import FlowObjective
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.models.base.family import PipelineFiles
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.mochi.config import MochiConfig
 from ops.models.mochi.family import FAMILY
-from ops.objective import FlowObjective
-from ops.packing import Layout, Sequence
-from ops.patches import patchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify
 from tests.families.kit import FamilyCases, OriginalNames, Renames, SmallPipeline, small, their_class, whole
 
 torch.set_num_threads(1)

@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
 from app.export.parity import our_velocity, parity_sample
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig, TokenShift
+from ops.flow.objective import FlowObjective, draw_sigma, shift
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.stdit3.family import FAMILY
 from ops.models.weights import write_folder
-from ops.objective import FlowObjective, draw_sigma, shift
-from ops.packing import Layout, Sequence
-from ops.patches import patchify
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify
 from tests.families.kit import FamilyCases, small, whole
 
 torch.set_num_threads(1)

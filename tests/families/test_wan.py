@@ -10,14 +10,14 @@ import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.sampling import initial_noise
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_json
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
-from ops.sampling import initial_noise
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 from tests.families.kit import MODEL, FamilyCases, OriginalNames, Renames, SmallPipeline, small, whole
 
 torch.set_num_threads(1)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from ops.node_parameters import NodeParameters
-from ops.parameter_places import BlockBuffers
-from ops.parameters import Received
 from ops.shards import Slot
+from ops.update.node_parameters import NodeParameters
+from ops.update.parameter_places import BlockBuffers
+from ops.update.parameters import Received
 
 
 @dataclass

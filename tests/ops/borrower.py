@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import sys
 
-from ops.lending import borrow
-from ops.node_memory import RangeLock
+from ops.memory.lending import borrow
+from ops.memory.node_memory import RangeLock
 
 
 def main() -> None:

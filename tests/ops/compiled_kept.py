@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from app.export.parity import parity_sample
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.load import build_dit
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.patches import patchify
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.patches import patchify
 from tests.families.registry import VARIANTS
 from tests.ops.compiled_rank import compiled, gradients
 

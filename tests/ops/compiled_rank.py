@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import Group
-from ops.compiled_blocks import CompiledBlocks
-from ops.groups import Groups
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.models.base.transformer import PackedTransformer
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
+from ops.packed.compiled_blocks import CompiledBlocks
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
 from ops.waiting import CancelToken
 
 TINY = WanConfig(

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ops.comm import Group
-from ops.groups import Groups
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.waiting import CancelToken
 
 RunRanks = Callable[[int, Callable[[Group], Any]], list[Any]]

@@ -21,15 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from app.bench.gpu.node_peers import NodePeers
-from ops.comm import Group
-from ops.groups import Groups
-from ops.host_sum import HostSum
-from ops.node_gradients import NodeGradients
-from ops.node_memory import RangeLock
-from ops.node_sum import NodeSum, SharedSum
-from ops.peer_sum import PeerSum
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.memory.node_memory import RangeLock
 from ops.shards import shard_bounds
-from ops.sync import slots
+from ops.update.host_sum import HostSum
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_sum import NodeSum, SharedSum
+from ops.update.peer_sum import PeerSum
+from ops.update.sync import slots
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.ops.peers import HostCopies
 

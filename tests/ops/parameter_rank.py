@@ -20,10 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ops.groups import Groups
-from ops.parameters import ParameterMemory
+from ops.comm.groups import Groups
 from ops.shards import ShardState
-from ops.sync import FlatSync, trainable
+from ops.update.parameters import ParameterMemory
+from ops.update.sync import FlatSync, trainable
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.ops.exported import own_shard
 from tests.ops.test_node_parameters import OPTIMIZER, model, passes

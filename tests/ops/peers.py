@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from app.bench.gpu.node_peers import NodePeers
-from ops.host_sum import HostSum
-from ops.node_gradients import NodeGradients
-from ops.node_sum import NodeSum
-from ops.peer_sum import PeerSum
 from ops.shards import Slot
+from ops.update.host_sum import HostSum
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_sum import NodeSum
+from ops.update.peer_sum import PeerSum
 
 STAGE = 1024  # elements: some gradients of the tests go in pieces
 

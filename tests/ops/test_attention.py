@@ -252,7 +252,7 @@ def test_auto_on_cuda_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None
 def test_lengths_of_captions_are_no_shapes_to_plan() -> None:
     """cuDNN plans each new shape: captions of their true length would be planned for in every cascade."""
     from ops.models.config import TextConfig
-    from ops.packing import Layout, Sequence
+    from ops.packed.packing import Layout, Sequence
 
     def auto(*pair: Lengths) -> str:
         return choose(OnCuda(), (pair[0], pair[-1]), backends(installed=False)).name  # type: ignore[arg-type]
@@ -300,11 +300,11 @@ def test_a_named_backend_is_refused_before_training() -> None:
 
 
 def test_the_setting_reaches_every_attention_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ops.comm import Group
+    from ops.comm.collectives import Group
     from ops.models.hunyuan.config import HunyuanConfig
     from ops.models.load import build_dit
     from ops.models.wan.config import WanConfig
-    from ops.packing import Layout, Sequence
+    from ops.packed.packing import Layout, Sequence
 
     asked: list[str] = []
     sdpa = backend_of("sdpa")

@@ -16,11 +16,11 @@ from ops.attention.lengths import Lengths
 from ops.attention.names import BackendName
 from ops.attention.table import AttentionTable, TableRow, kind_of_lengths, mean_length, name_of
 from ops.attention.varlen import attention, backend_of, check_backend, choose, serving
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
 from ops.models.load import build_dit
-from ops.packing import Layout, Sequence
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.packing import Layout, Sequence
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from tests.families.registry import VARIANTS
 from tests.ops.attention_tables import row, table
 from tests.ops.test_attention import OnCuda

@@ -27,8 +27,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.comm import Group, _bury, _QueuedWait, _Remains, free_ended
-from ops.groups import Groups
+from ops.comm.collectives import Group, _bury, _QueuedWait, _Remains, free_ended
+from ops.comm.groups import Groups
 from ops.waiting import Cancelled, CancelToken, GroupError, Patience, PendingCollective, WaitClock, has_passed
 
 torch.set_num_threads(1)
@@ -586,7 +586,7 @@ def test_a_bag_that_nobody_took_is_given_back(closed: str, monkeypatch: pytest.M
         made.append(weakref.ref(backend))
         return backend
 
-    monkeypatch.setattr("ops.groups._make_gloo", make)
+    monkeypatch.setattr("ops.comm.groups._make_gloo", make)
     store = dist.HashStore()
     store.set("heddle/0/0-1/here/1", "1")
     groups = Groups(store, 0, (0, 1), "gloo", 0, LIMIT_S, token, "127.0.0.1")
@@ -815,7 +815,7 @@ def test_connecting_to_a_missing_member_ends_by_time_out_or_cancel() -> None:
 
 LEAVER = """
 import threading, time, torch, torch.distributed as dist
-from ops.groups import Groups
+from ops.comm.groups import Groups
 from ops.waiting import CancelToken
 store, token = dist.HashStore(), CancelToken()
 both = [Groups(store, rank, (0, 1), "gloo", 0, 60.0, token, "127.0.0.1") for rank in (0, 1)]
@@ -842,7 +842,7 @@ def test_a_process_with_a_pending_collective_ends_cleanly_and_at_once() -> None:
 SURVIVOR = """
 import json, sys, threading, time, torch, torch.distributed as dist
 from datetime import timedelta
-from ops.groups import Groups
+from ops.comm.groups import Groups
 from ops.waiting import CancelToken
 rank, port, timeout_s = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=120))

@@ -21,13 +21,13 @@ from torch._dynamo.utils import counters
 
 from app.export.parity import parity_sample
 from ops.attention.opaque import leave_opaque, opaque
-from ops.comm import Group
-from ops.compiled_blocks import CompiledBlocks, check_compiler
+from ops.comm.collectives import Group
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit
-from ops.packing import Layout
+from ops.packed.compiled_blocks import CompiledBlocks, check_compiler
+from ops.packed.packing import Layout
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.compiled_kept import FP32, run
 from tests.ops.compiled_rank import PACKS, TINY, Parts, compiled, local_step

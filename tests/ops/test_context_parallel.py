@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ops.attention.names import AttentionName
-from ops.comm import Group
-from ops.context_parallel import shared_heads_attention
+from ops.comm.collectives import Group
 from ops.degrees import default_degrees, exchanged, head_copies
-from ops.head_shares import deal
-from ops.packing import Layout, Sequence
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.context_parallel import shared_heads_attention
+from ops.packed.head_shares import deal
+from ops.packed.packing import Layout, Sequence
+from ops.packed.sequence_parallel import sequence_parallel_attention
 
 torch.set_num_threads(1)
 SEQUENCES = (Sequence((3, 4, 5), 7), Sequence((1, 1, 1), 2), Sequence((2, 3, 3), 11))

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-import ops.cuda_memory
-from ops.cuda_memory import CudaHostCopy, CudaPeers, _Handle, _taken
-from ops.peer_sum import PeerSum
+import ops.memory.cuda_memory
+from ops.memory.cuda_memory import CudaHostCopy, CudaPeers, _Handle, _taken
+from ops.update.peer_sum import PeerSum
 
 ADDRESS = 0x7F12_3456_7000  # beyond 32 bits, which an argument passed as an int would lose
 BUSES = [b"0000:1B:00.0", b"0000:43:00.0", b"0000:BB:00.0"]
@@ -122,8 +122,8 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver()
-    monkeypatch.setattr(ops.cuda_memory, "_driver", lambda: made.cuda)
-    monkeypatch.setattr(ops.cuda_memory, "_nvml", lambda: made.nvml)
+    monkeypatch.setattr(ops.memory.cuda_memory, "_driver", lambda: made.cuda)
+    monkeypatch.setattr(ops.memory.cuda_memory, "_nvml", lambda: made.nvml)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     return made
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ops.comm import Group
-from ops.exchange_halves import attention_in_halves, worth_halving
+from ops.comm.collectives import Group
 from ops.halving import halves_of
 from ops.models.base.config import DiTConfig
-from ops.packing import Layout, Sequence
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.exchange_halves import attention_in_halves, worth_halving
+from ops.packed.packing import Layout, Sequence
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.waiting import PendingCollective
 from tests.ops.test_sequence_parallel import HUNYUAN, MIXED, SHORT, WAN, Case
 

@@ -26,7 +26,7 @@ from app.export.parity import (
     parity_sample,
     their_velocity,
 )
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
 from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json, ParitySample
@@ -35,8 +35,8 @@ from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
-from ops.packing import Layout, Sequence
-from ops.patches import patchify
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify
 from tests.families.kit import their_class
 from tests.families.registry import VARIANTS, declared
 

@@ -23,7 +23,7 @@ from ops.models.forecast import Precision, pass_bytes, states_bytes
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.lora import A, DoRALinear, LoRALinear
 from ops.models.weights import frozen_digests, is_lora, write_folder
-from ops.packing import Sequence
+from ops.packed.packing import Sequence
 from ops.shards import padding
 from ops.storages import StorageCount
 from tests.families.registry import CASES, ONE_EACH, VARIANTS

@@ -9,8 +9,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import FlowConfig, OptimizerConfig
+from ops.flow.objective import FlowObjective
+from ops.flow.train_pass import PassClip, PassSettings, train_pass
 from ops.kernels.push.reference import ALIGN
 from ops.models.base.config import DiTConfig
 from ops.models.config import TEXT_BATCH_TOKENS, ImageConfig, TextConfig, VAEConfig
@@ -27,12 +29,10 @@ from ops.models.forecast import (
 from ops.models.image import CLIPImages, vision_rows
 from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.wan.config import WanConfig
-from ops.objective import FlowObjective
-from ops.packing import Layout, Sequence
-from ops.parameters import blocks_in
+from ops.packed.packing import Layout, Sequence
 from ops.shards import STAGE, padding
 from ops.storages import StorageCount
-from ops.train_pass import PassClip, PassSettings, train_pass
+from ops.update.parameters import blocks_in
 from tests.families.registry import ONE_EACH, VARIANTS
 
 WAN = WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32, text_dim=24)

@@ -170,7 +170,7 @@ def test_weights_whose_address_somebody_else_has_are_read_by_this_process(
 ) -> None:
     config = t5_folder(tmp_path)
     wanted = build_text(config).encode(CAPTIONS)
-    monkeypatch.setattr("ops.node_weights.claim", lambda number: None)
+    monkeypatch.setattr("ops.memory.node_weights.claim", lambda number: None)
     found = build_text(config, shared=True).encode(CAPTIONS)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     assert "does not lend them; this process has a copy of its own" in caplog.text

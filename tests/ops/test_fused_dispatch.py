@@ -14,7 +14,7 @@ from torch.distributed.nn.functional import all_gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.cpu import table_grads
@@ -23,7 +23,7 @@ from ops.kernels.qk_rope.op import qk_norm_rope
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
-from ops.packing import Layout, Sequence
+from ops.packed.packing import Layout, Sequence
 from tests.ops.test_fused import runs_of
 
 SEGMENTS = Segments.packed([9, 0, 5], [1, 2, 0], num_mods=4)

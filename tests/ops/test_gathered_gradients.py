@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ops.comm import Group
-from ops.gathered_gradients import GatheredGradients
-from ops.own_gradients import OwnGradients
-from ops.sync import FlatSync, slots
+from ops.comm.collectives import Group
+from ops.update.gathered_gradients import GatheredGradients
+from ops.update.own_gradients import OwnGradients
+from ops.update.sync import FlatSync, slots
 from tests.ops.test_sync import FULL, START, SUM_ELEMENTS, TOTAL_STEPS, flat_weights, on_threads, sample_loss
 
 torch.set_num_threads(1)

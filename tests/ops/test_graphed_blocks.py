@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from app.bench.gpu.models import WAN_1_3B, WAN_14B
 from app.export.parity import parity_sample
-from ops.comm import Group
-from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, held_by_graphs
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import by_graphs, code_made, most_in_small_pass, share_of_small
 from ops.models.load import build_dit
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.patches import patchify
+from ops.packed.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, held_by_graphs
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.patches import patchify
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.captures import TapeCapture
 from tests.ops.compiled_rank import TINY, gradients

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.groups import Groups
+from ops.comm.groups import Groups
 from ops.waiting import Cancelled, CancelToken, GroupError, Patience
 
 DOING = "waiting until all hold the state"

@@ -15,9 +15,10 @@ from diffusers import AutoencoderKLWan, WanImageToVideoPipeline, WanTransformer3
 from PIL import Image
 from transformers import CLIPVisionModel
 
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
 from ops.config import FlowConfig
+from ops.flow.noise import NoiseKey, ScaledNoise
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.geometry import Geometry
 from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
@@ -28,10 +29,9 @@ from ops.models.load import build_dit
 from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.family import FAMILY
-from ops.noise import NoiseKey, ScaledNoise
-from ops.packing import Layout, Sequence
-from ops.patches import patchify
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify
 from tests.families.kit import their_class
 
 torch.set_num_threads(1)

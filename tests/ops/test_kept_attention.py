@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ops.comm import Group
-from ops.kept_attention import KEPT
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
-from ops.packing import Layout, Sequence
+from ops.packed.kept_attention import KEPT
+from ops.packed.packing import Layout, Sequence
 from ops.storages import StorageCount
 from tests.families.registry import VARIANTS
 from tests.ops.test_node_parameters import model, passes

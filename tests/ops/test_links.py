@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from ops.links import Links, Sent, _connections, _together
+from ops.comm.links import Links, Sent, _connections, _together
 
 ONE, OTHER = "127.0.0.2", "127.0.0.3"  # hosts of their own, as far as addresses say
 MIB = 2**20

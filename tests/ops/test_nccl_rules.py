@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ops.groups import Groups
+from ops.comm.groups import Groups
 from ops.shards import padding, shard_bounds
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.nccl_rules import AgainstNccl, LazyGroup, nccl_rules

@@ -20,14 +20,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ops.comm import Group
-from ops.gradient_places import gradients_in
-from ops.groups import Groups
-from ops.node_gradients import NodeGradients
-from ops.node_memory import NodeMemory, RangeLock
-from ops.node_routes import peers, routes
-from ops.node_sum import SharedSum
-from ops.sync import slots
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.memory.node_memory import NodeMemory, RangeLock
+from ops.update.gradient_places import gradients_in
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_routes import peers, routes
+from ops.update.node_sum import SharedSum
+from ops.update.sync import slots
 from ops.waiting import Cancelled, CancelToken
 from tests.ops.node_rank import STEPS
 
@@ -197,7 +197,7 @@ def test_ranks_of_nodes_of_one_size_meet_one_rank_of_each_other_node(sizes: list
 
 
 def test_a_node_without_room_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.node_memory.node_room", lambda: 10)
+    monkeypatch.setattr("ops.memory.node_memory.node_room", lambda: 10)
     _, gradients = made()
     with pytest.raises(MemoryError, match=r"no room for .* of shared memory \(gradients\)"):
         gradients.form(Group.solo(), [(0, 16)])

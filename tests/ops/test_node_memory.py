@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ops.lending import Lender, borrow
-from ops.node_memory import NodeMemory, RangeLock
+from ops.memory.lending import Lender, borrow
+from ops.memory.node_memory import NodeMemory, RangeLock
 
 ROOT = Path(__file__).parents[2]
 SIZE = 1 << 20
@@ -197,7 +197,7 @@ def test_an_unknown_lender_is_named_with_what_to_do() -> None:
 
 
 def test_memory_that_the_node_does_not_have_is_refused_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ops.node_memory.node_room", lambda: 3 << 20)
+    monkeypatch.setattr("ops.memory.node_memory.node_room", lambda: 3 << 20)
     assert NodeMemory.create("test", 3 << 20).num_bytes == 3 << 20
     with pytest.raises(MemoryError, match=r"no room for 4 MiB of shared memory \(test\), it can spare 3 MiB"):
         NodeMemory.create("test", 4 << 20)

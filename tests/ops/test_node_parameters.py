@@ -21,18 +21,18 @@ from actors.plan.costs.needs import Needs
 from actors.plan.places import Places
 from actors.planning.memory import MemoryForecast
 from app.export.parity import our_velocity, parity_sample
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
-from ops.gradient_places import GradientMemory
-from ops.groups import Groups
 from ops.models.base.transformer import PackedTransformer
 from ops.models.load import build_dit
-from ops.node_parameters import NodeParameters, blocks_of
-from ops.parameter_places import BlockBuffers, ParametersOf
-from ops.parameters import ParameterMemory
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
-from ops.sync import FlatSync, StateLocation, trainable
+from ops.update.gradient_places import GradientMemory
+from ops.update.node_parameters import NodeParameters, blocks_of
+from ops.update.parameter_places import BlockBuffers, ParametersOf
+from ops.update.parameters import ParameterMemory
+from ops.update.sync import FlatSync, StateLocation, trainable
 from ops.waiting import CancelToken
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.block_copies import LateCopies, in_buffers
@@ -216,7 +216,7 @@ def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeyp
     shard = own_shard(sync)
     sync.leave()
     with monkeypatch.context() as short:
-        short.setattr("ops.node_memory.node_room", lambda: 10)
+        short.setattr("ops.memory.node_memory.node_room", lambda: 10)
         with pytest.raises(MemoryError, match=r"no room for .* of shared memory \(parameters\)"):
             sync.form(Group.solo(), [shard])
     assert {name: p.shape for name, p in trainable(dit)} == {name: p.shape for name, p in expected.items()}

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import torch
 
-from ops.lending import claim
-from ops.node_weights import NodeWeights, ReadTensor, _number_of
+from ops.memory.lending import claim
+from ops.memory.node_weights import NodeWeights, ReadTensor, _number_of
 from tests.ops.weights_holder import hold, shared_kib
 
 SIZE = 32  # MiB

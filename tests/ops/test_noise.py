@@ -1,4 +1,4 @@
-"""Noise by key and place: `ops/noise.py`."""
+"""Noise by key and place: `ops/flow/noise.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.noise import NoiseKey, normal, rows
+from ops.flow.noise import NoiseKey, normal, rows
 
 KEY = NoiseKey.of(7, 3, "shard-1/000042")
 
@@ -81,7 +81,7 @@ def test_the_kernel_compiles_for_gpus(capability: int) -> None:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from ops.noise_kernel import BLOCK, philox_normal
+from ops.flow.noise_kernel import BLOCK, philox_normal
 kinds = {{"out": "*fp32", "start": "i64", "blocks": "i64", "low": "i64", "high": "i64", "BLOCK": "constexpr"}}
 source = ASTSource(fn=philox_normal, signature=kinds, constexprs={{(5,): BLOCK}})
 ptx = triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"]
@@ -100,7 +100,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
-from ops.noise_kernel import BLOCK, philox_normal
+from ops.flow.noise_kernel import BLOCK, philox_normal
 backend = make_backend(GPUTarget("cuda", 90, 32))
 bind = create_function_from_signature(philox_normal.signature, philox_normal.params, backend)
 out = torch.empty(8)

@@ -11,7 +11,7 @@ from diffusers import CogVideoXDDIMScheduler, DDIMScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from ops.config import Diffusion, FlowConfig, PictureNoise, TokenShift
-from ops.objective import (
+from ops.flow.objective import (
     DiffusionObjective,
     FlowObjective,
     ddim_steps,

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.config import OptimizerConfig
-from ops.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.shards import ShardState, cut, missing, shard_bounds
+from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import Group
-from ops.groups import Groups
-from ops.own_gradients import OwnGradients, cut_buckets
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.shards import Slot, shard_bounds
-from ops.sync import FlatSync
+from ops.update.own_gradients import OwnGradients, cut_buckets
+from ops.update.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken, PendingCollective
 from tests.ops.test_sync import (
     FULL,

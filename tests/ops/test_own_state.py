@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch import nn
 
-from ops.comm import Group
-from ops.lending import Lender, borrow
-from ops.own_state import ShardBanks
+from ops.comm.collectives import Group
+from ops.memory.lending import Lender, borrow
 from ops.shards import ShardState, cut, shard_bounds
-from ops.state_memory import BankOrder, StateMemory
-from ops.sync import FlatSync, initial_shard, trainable
+from ops.update.own_state import ShardBanks
+from ops.update.state_memory import BankOrder, StateMemory
+from ops.update.sync import FlatSync, initial_shard, trainable
 from tests.ops.exported import own_shard
 from tests.ops.test_sync import FULL, PLAIN, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, deal, flat_weights, on_threads
 from tests.ops.test_sync import sample_loss as loss_of

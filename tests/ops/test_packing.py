@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ops.chunks import chunk_bounds
-from ops.packing import Layout, Sequence
+from ops.packed.packing import Layout, Sequence
 
 torch.set_num_threads(1)
 sequences = st.lists(

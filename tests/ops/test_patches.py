@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops.patches import patchify, unpatchify
+from ops.packed.patches import patchify, unpatchify
 
 
 def test_patchify_is_what_a_strided_convolution_reads() -> None:

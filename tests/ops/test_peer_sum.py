@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from app.bench.gpu.node_peers import NodePeers
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.gradient_places import GradientMemory
-from ops.host_sum import HostSum
 from ops.kernels.push.reference import ALIGN
-from ops.node_gradients import NodeGradients
-from ops.node_routes import routes
-from ops.node_sum import NodeSum
-from ops.peer_sum import PeerSum
 from ops.shards import EDGE, Slot, held_elements, shard_bounds
-from ops.sync import FlatSync, slots
 from ops.typed import ConfigError
+from ops.update.gradient_places import GradientMemory
+from ops.update.host_sum import HostSum
+from ops.update.node_gradients import NodeGradients
+from ops.update.node_routes import routes
+from ops.update.node_sum import NodeSum
+from ops.update.peer_sum import PeerSum
+from ops.update.sync import FlatSync, slots
 from tests.ops.conftest import RunRanks
 from tests.ops.peers import STAGE, HostCopies, peer_sum
 from tests.ops.peers import in_host as gradients_in_host
@@ -142,7 +142,7 @@ def test_where_one_gpu_cannot_reach_another_all_use_host_memory_or_none(
         gradients.leave()
         return found
 
-    with caplog.at_level(logging.INFO, "ops.node_gradients"):
+    with caplog.at_level(logging.INFO, "ops.update.node_gradients"):
         found = run_ranks(3, either)
     assert {place for place, _ in found} == {"host memory of the node"}
     assert torch.equal(torch.cat([part for _, part in found]), wanted(3))
@@ -195,7 +195,7 @@ def test_who_changes_to_another_place_gives_back_what_its_gradient_took(
         return formed
 
     places = {"node": in_parts, "host": gradients_in_host}
-    monkeypatch.setattr("ops.sync.gradients_in", lambda memory, elements=None: places[memory])
+    monkeypatch.setattr("ops.update.sync.gradients_in", lambda memory, elements=None: places[memory])
     first, second, later = worker("node"), worker("node"), worker("host")
     assert set(run_ranks(2, form(first, second))) == {"the memory of the node's GPUs"}
     assert all(one.mapped for one in peers)

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from ops.reach import Door, DoorAddress, door_at, losing, out_of_reach
+from ops.comm.reach import Door, DoorAddress, door_at, losing, out_of_reach
 
 HERE = "127.0.0.1"
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ops.comm import Group
-from ops.groups import Groups
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.comm.routing import assign, make_routing, parse_topology, plan, replicate, route, unroute, workload
+from ops.flow.train_pass import packed_loss
 from ops.models.wan.config import WanConfig
 from ops.models.wan.model import WanDiT
-from ops.packing import Layout, Sequence
-from ops.routing import assign, make_routing, parse_topology, plan, replicate, route, unroute, workload
-from ops.train_pass import packed_loss
+from ops.packed.packing import Layout, Sequence
 from ops.waiting import CancelToken
 
 torch.set_num_threads(1)

@@ -15,18 +15,18 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
 from diffusers.pipelines.ltx.pipeline_ltx import calculate_shift
 from torch.distributed import HashStore
 
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.config import TokenShift
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
 from ops.geometry import Geometry
-from ops.groups import Groups
 from ops.models.base.config import DiTConfig
 from ops.models.folders import dit_json
 from ops.models.latte.config import LatteConfig
 from ops.models.load import build_dit
 from ops.models.stdit3.config import STDiT3Config
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout, Sequence
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents, sigma_schedule
+from ops.packed.packing import Layout, Sequence
 from ops.waiting import CancelToken
 
 FP32_ATOL = 1e-4  # a few steps of a random network, whose velocities grow with guidance

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.schedulers import ScheduledClip, Scheduler
+from ops.flow.schedulers import ScheduledClip, Scheduler
 
 FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 12.0}
 

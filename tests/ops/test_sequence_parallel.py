@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from ops.chunks import chunk_bounds
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.lora import add_lora
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout, Sequence
-from ops.sequence_parallel import heads_to_rows, rows_to_heads, sequence_parallel_attention
-from ops.train_pass import packed_loss
+from ops.packed.packing import Layout, Sequence
+from ops.packed.sequence_parallel import heads_to_rows, rows_to_heads, sequence_parallel_attention
 
 torch.set_num_threads(1)
 FP64 = {"atol": 1e-10, "rtol": 1e-10}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.shard_export import CopyAtOnce, CopyOnStream, PinnedTargets, copies_of
 from ops.shards import ARRAYS
-from ops.state_memory import StateMemory
+from ops.update.shard_export import CopyAtOnce, CopyOnStream, PinnedTargets, copies_of
+from ops.update.state_memory import StateMemory
 from tests.ops.peers import HostCopies
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ops.comm import Group
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.comm.collectives import Group
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.schedule import (
     DSP,

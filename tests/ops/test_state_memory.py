@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ops.lending import Lender, borrow
-from ops.node_memory import NodeMemory
-from ops.own_state import ShardBanks
+from ops.memory.lending import Lender, borrow
+from ops.memory.node_memory import NodeMemory
 from ops.shards import ARRAYS
-from ops.state_memory import BANKS, BankOrder, StateMemory
+from ops.update.own_state import ShardBanks
+from ops.update.state_memory import BANKS, BankOrder, StateMemory
 from ops.waiting import Cancelled, GroupError
 
 TOTAL = 5000  # elements: an array ends in the middle of a page
@@ -65,7 +65,7 @@ def test_a_range_that_the_node_has_no_room_for_is_refused_on_the_way(monkeypatch
     def room() -> int:
         return left[0] - memory.taken_bytes
 
-    monkeypatch.setattr("ops.node_memory.node_room", room)
+    monkeypatch.setattr("ops.memory.node_memory.node_room", room)
     memory.take("test", 0, 100 << 20)
     memory.take("test", 0, 100 << 20)  # it is there
     with pytest.raises(MemoryError, match=r"no room for 400 MiB of shared memory \(test\), of which a part was taken"):

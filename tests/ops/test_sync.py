@@ -28,14 +28,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
-from ops.gradient_places import GradientMemory, GradientsOf
-from ops.groups import Groups
-from ops.optimizer import lr_at
-from ops.shard_export import CopyWait
 from ops.shards import ShardState, cut
-from ops.sync import FlatSync, StateLocation, StepIncomplete, Sync, initial_shard, trainable
+from ops.update.gradient_places import GradientMemory, GradientsOf
+from ops.update.optimizer import lr_at
+from ops.update.shard_export import CopyWait
+from ops.update.sync import FlatSync, StateLocation, StepIncomplete, Sync, initial_shard, trainable
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
 from tests.ops.exported import own_shard
@@ -292,7 +292,7 @@ def load_shard(folder: Path, key: str) -> ShardState:
 
 
 def deepspeed_rank(rank: int, port: int, folder: Path) -> None:
-    from ops.deepspeed_sync import DeepSpeedSync
+    from ops.update.deepspeed_sync import DeepSpeedSync
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=300))
     generation = 0

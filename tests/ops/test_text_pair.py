@@ -18,6 +18,7 @@ from diffusers import (
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, CLIPTextConfig, CLIPTextModel, LlamaConfig, LlamaModel, PreTrainedTokenizerFast
 
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
@@ -25,7 +26,6 @@ from ops.models.forecast import text_need
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit, build_text, token_counter
 from ops.models.text_pair import split
-from ops.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
 
 RECIPE = FAMILIES["hunyuan"].texts["hunyuan"]
 CAPTIONS = ["a red disc", "", "two  blue squares\n&amp; a dot " * 4, "a {dot}", "a red disc"]

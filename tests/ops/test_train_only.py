@@ -15,7 +15,7 @@ from ops.models.forecast import Precision, dit_need_gib, pass_bytes
 from ops.models.load import build_dit, dit_skeleton, first_values, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
-from ops.packing import Sequence
+from ops.packed.packing import Sequence
 from ops.shards import padding
 from tests.families.registry import VARIANTS
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.packing import Layout, Sequence
-from ops.train_pass import packed_loss
+from ops.flow.train_pass import packed_loss
+from ops.packed.packing import Layout, Sequence
 
 torch.set_num_threads(1)
 

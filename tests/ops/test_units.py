@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.comm import Group
-from ops.groups import Groups
-from ops.units import share_units
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.comm.units import share_units
 from tests.nccl_rules import nccl_rules
 from tests.ops.conftest import RunRanks
 from tests.ops.test_comm import run_ranks as run_on_groups

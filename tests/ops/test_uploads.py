@@ -1,4 +1,4 @@
-"""Copies of host tensors to a device: `ops/uploads.py`, and what layouts send with it."""
+"""Copies of host tensors to a device: `ops/packed/uploads.py`, and what layouts send with it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ops import uploads
-from ops.packing import Layout, Sequence
+from ops.packed import uploads
+from ops.packed.packing import Layout, Sequence
+from ops.packed.uploads import LargeUploads, expect, upload, upload_all, upload_numbers
 from ops.spatial_temporal.choice import SlicingRule
 from ops.spatial_temporal.packed import Rest
 from ops.spatial_temporal.slicing import WHOLE_LAYERS
 from ops.upload_room import BLOCK, SMALL, most_blocks, uploads_gib
-from ops.uploads import LargeUploads, expect, upload, upload_all, upload_numbers
 
 DTYPES = (torch.int64, torch.int32, torch.float64, torch.bfloat16, torch.bool, torch.uint8)
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)

@@ -13,14 +13,14 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
 from app.export.frozen_parts import link_tree
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.models.files import STEM, check_files, plain_name, read_json, variant_of, weight_files
 from ops.models.folders import dit_config, dit_json
 from ops.models.load import build_dit, dit_skeleton, first_values
 from ops.models.wan.config import WanConfig
 from ops.models.weights import check_state, read_state, write_folder
-from ops.packing import Layout, Sequence
-from ops.patches import patchify, unpatchify
+from ops.packed.packing import Layout, Sequence
+from ops.packed.patches import patchify, unpatchify
 
 ROOT = Path(__file__).parents[2]
 FP32_ATOL = 1e-5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ops.node_weights import NodeWeights, ReadTensor
+from ops.memory.node_weights import NodeWeights, ReadTensor
 
 
 def hold(key: str, how: str, mebibytes: int, answers: Connection) -> None:

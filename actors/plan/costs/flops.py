@@ -96,8 +96,8 @@ def exchange_seconds(dit: DiTConfig, bytes_per_s: float) -> float:
 
 def exchange_calls(dit: DiTConfig) -> float:
     """All-to-alls of a bag's training cascade: two around the attention of every block, on each of its ways
-    (`ops.sequence_parallel`). What travels in halves counts once: there are twice as many then, and attention hides a
-    half. 0 where blocks are exchanged in slices."""
+    (`ops.packed.sequence_parallel`). What travels in halves counts once: there are twice as many then, and attention
+    hides a half. 0 where blocks are exchanged in slices."""
     return 0.0 if dit.spatial_temporal else 2.0 * _ways(dit) * sum(dit.block_counts)
 
 

@@ -29,9 +29,9 @@ from app.bench.gpu.models import (
 )
 from app.bench.gpu.train_step import AS_TRAINED, make_trained
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
-from ops.train_pass import packed_loss
 
 # a clip, short ones, and pictures
 CASCADES = ((CLIP_480P81,), (SHORT_480P17,) * 4, (PICTURE_480P,) * 8, (PICTURE_480P,) * 8, (PICTURE_480P,))

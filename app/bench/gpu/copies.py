@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
-from ops.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
 from ops.shards import ARRAYS
-from ops.state_memory import StateMemory
+from ops.update.shard_export import CopyArrays, CopyAtOnce, CopyOnStream
+from ops.update.state_memory import StateMemory
 
 STATE_BYTES = 4 * 2**30
 

@@ -33,17 +33,19 @@ from actors.worker.stopwatch import HostWatch
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import HUNYUAN_13B, PICTURE_256P, WAN_1_3B, build
 from app.bench.gpu.worker_alone import encoded_cascade, worker_alone
-from ops import noise, sync, uploads
 from ops.attention import varlen
 from ops.attention.varlen import backend_of
-from ops.comm import Group
-from ops.graphed_blocks import GraphedBlocks, Launches
-from ops.groups import Groups
+from ops.comm.collectives import Group
+from ops.comm.groups import Groups
+from ops.flow import noise
+from ops.flow.noise import NoiseKey
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import transformers
-from ops.noise import NoiseKey
-from ops.packing import Sequence as PackedSequence
+from ops.packed import uploads
+from ops.packed.graphed_blocks import GraphedBlocks, Launches
+from ops.packed.packing import Sequence as PackedSequence
+from ops.update import sync
 from ops.waiting import CancelToken, PendingCollective, Work
 
 STAND_IN = torch.device("meta")

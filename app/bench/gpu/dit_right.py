@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
 from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build, small, with_layers
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
-from ops.packing import Layout, Sequence
-from ops.train_pass import packed_loss
+from ops.packed.packing import Layout, Sequence
 
 OUTPUT, GRADIENT = 2e-2, 5e-2  # relative L2 of bf16: a few blocks, each of a dozen roundings of 1.67e-3
 PACKED = 1e-4  # fp32, other shapes of the same products

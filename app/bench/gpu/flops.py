@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from actors.plan.costs.flops import DiTWork
 from ops.models.base.config import DiTConfig
-from ops.packing import Sequence
+from ops.packed.packing import Sequence
 
 
 def step_flops(config: DiTConfig, sequences: list[Sequence], recompute: bool) -> float:

@@ -21,17 +21,17 @@ from actors.worker.caching import host_copy
 from actors.worker.handoff import PinnedCopy
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.models import PICTURE_256P, PICTURE_480P, SMALL_CLIP, WAN_1_3B, PackedCall, build, small, with_layers
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
-from ops.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
+from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import share_of_small
-from ops.packing import Sequence
-from ops.sync import FlatSync
-from ops.train_pass import packed_loss
+from ops.packed.graphed_blocks import Capture, CudaGraphs, GraphedBlocks, Launches
+from ops.packed.packing import Sequence
+from ops.packed.uploads import upload
+from ops.update.sync import FlatSync
 from ops.upload_room import SMALL
-from ops.uploads import upload
 
 _ERROR = 1e-2  # of bf16 sums in another order
 _TIMES_NOISE = 4.0  # what two passes as written may differ by: attention on a GPU adds in any order

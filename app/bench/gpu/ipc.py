@@ -19,10 +19,10 @@ import torch.multiprocessing as multiprocessing
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.node_peers import NodePeers
-from ops.cuda_memory import CudaPeers
-from ops.groups import Groups
-from ops.peer_sum import PeerSum
+from ops.comm.groups import Groups
+from ops.memory.cuda_memory import CudaPeers
 from ops.shards import STAGE, Slot, shard_bounds
+from ops.update.peer_sum import PeerSum
 from ops.waiting import CancelToken
 
 if TYPE_CHECKING:

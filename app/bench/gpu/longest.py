@@ -16,7 +16,7 @@ from app.bench.gpu.measurement import Earlier, NamedFigures, Place
 from app.bench.gpu.models import WAN_14B, PackedCall
 from app.bench.gpu.train_step import AS_TRAINED, fused_ops, make_trained, step_config, step_over
 from ops.models.base.config import DiTConfig
-from ops.packing import Sequence
+from ops.packed.packing import Sequence
 
 PER_FRAME = (40, 40)  # tokens of a latent frame
 TEXT = 512

@@ -11,7 +11,7 @@ import torch
 from app.bench.gpu.models import with_layers
 from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
-from ops.packing import Sequence as PackedSequence
+from ops.packed.packing import Sequence as PackedSequence
 
 FEW, MORE = 2, 3  # blocks of the models that stand for a deep one, whose blocks are all alike
 

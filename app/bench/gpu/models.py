@@ -12,7 +12,7 @@ from ops.models.base.transformer import PackedTransformer
 from ops.models.families import FAMILIES
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout, Sequence
+from ops.packed.packing import Layout, Sequence
 
 WAN_1_3B = WanConfig(num_layers=30, num_heads=12, head_dim=128, ffn_dim=8960, freq_dim=256, text_dim=4096)
 WAN_14B = WanConfig(num_layers=40, num_heads=40, head_dim=128, ffn_dim=13824, freq_dim=256, text_dim=4096)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ops.lending import Lender, borrow
-from ops.node_memory import NodeMemory, RangeLock
+from ops.memory.lending import Lender, borrow
+from ops.memory.node_memory import NodeMemory, RangeLock
 
 _TOLD_S = 60.0  # a lender hears in a thread of its own that its memory was given back
 

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.node_peers import NodePeers
-from ops.comm import Group
-from ops.cuda_memory import CudaPeers
-from ops.groups import NCCL_ENVIRONMENT, Groups
-from ops.node_sum import Unreachable, meet
-from ops.peer_sum import PeerSum
+from ops.comm.collectives import Group
+from ops.comm.groups import NCCL_ENVIRONMENT, Groups
+from ops.memory.cuda_memory import CudaPeers
 from ops.shards import STAGE, Slot, padding, shard_bounds
+from ops.update.node_sum import Unreachable, meet
+from ops.update.peer_sum import PeerSum
 from ops.waiting import CancelToken
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """One training step of Wan (forward, loss, backward, clipping, AdamW, EMA) as a worker runs it alone.
 
-bf16 weights with fp32 gradient, master copy, moments and EMA (ops/sync.py), full checkpointing, one clip of 480p81 with
-512 text tokens. Each other setting changes one thing of that.
+bf16 weights with fp32 gradient, master copy, moments and EMA (ops/update/sync.py), full checkpointing, one clip of
+480p81 with 512 text tokens. Each other setting changes one thing of that.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from app.bench.gpu.memory import blocks_that_fit, kept_bytes, step_bytes
 from app.bench.gpu.models import CLIP_480P81, SMALL_CLIP, WAN_1_3B, WAN_14B, PackedCall, build, small
 from ops.attention.names import AttentionName
 from ops.attention.varlen import backend_of
-from ops.comm import Group
-from ops.compiled_blocks import CompiledBlocks
+from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
+from ops.flow.train_pass import packed_loss
 from ops.kernels.base import backend
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Sequence as PackedSequence
-from ops.parameters import ParameterMemory
-from ops.sync import FlatSync, StepResult
-from ops.train_pass import packed_loss
+from ops.packed.compiled_blocks import CompiledBlocks
+from ops.packed.packing import Sequence as PackedSequence
+from ops.update.parameters import ParameterMemory
+from ops.update.sync import FlatSync, StepResult
 
 _NORM_ERROR = 1e-2  # FlashAttention's backward adds in any order
 ROOM = 0.85  # of the free memory; fragments, cuBLAS and cuDNN take the rest

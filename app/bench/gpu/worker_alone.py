@@ -17,14 +17,14 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import EncodeResult
 from actors.worker.loading import Modules
 from actors.worker.meter import Meter
+from ops.comm.groups import Groups
 from ops.geometry import Geometry
-from ops.groups import Groups
 from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
-from ops.packing import Sequence as PackedSequence
-from ops.sync import FlatSync
+from ops.packed.packing import Sequence as PackedSequence
+from ops.update.sync import FlatSync
 from ops.waiting import CancelToken
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ def block_s(lengths: Many[int], width: int, heads: int, backward: bool, repeats:
     A pass is a forward and, with `backward`, the gradients of all weights."""
     import torch
 
-    from ops.comm import Group
+    from ops.comm.collectives import Group
     from ops.models.load import build_dit
     from ops.models.wan.config import WanConfig
-    from ops.packing import Layout, Sequence
+    from ops.packed.packing import Layout, Sequence
 
     torch.set_num_threads(1)
     settings = WanConfig(num_layers=1, num_heads=heads, head_dim=width // heads, ffn_dim=4 * width, text_dim=32)

@@ -22,7 +22,7 @@ from app.bench.scalefusion_published import (
 )
 from ops.counted import counted
 from ops.models.stdit3.config import STDiT3Config
-from ops.packing import Sequence
+from ops.packed.packing import Sequence
 from ops.spatial_temporal.schedule import DSP, Schedule, intra
 
 SLICES = 4  # the paper's default, with L_T 1 and L_S 3

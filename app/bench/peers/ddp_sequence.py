@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from app.bench.peers.recipe import Average, Clips, Recipe, line_writer
 from data.types import DecodeJob
-from ops.comm import Group
+from ops.comm.collectives import Group
 
 
 def train(config: Path, steps: int, lines: Path) -> None:

@@ -28,18 +28,18 @@ from app.settings.config import RunConfig
 from data.dataset.dataset import Dataset
 from data.decode import decode_job
 from data.types import Batch, DecodeJob
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
+from ops.flow.noise import NoiseKey, rows
+from ops.flow.objective import objective_of
+from ops.flow.train_pass import packed_loss
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae
 from ops.models.text_pair import split
-from ops.noise import NoiseKey, rows
-from ops.objective import objective_of
-from ops.optimizer import ema_decay_at
-from ops.packing import Layout
-from ops.packing import Sequence as PackedSequence
-from ops.patches import patchify
-from ops.train_pass import packed_loss
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout
+from ops.packed.packing import Sequence as PackedSequence
+from ops.packed.patches import patchify
+from ops.update.optimizer import ema_decay_at
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ class DiTConfig:
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"
     # how heads travel in a bag: whole, or in two halves, one of which travels while the other is attended; auto: in
-    # halves between GPUs, where one half alone fills a GPU for long enough (ops.exchange_halves)
+    # halves between GPUs, where one half alone fills a GPU for long enough (ops.packed.exchange_halves)
     exchange: Literal["auto", "whole", "halves"] = "auto"
     # torch.compile of the blocks: a minute or more in the first cascades, then fewer calls of the host and fewer passes
     # over memory between fused ops, attention and matrix products. Results differ by rounding. auto: by the profile's
@@ -331,7 +331,7 @@ class DiTConfig:
         return not self.spatial_temporal
 
     def kept_bytes(self, element_bytes: int) -> int:
-        """Bytes of a row that all blocks keep where the output of attention is kept (`ops.kept_attention`): its
+        """Bytes of a row that all blocks keep where the output of attention is kept (`ops.packed.kept_attention`): its
         elements, and a logarithm of a sum for every head. Text goes through attention with the video, or is attended to
         in a call of its own, and so is an image."""
         calls = 1 if self.flops.within else 2 + (self.image_width > 0)

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Never
 
-from ops.conditions import NOTHING, Conditions
 from ops.config import TokenShift
+from ops.flow.schedulers import Scheduler
 from ops.models.base.config import DiTConfig
-from ops.schedulers import Scheduler
+from ops.packed.conditions import NOTHING, Conditions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

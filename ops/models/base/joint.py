@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.comm import Group
-from ops.conditions import Conditions
+from ops.comm.collectives import Group
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.kernels.qk_rope.op import qk_norm_rope
@@ -23,9 +22,10 @@ from ops.models.base.config import DiTConfig
 from ops.models.base.joint_config import JointDiTConfig
 from ops.models.base.layers import FeedForward, TwoLayerMLP, gelu_tanh, init_linear, sinusoidal_embedding
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
-from ops.packing import Layout
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.precision import precise_linear, precise_product
-from ops.sequence_parallel import sequence_parallel_attention
 
 _TIME_DIM = 256  # sinusoidal width of both families, not a setting there
 EPS = 1e-6

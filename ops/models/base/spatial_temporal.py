@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ops.attention.lengths import Lengths
 from ops.attention.table import AttentionSetting
 from ops.attention.varlen import attention
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.base.segments import Segments
 from ops.models.base.transformer import PackedTransformer
-from ops.packing import Exchange
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.packing import Exchange
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.spatial_temporal.layers import LayerFunction, run_layers
 from ops.spatial_temporal.packed import Stack
 from ops.spatial_temporal.ulysses import frames_exchange, run_in_place

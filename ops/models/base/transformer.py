@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from ops.comm import Group
-from ops.compiled_blocks import CompiledBlocks
-from ops.conditions import NOTHING, Conditions
-from ops.graphed_blocks import GraphedBlocks
-from ops.kept_attention import keeping_attention
+from ops.comm.collectives import Group
 from ops.models.base.config import DiTConfig
-from ops.packing import Layout
+from ops.packed.compiled_blocks import CompiledBlocks
+from ops.packed.conditions import NOTHING, Conditions
+from ops.packed.graphed_blocks import GraphedBlocks
+from ops.packed.kept_attention import keeping_attention
+from ops.packed.packing import Layout
 from ops.spatial_temporal.choice import SliceRates, SlicingRule
 from ops.spatial_temporal.slicing import WHOLE_LAYERS
 
@@ -65,7 +65,7 @@ class PackedTransformer(nn.Module):
         self.patch_size = math.prod(config.patch)
         self.keeps_attention = False  # with gradient checkpointing: a pass may keep what attention gives
         self.rates: SliceRates | None = None  # by which a bag slices spatial-temporal blocks; equal on all its ranks
-        # what runs a block whose weights lie elsewhere (ops.node_parameters); None: they are on the device
+        # what runs a block whose weights lie elsewhere (ops.update.node_parameters); None: they are on the device
         self.fetched: Callable[[nn.Module], Callable[..., Any]] | None = None
         self.compiled: CompiledBlocks | None = None  # blocks run as written where their weights are fetched
         self.graphed: GraphedBlocks | None = None  # neither with compiled blocks nor with fetched weights

@@ -18,9 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ops.flow.noise import NoiseKey, ScaledNoise
 from ops.models.base.tiles import Tile, Tiles, whole
 from ops.models.base.tiling import Tiling, cuts
-from ops.noise import NoiseKey, ScaledNoise
 
 _NO_KEY = NoiseKey(0, 0)
 

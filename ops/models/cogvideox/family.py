@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
     Family,
@@ -22,7 +23,6 @@ from ops.models.base.family import (
     VAEClass,
 )
 from ops.models.cogvideox.config import CogVideoXConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.cogvideox.config import CogVideoXConfig
-from ops.packing import Layout
+from ops.packed.packing import Layout
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.precision import precise_linear
-from ops.sequence_parallel import sequence_parallel_attention
 
 _QK_EPS = 1e-6
 _OFS = 2.0  # the constant that CogVideoX1.5-5B-I2V embeds beside the time

@@ -86,7 +86,7 @@ def _write_rest(config: FluxConfig) -> dict[str, object]:
 def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, object]:
     import torch
 
-    from ops.patches import patchify
+    from ops.packed.patches import patchify
 
     text, (_, _, h, w) = sample.text, sample.latent.shape
     rows, columns = torch.meshgrid(torch.arange(h // 2), torch.arange(w // 2), indexing="ij")
@@ -107,7 +107,7 @@ def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, object
 
 
 def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:
-    from ops.patches import unpatchify
+    from ops.packed.patches import unpatchify
 
     _, t, h, w = sample.latent.shape
     return unpatchify(output, (t, h // 2, w // 2), (1, 2, 2), output.shape[1] // 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import CLIP_L, LLAMA_8B
 from ops.models.base.family import (
     Family,
@@ -21,7 +22,6 @@ from ops.models.base.family import (
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

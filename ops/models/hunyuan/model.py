@@ -25,7 +25,7 @@ from ops.models.base.joint import (
 from ops.models.base.layers import FeedForward, PatchEmbedding
 from ops.models.base.transformer import ForwardInputs
 from ops.models.hunyuan.config import HunyuanConfig
-from ops.packing import Layout
+from ops.packed.packing import Layout
 
 _REFINER_MLP = 4  # mlp ratio of the token refiner, not a setting there
 

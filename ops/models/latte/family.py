@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import PICTURE_VAE_FIELDS, T5_XXL
 from ops.models.base.family import (
     PICTURE_VAE,
@@ -17,7 +18,6 @@ from ops.models.base.family import (
     TrainingRecipe,
 )
 from ops.models.latte.config import LatteConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.config import DiTConfig
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
@@ -20,7 +21,6 @@ from ops.models.base.family import (
     shift_of,
 )
 from ops.models.ltx.config import CONDITION_PIPELINE, LTXConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -25,8 +25,8 @@ from ops.models.base.layers import (
 )
 from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
 from ops.models.ltx.config import LTXConfig
-from ops.packing import Layout
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.packing import Layout
+from ops.packed.sequence_parallel import sequence_parallel_attention
 
 _QK_EPS = 1e-5
 _OUT_EPS = 1e-6

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ops.flow.noise import normal
 from ops.models.base.tiles import Tile
 from ops.models.base.vae import NO_NOISE, DecodeNoise, DiffusersVAE
-from ops.noise import normal
 
 
 class LTXVAE(DiffusersVAE):

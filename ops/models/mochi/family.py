@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import T5_XXL
 from ops.models.base.family import (
     Family,
@@ -20,7 +21,6 @@ from ops.models.base.family import (
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS
 from ops.models.mochi.config import MochiConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ops.attention.lengths import Lengths
 from ops.attention.varlen import attention
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.kernels.base.segments import Segments
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import ln_modulate
@@ -32,9 +32,9 @@ from ops.models.base.joint_config import default_rope_split
 from ops.models.base.layers import FeedForward, TwoLayerMLP, init_linear, sinusoidal_embedding
 from ops.models.base.transformer import ForwardInputs, PackedTransformer
 from ops.models.mochi.config import POOL_HEADS, MochiConfig
-from ops.packing import Layout
+from ops.packed.packing import Layout
+from ops.packed.sequence_parallel import sequence_parallel_attention
 from ops.precision import precise_linear, precise_product
-from ops.sequence_parallel import sequence_parallel_attention
 
 _WHOLE = 1000.0  # what the published weights get for a clip without noise
 _QK_EPS = 1e-5

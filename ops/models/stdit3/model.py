@@ -33,7 +33,7 @@ from ops.models.base.spatial_temporal import (
 )
 from ops.models.base.transformer import ForwardInputs
 from ops.models.stdit3.config import STDiT3Config
-from ops.packing import Layout
+from ops.packed.packing import Layout
 from ops.precision import precise_linear
 from ops.spatial_temporal.layers import LayerFunction
 from ops.spatial_temporal.packed import Rest, Stack, from_rest, to_rest

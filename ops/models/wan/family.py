@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import UMT5_XXL
 from ops.models.base.family import (
     Family,
@@ -17,7 +18,6 @@ from ops.models.base.family import (
     VAEClass,
 )
 from ops.models.wan.config import WanConfig
-from ops.schedulers import Scheduler
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

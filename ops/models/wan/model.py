@@ -5,7 +5,7 @@ S sequences, n rows of this rank, D width, H heads, d head size, T rows of the (
     layout = Layout([Sequence((5, 8, 12), text_tokens=33), Sequence((1, 16, 16), text_tokens=7)], degree, rank, device)
     tokens = layout.local([patchify(latent, config.patch) for latent in latents])       # [n, C * pt * ph * pw]
     velocity = dit(tokens, sigmas * 1000, torch.cat(texts), layout, group)              # [n, C_out * pt * ph * pw]
-    loss = packed_loss(velocity, layout.local(targets), layout, weights)                # ops/train_pass.py
+    loss = packed_loss(velocity, layout.local(targets), layout, weights)                # ops/flow/train_pass.py
 
 Gradients are partial: everything that a rank computes redundantly (time and text embeddings, keys and values of the
 text) reaches the loss through that rank's own rows only, so the sum over the bag is the exact gradient.
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ops.attention.varlen import attention
-from ops.conditions import Conditions
 from ops.kernels.gate_residual.op import gate_residual, gate_residual_ln_modulate
 from ops.kernels.norm_modulate.op import ln_modulate
 from ops.models.base.layers import (
@@ -31,8 +30,9 @@ from ops.models.base.layers import (
 )
 from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout
-from ops.sequence_parallel import sequence_parallel_attention
+from ops.packed.conditions import Conditions
+from ops.packed.packing import Layout
+from ops.packed.sequence_parallel import sequence_parallel_attention
 
 
 class WanDiT(PackedTransformer):

@@ -116,8 +116,8 @@ def test_noise_of_bags_is_weighed_against_what_all_to_alls_took_on_their_own() -
 
 
 def test_a_cascade_calls_twice_around_every_attention() -> None:
-    """Backward as often as forward, and with checkpointing forward twice: as `ops.sequence_parallel` is seen to do in
-    tests/ops/test_sequence_parallel.py."""
+    """Backward as often as forward, and with checkpointing forward twice: as `ops.packed.sequence_parallel` is seen to
+    do in tests/ops/test_sequence_parallel.py."""
     assert exchange_calls(DIT) == 2 * 2 * 4 and exchange_calls(replace(DIT, gradient_checkpointing=True)) == 2 * 3 * 4
     assert exchange_calls(LatteConfig()) == 0, "exchanged in slices, by other laws"
 

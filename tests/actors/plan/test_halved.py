@@ -14,15 +14,15 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.planning.options import profile_of
 from app.bench.sequence import HALVES, priced
-from ops.comm import Group
-from ops.exchange_halves import worth_halving
+from ops.comm.collectives import Group
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
-from ops.packing import Layout, Sequence
+from ops.packed.exchange_halves import worth_halving
+from ops.packed.packing import Layout, Sequence
 
 GPU = "NVIDIA H100 80GB HBM3"
 DIT = WanConfig(num_layers=2, num_heads=12, head_dim=16, ffn_dim=64)

@@ -24,7 +24,7 @@ from ops.models.forecast import Precision, dit_need_gib, vae_need
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
-from ops.packing import Sequence as PackedSequence
+from ops.packed.packing import Sequence as PackedSequence
 from tests.actors.plan.options import counted
 from tests.ops.test_vae import pictures, wan
 

@@ -19,7 +19,7 @@ from actors.worker.heartbeat import Heartbeat
 from actors.worker.outgoing import Outgoing
 from actors.worker.surroundings import Surroundings
 from actors.worker.work_done import Launched
-from ops.links import Sent
+from ops.comm.links import Sent
 from ops.waiting import Cancelled, Patience
 from tests.actors.fakes import Handle, Remote
 

@@ -24,7 +24,7 @@ from actors.run.forming import cluster_of, seats_of
 from actors.run.steps import StepRunner
 from ops.geometry import Geometry
 from ops.models.wan.config import WanConfig
-from ops.node_routes import peers
+from ops.update.node_routes import peers
 
 GEOMETRY, DEVICE_GIB, BAG_PEERS, WORKERS = Geometry(), 79.2, 11, 8
 SIZES = MemoryForecast(

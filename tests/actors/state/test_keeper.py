@@ -22,10 +22,10 @@ from actors.messages import HeldShard, Snapshot
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper, VersionLost, described, end_all, forecast_bytes, known_by, place
 from actors.state.recovery import newest_whole
-from ops.lending import borrow
-from ops.node_room import node_room, shared_room
+from ops.memory.lending import borrow
+from ops.memory.node_room import node_room, shared_room
 from ops.shards import ARRAYS, ShardState, shard_bounds
-from ops.state_memory import StateMemory
+from ops.update.state_memory import StateMemory
 from tests.actors.fakes import Handle
 
 TOTAL = 1000
@@ -270,7 +270,7 @@ def test_a_node_without_room_refuses_a_large_shard_by_name(
     keepers: Callable[..., Keeper], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     total = (80 << 20) // 16
-    monkeypatch.setattr("ops.node_memory.node_room", lambda: -1)
+    monkeypatch.setattr("ops.memory.node_memory.node_room", lambda: -1)
     keeper = keepers(room=lambda: 1 << 20)
     keeper.begin(1, -1, 1, total)
     huge = Snapshot(step=0, generation=1, rank=0, lo=0, hi=total, total=total, bank=1, names=ARRAYS, updates=1)
@@ -332,7 +332,7 @@ class Lending:
     """A worker that lends what it has mapped."""
 
     def __init__(self, memory: StateMemory) -> None:
-        from ops.lending import Lender
+        from ops.memory.lending import Lender
 
         self._lender = Lender(memory.memory)
         self.number, self.close = self._lender.number, self._lender.close

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from actors.messages import Snapshot
 from actors.state.versions import Version, VersionBook
 from ops.shards import ARRAYS
-from ops.state_memory import BankOrder
+from ops.update.state_memory import BankOrder
 
 TOTAL = 100
 

@@ -14,7 +14,8 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from actors.worker.encoding import encode_clips
-from ops.comm import Group
+from ops.comm.collectives import Group
+from ops.flow.noise import NoiseKey, ScaledNoise
 from ops.geometry import Geometry
 from ops.models.base.tiles import Tile
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
@@ -24,7 +25,6 @@ from ops.models.image import random_clip
 from ops.models.vae import vae_of
 from ops.models.wan.config import WanConfig
 from ops.models.wan.vae import WanVAE
-from ops.noise import NoiseKey, ScaledNoise
 from tests.ops.conftest import _run_ranks as on_ranks
 
 torch.set_num_threads(1)

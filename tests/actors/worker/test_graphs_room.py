@@ -12,10 +12,10 @@ import pytest
 from actors.config import WorkersConfig
 from actors.messages import WorkerSettings
 from actors.worker.loading import fit_graphs
-from ops.graphed_blocks import GraphedBlocks
 from ops.models.base.transformer import PackedTransformer
 from ops.models.experts import transformers
 from ops.models.load import build_dit
+from ops.packed.graphed_blocks import GraphedBlocks
 from tests.actors.exactness import MODEL, train_config
 
 SETTINGS = WorkerSettings(model=MODEL, train=train_config(), workers=WorkersConfig(), least_gib=(60.0, 30.0))

@@ -20,7 +20,7 @@ from actors.worker.handoff import EncodeResult, EncodeStore, HandoffError, Input
 from actors.worker.worker import _published
 from data.cache import Cache
 from data.config import CacheConfig
-from ops.comm import Group
+from ops.comm.collectives import Group
 from ops.geometry import Geometry
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.actors.exactness import items_of, make_hosts, one_worker, run_step, train_config

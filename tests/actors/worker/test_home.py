@@ -16,9 +16,9 @@ from actors.messages import FormTask, Origin, Snapshot
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper
 from actors.worker.home import Entry, HomeMemory
-from ops.lending import borrow
+from ops.memory.lending import borrow
 from ops.shards import ARRAYS, ShardState
-from ops.state_memory import StateMemory
+from ops.update.state_memory import StateMemory
 from tests.actors.fakes import Handle
 
 TOTAL = 300

@@ -18,7 +18,7 @@ from actors.worker.executor import Executor
 from actors.worker.handoff import CopyInFlight, EncodeResult, HostCopies
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
-from ops.shard_export import CopyWait
+from ops.update.shard_export import CopyWait
 from tests.actors.exactness import execute, items_of, make_hosts, one_worker, train_config
 from tests.actors.fakes import step_items
 

@@ -9,7 +9,7 @@ import torch
 
 from actors.plan.types import Item
 from actors.worker import executor
-from ops.packing import Layout
+from ops.packed.packing import Layout
 from tests.actors.exactness import make_hosts, one_worker, run_step, train_config
 from tests.families.kit import MODEL
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from actors.messages import NodeDoor
 from actors.worker.outgoing import WINDOW_S, Outgoing
-from ops.links import Sent
+from ops.comm.links import Sent
 
 OWN = NodeDoor(node="n0", host="host0", address=("10.0.0.1", 4000))
 DOORS = {f"10.0.0.{n}": NodeDoor(node=f"n{n}", host=f"host{n}", address=(f"10.0.0.{n}", 4000)) for n in range(2, 14)}

@@ -10,7 +10,7 @@ from typing import cast
 
 from actors.messages import FormTask, NodeDoor, NodeKeeper, OutOfReach
 from actors.worker.surroundings import Surroundings
-from ops.reach import DoorAddress
+from ops.comm.reach import DoorAddress
 
 DOORS = tuple(NodeDoor(node=f"n{n}", host=f"host{n}", address=(f"10.0.0.{n}", 4000 + n)) for n in range(3))
 NODES = (0, 0, 1, 2)  # ranks 0 and 1 share a node

@@ -14,8 +14,8 @@ import torch
 from actors.messages import FinishTask, Span
 from actors.plan.types import Item
 from actors.worker.executor import Executor
-from ops.groups import Groups
-from ops.shard_export import CopyAtOnce, CopyWait
+from ops.comm.groups import Groups
+from ops.update.shard_export import CopyAtOnce, CopyWait
 from tests.actors.exactness import Host, make_hosts, on_all, one_worker, run_step, train_config
 
 ITEM = Item(id="s0.0", batch=2, frames=5, height=32, width=32, text_tokens=12)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ops.noise import NoiseKey, _numbers
-from ops.noise_kernel import fill
+from ops.flow.noise import NoiseKey, _numbers
+from ops.flow.noise_kernel import fill
 
 from .conftest import DEVICE
 

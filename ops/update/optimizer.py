@@ -1,0 +1,81 @@
+"""AdamW, learning-rate schedule and EMA on ranges of the flat vector: no communication, which is ops.update.sync."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from ops.config import OptimizerConfig
+
+
+def lr_at(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of step `step` (counted from 0): linear warm-up, then constant, cosine or linear decay.
+
+    The decay reaches learning_rate * lr_min_ratio at total_steps and stays there. With `lr_decay_steps` it takes the
+    last steps alone (warm-up, stable, decay: Hu et al. 2024, MiniCPM, section 4.2).
+    """
+    if step < config.lr_warmup_steps:
+        return config.learning_rate * (step + 1) / config.lr_warmup_steps
+    if config.lr_scheduler == "constant":
+        return config.learning_rate
+    begins = total_steps - config.lr_decay_steps if config.lr_decay_steps else config.lr_warmup_steps
+    done = min(max(0.0, (step - begins) / max(1, total_steps - begins)), 1.0)
+    left = 1.0 - done if config.lr_scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.learning_rate * (config.lr_min_ratio + (1.0 - config.lr_min_ratio) * left)
+
+
+def ema_decay_at(config: OptimizerConfig, updates: int) -> float:
+    """Decay of the `updates`-th update (counted from 1), warmed up as in Diffusers' EMAModel.
+
+    A constant 0.999 would leave the EMA of a run of some hundred steps close to the random start.
+    """
+    return min(config.ema_decay, (1.0 + updates) / (10.0 + updates))
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of this global norm are multiplied by; as torch.nn.utils.clip_grad_norm_. 0 means no clipping."""
+    return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+def adamw_(
+    config: OptimizerConfig,
+    *,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    updates: int,
+    lr: float,
+    factor: float,
+) -> None:
+    """The `updates`-th AdamW update of a range, in place, with gradient `factor * grad`. `grad` is overwritten.
+
+    torch's fused kernel divides by a float32 `grad_scale` on the way, which saves a pass over memory; float64 state
+    is scaled beforehand to keep its precision. Its numbers are made on the device: a copy of them would be a wait.
+    """
+    scale = None
+    if factor != 1.0:
+        if master.dtype == torch.float64:
+            grad.mul_(factor)
+        else:
+            scale = torch.full((), 1.0 / factor, dtype=torch.float32, device=grad.device)
+    adamw(
+        [master],
+        [grad],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [torch.full((), float(updates - 1), dtype=torch.float32, device=grad.device)],
+        fused=True,
+        grad_scale=scale,
+        amsgrad=False,
+        beta1=config.betas[0],
+        beta2=config.betas[1],
+        lr=lr,
+        weight_decay=config.weight_decay,
+        eps=config.adam_eps,
+        maximize=False,
+    )

@@ -1,0 +1,619 @@
+"""The default sync engine: one flat gradient, one sum over all workers per step, sharded AdamW, parameters gathered.
+
+ZeRO-1 on one flat vector (see ops.shards). Every worker adds the partial gradients of whatever cascades it ran, also
+none, into a flat gradient, its own or its node's (ops.update.gradients); there is no averaging over ranks, and numbers
+of passes may differ. One step:
+
+    sync.form(groups.world_group(), shards)  # once per generation
+    sync.begin_step()
+    for cascade in mine: cascade.loss().backward()
+        # optional: sync.watch_backward() before the last one, sync.start_sum() after it
+    result = sync.finish_step(step, loss=..., weight=..., planned_weight=..., phase=phase, export=True)
+    result.export.wait()
+    keeper.put(step, result.export.shard)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ops.comm.collectives import Group
+from ops.config import OptimizerConfig
+from ops.counted import counted
+from ops.packed.uploads import upload, upload_numbers
+from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
+from ops.update.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
+from ops.update.gradients import Gradients
+from ops.update.node_sum import exchange
+from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.update.own_state import OwnState, ShardBanks
+from ops.update.parameter_places import ParametersOf, node_parameters
+from ops.update.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
+from ops.update.shard_export import ShardExport
+from ops.waiting import PendingCollective
+
+log = logging.getLogger(__name__)
+
+PhaseListener = Callable[[str], None]
+StateLocation = Literal["device", "host"]
+# Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
+# the broadcast of one bucket overlaps the update of the next.
+_BUCKET_CPU = 1 << 20
+_BUCKET_CUDA = 1 << 26
+_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
+
+
+class StepIncomplete(RuntimeError):
+    """Samples of the step have not been run: applying it would be another training. Nothing has changed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """What a step did, equal on all workers but for `export` and `held_up_s`. `grad_norm` is the global norm before
+    clipping."""
+
+    grad_norm: float
+    lr: float
+    applied: bool  # False: a non-finite norm or no good sample at all; parameters and state are as before
+    weight: float  # good samples of the step, over all workers
+    bad_weight: float  # its bad samples; with `weight` this is the planned weight
+    loss: float  # over all workers, per planned weight
+    export: ShardExport | None = None  # this worker's state after the step, where it was asked for
+    held_up_s: float = 0.0  # that its update took longer as others count on the state before it: waits, and copies
+
+
+class Sync(Protocol):
+    """What the worker needs of a sync engine; FlatSync and DeepSpeedSync provide it."""
+
+    @property
+    def layout(self) -> tuple[Slot, ...]: ...
+    @property
+    def state_on_host(self) -> bool:
+        """Optimizer state lies in host memory."""
+        ...
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Arrays of the optimizer state."""
+        ...
+
+    @property
+    def gradient_memory(self) -> str:
+        """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
+        ...
+
+    @property
+    def parameter_memory(self) -> str:
+        """Where parameters lie or, before a generation, would: "replicated" or "node"."""
+        ...
+
+    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None: ...
+    def leave(self) -> None:
+        """The generation has ended; another one may follow."""
+        ...
+
+    def begin_step(self) -> None: ...
+    def watch_backward(self) -> None:
+        """The next backward is the last of this worker in the step: parts of the sum may start inside it."""
+        ...
+
+    def start_sum(self) -> None:
+        """This worker adds no more gradient in this step, and joins no bag before its end: its sum may start."""
+        ...
+
+    def finish_step(
+        self,
+        step: int,
+        loss: float,
+        weight: float,
+        planned_weight: float,
+        phase: PhaseListener,
+        bad_weight: float = 0.0,
+        part_weights: Sequence[float] | None = None,
+        export: bool = False,
+    ) -> StepResult: ...
+    def begin_export(self, step: int) -> ShardExport:
+        """The state after `step`, which others count on from now on: in the node's memory where `form` was given banks,
+        else a copy. It may still be made while the next step's cascades run."""
+        ...
+
+
+def check_weight(step: int, weight: float, bad_weight: float, planned_weight: float) -> None:
+    """Raise StepIncomplete unless good and bad samples of all workers are the whole step."""
+    if abs(weight + bad_weight - planned_weight) > _WEIGHT_ERROR * planned_weight:
+        raise StepIncomplete(
+            f"step {step}: the workers ran good samples of weight {weight:g} and bad ones of {bad_weight:g}, planned "
+            f"were {planned_weight:g}. The step is not applied; it is computed again."
+        )
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters of the flat vector. Raises ValueError when there are none or their dtypes differ."""
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    if not named:
+        raise ValueError("the model has no trainable parameter; set requires_grad on what should be trained.")
+    _check_alike({p.dtype for _, p in named})
+    return named
+
+
+def _check_alike(kinds: Collection[object]) -> None:
+    if len(kinds) > 1:
+        raise ValueError(
+            f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
+        )
+
+
+def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
+    """Name, shape and range of each parameter in the flat vector; checkpoints store it."""
+    found, at = [], 0
+    for name, parameter in named:
+        found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
+        at += parameter.numel()
+    return tuple(found)
+
+
+def state_names(config: OptimizerConfig) -> tuple[str, ...]:
+    """Arrays of the optimizer state."""
+    return ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
+
+
+def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:
+    """[lo, hi) of the flat vector for each beginning of names. Raises ValueError unless they divide it in order."""
+    found = [[slot for slot in layout if slot.name.startswith(part)] for part in parts]
+    if [slot for slots_of in found for slot in slots_of] != list(layout) or not all(found):
+        raise ValueError(f"parts {list(parts)} do not divide the trained parameters in their order.")
+    return [(slots_of[0].lo, slots_of[-1].hi) for slots_of in found]
+
+
+def initial_shard(
+    named: Sequence[tuple[str, Tensor]], lo: int, hi: int, value: Callable[[str], Tensor] | None = None
+) -> ShardState:
+    """State of [lo, hi) of the flat vector before the first update: these trainable parameters and zero moments.
+
+    The state is fp32 (or fp64). Parameters in bf16 have been rounded: `value` gives, by name, those that were read, and
+    is asked only for what the range touches.
+    """
+    layout = slots(named)
+    dtype = torch.float64 if named[0][1].dtype == torch.float64 else torch.float32
+    pieces = [
+        (parameter if value is None else value(name))
+        .detach()
+        .reshape(-1)[max(lo, slot.lo) - slot.lo : min(hi, slot.hi) - slot.lo]
+        .to("cpu", dtype)
+        for (name, parameter), slot in zip(named, layout, strict=True)
+        if max(lo, slot.lo) < min(hi, slot.hi)
+    ]
+    master = (torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)).numpy()
+    moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+    return ShardState(updates=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
+
+
+class FlatSync:
+    """Flat ZeRO-1. Parameters become views of one vector; hooks give their gradients to `gradients`.
+
+    Parameters of lower precision, and any that lie elsewhere than their state, have an fp32 master copy of the own
+    shard. State in host memory never comes back to the device, only new parameters do: a device holds weights and
+    gradient, a snapshot copies nothing from it (ops.update.own_state). Do not move or re-cast the module, nor call
+    zero_grad, afterwards.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        *,
+        sum_elements: int | None = None,
+        gradients: GradientMemory | GradientsOf = "own",
+        state: StateLocation = "device",
+        parameters: ParameterMemory | ParametersOf = "replicated",
+        parts: Sequence[str] = ("",),
+    ) -> None:
+        """`gradients`, `state` and `parameters` name the places where these lie.
+
+        `gradients`: see `ops.update.gradient_places`; own ones are summed in buckets of `sum_elements` (None: the usual
+        number). `state` host: master, moments and EMA of the own range lie in host memory and are updated there.
+        `parameters` node: they lie once in host memory of each node (ops.update.node_parameters). Where workers name
+        different places for gradients, or for parameters, `form` has all take the one that takes least of a device.
+
+        For gradients or parameters that have no name, give a function that makes them; then all workers must.
+
+        `parts`: what parameter names begin with, of parts that lie one after the other. Each is trained as if it were
+        alone: by the mean over its own samples, clipped by its own norm, with updates that are counted for it. A step
+        without a good sample of it leaves its weights, moments, EMA and count as they are, bit for bit."""
+        named = trainable(module)
+        _check_alike({p.device for _, p in named})
+        self.config = config
+        self.total_steps = total_steps
+        self.layout = slots(named)
+        self.total = self.layout[-1].hi
+        self.updates = 0  # steps applied so far
+        self._parts = part_ranges(self.layout, parts)
+        self._part_updates = [0] * len(self._parts)  # steps applied to each part
+        self.lo = self.hi = 0
+        self._parameters = [p for _, p in named]
+        self._group = Group.solo()
+        first = self._parameters[0]
+        self._device = first.device
+        self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self._host = state == "host"
+        self._state_device = torch.device("cpu") if self._host else self._device
+        self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
+        self._module, self._named = module, named
+        self._take_parameters(parameters)
+        self._memory: GradientMemory | None = None if callable(gradients) else gradients
+        # by what was given, so that there is nothing to agree on with workers that name places
+        self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
+        make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
+        self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(self._received_hook(index))
+
+    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None:
+        """Begin a generation: own a range of the flat vector, and make parameters equal on all workers.
+
+        With `shards` (any cut that covers at least the own range; replicas allowed) the state continues from them,
+        without them training starts from rank 0's current parameters. Collective; all workers pass shards or none.
+        With `banks` of the node's memory the state of the own range, the only shard, is in their current one.
+        """
+        self.state.form(banks)
+        self._group = group
+        self._bounds = shard_bounds(self.total, group.size)
+        self.lo, self.hi = self._bounds[group.rank]
+        self._agree_on_places(group)
+        self.gradients.form(group, self._bounds)
+        self.parameters.form(group, self._bounds, current=shards is None)
+        if shards is None:
+            self._fresh_state()
+        else:
+            self._import(cut(shards, self.lo, self.hi) if banks is None else shards[0])
+            self.parameters.changed(self._bounds)
+            self.parameters.gather()
+        log.info("generation of %s: range [%d, %d) of %d", counted(group.size, "worker"), self.lo, self.hi, self.total)
+
+    def leave(self) -> None:
+        """The generation has ended: write into no memory of other workers any more. Any number of times."""
+        self.gradients.leave()
+        self.state.leave()
+
+    def begin_step(self) -> None:
+        """Begin with a gradient of zero. Any number of backward passes may follow."""
+        self.gradients.begin_step()
+
+    def watch_backward(self) -> None:
+        """Start buckets of the sum inside the next backward, as they become final."""
+        if self.parameter_memory == "replicated":  # a block that runs in slices gives a gradient for each
+            self.gradients.watch()
+
+    def start_sum(self) -> None:
+        """Start the sum of what has not started yet."""
+        self.gradients.start()
+
+    def finish_step(
+        self,
+        step: int,
+        loss: float,
+        weight: float,
+        planned_weight: float,
+        phase: PhaseListener,
+        bad_weight: float = 0.0,
+        part_weights: Sequence[float] | None = None,
+        export: bool = False,
+    ) -> StepResult:
+        """Sum, clip, update, gather and, with `export`, `begin_export`. Collective; `phase` is called with "reduce",
+        "update", "gather" and "snapshot" as they begin.
+
+        `weight` counts the good samples this worker ran, `bad_weight` those it was given but that did not decode;
+        `loss` is its part of the step's loss, both gradient and loss weighted as if all `planned_weight` samples of the
+        step were good. `part_weights` are those of the good samples of each part (None: all samples are of every part).
+        Raises StepIncomplete on all workers, and changes nothing, when samples are missing anywhere.
+        """
+        phase("reduce")
+        self.gradients.finish()
+        self.parameters.settle()
+        count = len(self._parts)
+        own_weights = [weight] * count if part_weights is None else part_weights
+        summed = self._sum_scalars(self._own_squares(), *own_weights, loss, weight, bad_weight)
+        squares, weights, (loss, total_weight, bad) = summed[:count], summed[count:-3], summed[-3:]
+        check_weight(step, total_weight, bad, planned_weight)
+        share = planned_weight / total_weight if total_weight > 0 else math.nan
+        shares = [planned_weight / one if one > 0 else None for one in weights]
+        norms = [None if s is None else math.sqrt(square) * s for square, s in zip(squares, shares, strict=True)]
+        trained = [norm for norm in norms if norm is not None]
+        norm = math.hypot(*trained) if trained else math.nan
+        lr = lr_at(self.config, step, self.total_steps)
+        applied = math.isfinite(norm)
+        self.state.held_up_s = 0.0
+        if applied:
+            self.state.open(self._check_commits)
+            phase("update")
+            most = self.config.max_grad_norm
+            factors = [None if s is None or n is None else s * clip_factor(n, most) for s, n in zip(shares, norms)]
+            self._update(lr, factors)
+            phase("gather")
+            self.parameters.gather()
+        else:
+            self.gradients.drop()
+        held_up_s = self.state.held_up_s
+        if export:
+            phase("snapshot")
+        return StepResult(
+            grad_norm=norm,
+            lr=lr,
+            applied=applied,
+            weight=total_weight,
+            bad_weight=bad,
+            loss=loss * share if total_weight else math.nan,
+            held_up_s=held_up_s,
+            export=self.begin_export(step) if export else None,
+        )
+
+    def begin_export(self, step: int) -> ShardExport:
+        """As `Sync.begin_export`; a copy of what lies on a GPU is made while the next cascades run."""
+        return self.state.export(step, self._exported, self._check_commits)
+
+    @property
+    def state_on_host(self) -> bool:
+        """Master, moments and EMA lie in host memory."""
+        return self._state_device.type == "cpu"
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """As `Sync.state_names`."""
+        return self.state.names
+
+    @property
+    def gradient_memory(self) -> str:
+        """As `Sync.gradient_memory`."""
+        return (self._memory or "node").removesuffix("_or_host")
+
+    @property
+    def parameter_memory(self) -> str:
+        """As `Sync.parameter_memory`."""
+        return self._parameter_memory
+
+    def gradient(self) -> Tensor:
+        """What of the flat gradient lies here: before `finish_step` the partial one of this worker, or its node's."""
+        return self.gradients.flat
+
+    # Memory -----------------------------------------------------------------------------------------------------
+
+    def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
+        self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
+        if memory == "replicated":
+            self.parameters: Parameters = ReplicatedParameters(self._parameters, self.layout)
+        else:
+            make = memory if callable(memory) else node_parameters
+            self.parameters = make(self._module, self._named, self.layout, self._given)
+
+    @property
+    def _is_master(self) -> bool:
+        """The own range of the parameters is the master copy."""
+        there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
+        same = self._parameters[0].dtype == self._state_dtype and there == self._state_device
+        return same and not self.state.in_banks
+
+    def _given(self, index: int, gradient: Tensor) -> None:
+        self.gradients.add(index, gradient)
+
+    def _agree_on_places(self, group: Group) -> None:
+        """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
+        own."""
+        if group.size == 1 or self._made:
+            return
+        self.gradients.leave()  # and so have all, once they have exchanged this
+        mine = 0 if self._memory is None else MEMORIES.index(self._memory)
+        held = PARAMETER_MEMORIES.index(self._parameter_memory)
+        found = [divmod(one, len(MEMORIES)) for one in exchange(group, held * len(MEMORIES) + mine, self._device)]
+        parameters = PARAMETER_MEMORIES[max(held for held, _ in found)]
+        if parameters != self._parameter_memory:
+            log.info("parameters: %s, as another worker has no room for %s", parameters, self._parameter_memory)
+            self._take_parameters(parameters)
+        gradients = MEMORIES[max(gradients for _, gradients in found)]
+        if self._memory is not None and gradients != self._memory:
+            log.info("gradients: %s, as another worker has no room for %s", gradients, self._memory)
+            self.gradients.release()
+            del self.gradients  # before the other ones take memory
+            self._memory = gradients
+            self.gradients = gradients_in(gradients)(self._parameters, self.layout, self._state_dtype)
+
+    def _received_hook(self, index: int) -> Callable[[Tensor], None]:
+        # A parameter's hooks are no part of what the garbage collector sees: one that held the engine, which holds the
+        # parameter, would keep all of the model's memory for good.
+        engine = weakref.ref(self)
+
+        def received(parameter: Tensor) -> None:
+            if (here := engine()) is not None:
+                here.gradients.received(index)
+
+        return received
+
+    def _fresh_state(self) -> None:
+        self.updates = 0
+        self._part_updates = [0] * len(self._parts)
+        own = self.parameters.own
+        self.state.begin(own if self._is_master else own.to(self._state_device, self._state_dtype, copy=True))
+
+    def _import(self, shard: ShardState) -> None:
+        if shard.total != self.total:
+            raise ValueError(
+                f"the state has {shard.total} parameters, the model {self.total}; use the run's own model."
+            )
+        counts = shard.part_updates or (shard.updates,)
+        if shard.updates and len(counts) != len(self._parts):
+            raise ValueError(
+                f"the state counts updates of {len(counts)} parts, the model has {len(self._parts)}; use the run's own "
+                f"model."
+            )
+        self.updates = shard.updates
+        self._part_updates = list(counts) if shard.updates else [0] * len(self._parts)
+        self.state.take(shard)
+        self.parameters.own.copy_(self.state.arrays["master"])
+        if self._is_master:
+            self.state.arrays["master"] = self.parameters.own
+
+    def _exported(self, arrays: Mapping[str, Tensor]) -> ShardState:
+        """The own range as a shard, with these arrays in host memory."""
+        return ShardState(
+            updates=self.updates,
+            lo=self.lo,
+            hi=self.hi,
+            total=self.total,
+            arrays={name: array.numpy() for name, array in arrays.items()},
+            part_updates=tuple(self._part_updates) if len(self._parts) > 1 else (),
+        )
+
+    def _check_commits(self) -> None:
+        self._group.check("waiting until the last snapshot is committed")
+
+    # The step ---------------------------------------------------------------------------------------------------
+
+    def _own_squares(self) -> list[Tensor]:
+        """The sum of squares of each part's elements in the own range, fp64 on the worker's device."""
+        found = []
+        for lo, hi in self._parts:
+            lo, hi = max(lo, self.lo), min(hi, self.hi)
+            if lo >= hi:
+                found.append(torch.zeros((), dtype=torch.float64, device=self._device))
+                continue
+            own = self.gradients.part(lo, hi)
+            # One norm per bucket, added in double: a single fp32 sum over 1e9 squares loses digits. A CPU adds squares
+            # one after the other: its fp32 norm of 2^20 numbers is 4e-5 too small, of 2^26 0.5 %.
+            there = own.device.type == "cpu"
+            pieces = own.split(_BUCKET_CPU if there else _BUCKET_CUDA)
+            exact = torch.float64 if there else None
+            norms = [torch.linalg.vector_norm(piece, dtype=exact).double() for piece in pieces]
+            squares = torch.stack(norms).square().sum()
+            found.append(squares if own.device == self._device else upload([squares], self._device)[0])
+        return found
+
+    def _sum_scalars(self, on_device: Sequence[Tensor], *values: float) -> list[float]:
+        """Sums over all workers, read at once: of numbers on the worker's device, fp64, and of these."""
+        given = upload_numbers([values], torch.float64, self._device)
+        summed = torch.cat([torch.stack(list(on_device)), *given])
+        self._group.all_reduce(summed)
+        return summed.tolist()
+
+    def _bucket(self) -> int:
+        return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
+
+    def _update(self, lr: float, factors: Sequence[float | None]) -> None:
+        """AdamW bucket by bucket; each may be sent while the next is computed. `factors` of the parts' gradients, None
+        for a part that stays as it is."""
+        self.updates += 1
+        for number, factor in enumerate(factors):
+            self._part_updates[number] += factor is not None
+        bucket = self._bucket()
+        longest = max(hi - lo for lo, hi in self._bounds)
+        for start in range(0, longest, bucket):
+            pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
+            lo, hi = pieces[self._group.rank]
+            state = self.state.bring(slice(lo - self.lo, hi - self.lo))
+            trained = [
+                (slice(max(lo, first) - lo, min(hi, last) - lo), factor, updates)
+                for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
+                if factor is not None and max(lo, first) < min(hi, last)
+            ]
+            for part, factor, updates in trained:
+                self._update_range({n: array[part] for n, array in state.items()}, lo + part.start, lr, factor, updates)
+            if lo < hi:
+                self.gradients.used(lo, hi)
+            self.parameters.changed(pieces)
+            if "ema" in state:
+                for part, _, updates in trained:
+                    state["ema"][part].lerp_(state["master"][part], 1.0 - ema_decay_at(self.config, updates))
+        self.state.close()
+
+    def _update_range(self, state: Mapping[str, Tensor], lo: int, lr: float, factor: float, updates: int) -> None:
+        """Update the state from element `lo` of the flat vector on; gives the parameters there their new values."""
+        master = state["master"]
+        adamw_(
+            self.config,
+            master=master,
+            grad=self._gradient_of(lo, lo + len(master)),
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            updates=updates,
+            lr=lr,
+            factor=factor,
+        )
+        if self._is_master:
+            return
+        target = self.parameters.own[lo - self.lo : lo - self.lo + len(master)]
+        if self._host and target.device.type != "cpu":  # rounded before it goes there, by memory that the device reads
+            master = torch.empty_like(master, dtype=target.dtype, pin_memory=True).copy_(master)
+        target.copy_(master)
+
+    def _gradient_of(self, lo: int, hi: int) -> Tensor:
+        """The sum of [lo, hi), a part of the own range, where its state is; may be overwritten."""
+        gradient = self.gradients.part(lo, hi)
+        if gradient.device == self._state_device:
+            return gradient
+        if gradient.device.type == "cpu":
+            return gradient.to(self._state_device)
+        return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)
+
+
+class ReplicatedParameters:
+    """All of them on the worker's device: parameters are views of one vector, gathered from their owners."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Sequence[Slot]) -> None:
+        self._parameters, self._layout = parameters, layout
+        self._group = Group.solo()
+        self._bounds: Bounds = [(0, layout[-1].hi)]
+        self._even: Bounds | None = None
+        self._pending: list[PendingCollective] = []
+        self._allocate()
+
+    @property
+    def own(self) -> Tensor:
+        """As `Parameters.own`."""
+        return self._flat[slice(*self._bounds[self._group.rank])]
+
+    def form(self, group: Group, bounds: Bounds, current: bool) -> None:
+        """As `Parameters.form`."""
+        if self._group.abandoned:
+            # A collective of the dead generation may still be writing into the old memory.
+            self._allocate()
+        self._group, self._bounds, self._pending = group, bounds, []
+        self._even = group.even_ranges(self._padded, self._layout[-1].hi)
+        if current:
+            group.broadcast(self._flat, source_rank=0)
+
+    def settle(self) -> None:
+        """Nothing: passes wait for their device, and so do collectives."""
+
+    def changed(self, pieces: Bounds) -> None:
+        """Send them. NCCL does at the end: it gathers ranges that lie side by side, and a device updates its range in
+        less than a tenth of the time that the gather takes."""
+        if self._even is None:
+            self._pending += self._group.all_gather_ranges_async(self._flat, pieces)
+
+    def gather(self) -> None:
+        """As `Parameters.gather`."""
+        if self._even is not None:
+            self._pending = self._group.all_gather_ranges_async(self._padded, self._even)
+        for one in self._pending:
+            one.wait()
+        self._pending = []
+
+    def _allocate(self) -> None:
+        # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
+        # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
+        first, total = self._parameters[0], self._layout[-1].hi
+        self._padded = torch.zeros(total + padding(total), dtype=first.dtype, device=first.device)
+        self._flat = self._padded[:total]
+        with torch.no_grad():
+            for parameter, slot in zip(self._parameters, self._layout, strict=True):
+                view = self._flat[slot.lo : slot.hi].view(slot.shape)
+                view.copy_(parameter)
+                parameter.data = view
