@@ -25,7 +25,6 @@ from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
 from data.engines.placement import beside_me
-from ops.comm.groups import NCCL_ENVIRONMENT
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ class RayPool(Pool):
 def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What a worker's process is started with; the allocator as the user has set it, if so."""
     allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
-    return {**NCCL_ENVIRONMENT, **allocator, "OMP_NUM_THREADS": str(torch_threads)}
+    return {**allocator, "OMP_NUM_THREADS": str(torch_threads)}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

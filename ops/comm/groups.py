@@ -18,6 +18,7 @@ Use, in the same order on all members of a bag:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -31,10 +32,10 @@ import torch.distributed as dist
 from ops.comm.collectives import Group
 from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, WaitClock, first_line
 
-# For a process that uses NCCL, when it starts. PyTorch's answer to a broken communicator is to end the process, and so
+# For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
 # So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade.
-NCCL_ENVIRONMENT = {
+_NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -112,6 +113,8 @@ class Groups:
         self._world_ctas, self._bag_ctas = world_ctas, bag_ctas
         self._place = device or torch.device("cpu")
         if backend == "nccl":
+            for name, value in _NCCL_ENVIRONMENT.items():
+                os.environ.setdefault(name, value)
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
             cancel.on_set(self._abort_beside)  # NCCL waits on the device: only aborting the communicator ends them
 

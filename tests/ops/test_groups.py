@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -66,6 +67,18 @@ def test_waiting_ends_when_the_groups_are_closed() -> None:
     threading.Timer(0.2, groups.close).start()
     with pytest.raises(GroupError, match="closed"):
         groups.meet(DOING, LONG)
+
+
+def test_pytorch_never_ends_a_process_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of ProcessGroupNCCL.hpp, in workers as in processes that profile or sample. A monitor or a dump would act
+    minutes after the error was handled; a watchdog that meets an error of the device ends the process otherwise."""
+    names = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT", "RETHROW_CUDA_ERRORS")
+    for name in names:
+        monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "5")
+    Groups(dist.HashStore(), 0, (0,), "nccl", 0, 1.0, CancelToken(), device=torch.device("cuda", 0))
+    assert [os.environ[f"TORCH_NCCL_{name}"] for name in names] == ["0"] * 4
+    assert os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "5", "as the user has set it"
 
 
 @pytest.mark.parametrize(("ctas", "bag_ctas"), [(0, 0), (4, 0), (0, 8), (4, 16)])

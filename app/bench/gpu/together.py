@@ -25,7 +25,7 @@ from torch import Tensor
 from app.bench.gpu.measurement import Earlier, Figure, NamedFigures, Place
 from app.bench.gpu.node_peers import NodePeers
 from ops.comm.collectives import Group
-from ops.comm.groups import NCCL_ENVIRONMENT, Groups
+from ops.comm.groups import Groups
 from ops.memory.cuda_memory import CudaPeers
 from ops.shards import STAGE, Slot, padding, shard_bounds
 from ops.update.node_sum import Unreachable, meet
@@ -120,7 +120,6 @@ def take_part(answers: AnswersOfGpus, rank: int, size: int, port: int, cuda: boo
 
 def _see_one(rank: int) -> None:
     """Before CUDA begins in this process."""
-    os.environ.update(NCCL_ENVIRONMENT)
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = shown.split(",")[rank] if shown else str(rank)
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 from actors.pool.workers import worker_environment
 
 
-def test_pytorch_never_ends_a_worker_by_itself() -> None:
-    """Names of ProcessGroupNCCL.hpp. A monitor or a dump would act minutes after the error was handled; a watchdog that
-    meets an error of the device ends the process unless this is switched off."""
-    set_for = worker_environment(1, {})
-    assert set_for["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == set_for["TORCH_NCCL_ENABLE_MONITORING"] == "0"
-    assert set_for["TORCH_NCCL_DUMP_ON_TIMEOUT"] == set_for["TORCH_NCCL_RETHROW_CUDA_ERRORS"] == "0"
-    assert set_for["OMP_NUM_THREADS"] == "1"
+def test_a_worker_has_the_threads_of_its_config() -> None:
+    assert worker_environment(2, {})["OMP_NUM_THREADS"] == "2"
 
 
 def test_the_allocator_is_as_the_user_has_set_it() -> None:
