@@ -31,14 +31,17 @@ _PART_ELEMENTS = 1 << 24  # of a weight that are rounded at a time: 64 MiB in fp
 
 def in_float8(weight: Tensor, *, part_elements: int = _PART_ELEMENTS) -> tuple[Tensor, Tensor]:
     """The nearest e4m3 numbers to a weight [out, in], and the scales [out] in fp32. The same on any device, and of any
-    dtype that holds the weight exactly. Wide numbers are made of `part_elements` at a time."""
+    dtype that holds the weight exactly. A row with a number that is not finite becomes NaN, which the loss tells. Wide
+    numbers are made of `part_elements` at a time."""
     small = torch.empty_like(weight, dtype=FLOAT8)
     scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     rows = max(1, part_elements // max(1, weight.shape[1]))
     for part, into, scale in zip(weight.split(rows), small.split(rows), scales.split(rows), strict=True):
         exact = part.to(torch.promote_types(part.dtype, torch.float32))
-        exponent = torch.frexp(exact.abs().amax(1) / _LARGEST).exponent.clamp(min=_LEAST_EXPONENT)
-        scale.copy_(((exponent.to(torch.int32) + 127) << 23).view(torch.float32))  # 2^exponent by its bits
+        largest = exact.abs().amax(1)
+        exponent = torch.frexp(largest / _LARGEST).exponent.clamp(min=_LEAST_EXPONENT)
+        powers = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)  # 2^exponent by its bits
+        scale.copy_(torch.where(largest.isfinite(), powers, torch.nan))  # a cast makes 448 of infinity
         into.copy_(exact / scale[:, None].to(exact.dtype))
     return small, scales
 

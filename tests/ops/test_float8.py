@@ -74,6 +74,16 @@ def test_the_wide_weight_is_the_same_in_any_dtype_and_however_it_was_cut() -> No
         assert torch.equal(widened(small, scales, dtype).double(), widened(small, scales, torch.float32).double())
 
 
+@pytest.mark.parametrize("broken", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_stays_so(broken: float) -> None:
+    """A cast to e4m3 makes 448 of infinity, and a broken file would train as another model."""
+    weight = random(4, 6)
+    weight[2, 3] = broken
+    found = widened(*in_float8(weight), torch.bfloat16)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3]], widened(*in_float8(weight[[0, 1, 3]]), torch.bfloat16))
+
+
 @pytest.mark.parametrize("rows", [(7,), (2, 3), (0,)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("autocast", [False, True])
