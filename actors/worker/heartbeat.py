@@ -130,7 +130,7 @@ class Heartbeat:
         measured is logged, and the heartbeat goes out without it.
         """
         (progress, cancel), groups = self._now, self.groups
-        progress = self._looked(partial(self._with_work, progress, groups), progress)
+        progress = self._looked(partial(self._with_work, progress, groups), partial(_with_begun, progress, groups))
         links: tuple[LinkUse, ...] = ()
         links = self._tried("its links to other hosts", lambda: self._outgoing.look(*self.surroundings.hosts), links)
         beat = self._monitor.beat.options(max_task_retries=0)  # the next one says more, and the run may have ended
@@ -149,18 +149,18 @@ class Heartbeat:
         if orders.dump_stack:
             self._monitor.stack.remote(self._worker, _stacks())
 
-    def _looked(self, look: Callable[[], Progress], otherwise: Progress) -> Progress:
-        """What `look` finds, or `otherwise` while the device does not answer: a heartbeat does not wait for it, which
-        may be until another worker joins a collective (`ops.waiting.has_passed`)."""
+    def _looked(self, look: Callable[[], Progress], otherwise: Callable[[], Progress]) -> Progress:
+        """What `look` finds, or `otherwise` does while the device does not answer: a heartbeat does not wait for it,
+        which may be until another worker joins a collective (`ops.waiting.has_passed`)."""
         if not self._waits_on_device:
             return look()
         if self._looking is not None and self._looking.is_alive():
-            return otherwise
+            return otherwise()
         found: list[Progress] = []
         self._looking = threading.Thread(target=lambda: found.append(look()), name="look at the device", daemon=True)
         self._looking.start()
         self._looking.join(_LOOK_S)
-        return found[0] if found else otherwise
+        return found[0] if found else otherwise()
 
     def _with_work(self, progress: Progress, groups: Groups | None) -> Progress:
         progress = self._tried("what its device does", partial(self._with_device, progress), progress)
@@ -216,6 +216,11 @@ def _with_collectives(progress: Progress, groups: Groups) -> Progress:
     bags = groups.progress.values()
     waiting = [bag.name for bag in bags if bag.name]
     return replace(progress, collectives=sum(bag.sequence for bag in bags), waiting_in=waiting[0] if waiting else "")
+
+
+def _with_begun(progress: Progress, groups: Groups | None) -> Progress:
+    """Without a look at the device, whose count would be none: the lowest is taken for the late worker's."""
+    return progress if groups is None else replace(progress, collectives=groups.begun)
 
 
 def _failure_of(groups: Groups | None) -> str:

@@ -121,6 +121,11 @@ class Group:
         return CollectiveProgress(progress.sequence, first.name, first.since) if first and waits else progress
 
     @property
+    def begun(self) -> int:
+        """Collectives that the host has begun. Any thread may ask."""
+        return self._progress.sequence
+
+    @property
     def on_device(self) -> bool:
         """Whether its collectives take tensors of a GPU alone (NCCL), or did until it ended."""
         return self._on_device

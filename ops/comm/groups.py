@@ -201,6 +201,12 @@ class Groups:
             found[group.members] = one
         return found
 
+    @property
+    def begun(self) -> int:
+        """Collectives of all bags that the host has begun, also of those that were left. No device is asked."""
+        with self._counting:
+            return sum(self._left.values()) + sum(group.begun for group in self._all())
+
     def check(self, doing: str) -> None:
         """Raise when the generation was cancelled, has ended, or one of its bags has failed: on NCCL a collective that
         was aborted, or met an error, returns without one, and leaves anything in its tensors."""

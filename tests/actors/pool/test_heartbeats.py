@@ -309,16 +309,17 @@ def test_a_device_that_does_not_answer_keeps_no_heartbeat_back(monkeypatch: pyte
 
     made.on_device = on_device
     made._monitor = Handle(beat=sent.append)  # type: ignore[assignment]
-    made.groups = SimpleNamespace(progress={}, failure="")  # type: ignore[assignment]
+    made.groups = SimpleNamespace(progress={}, failure="", begun=7)  # type: ignore[assignment]
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=2))
     made.activity("text s7", "encode", 7, 1.0)
     beats = threading.Thread(target=lambda: [made.beat() for _ in range(3)])
     beats.start()
     beats.join(20)
-    in_time = [one.activity for one in sent]
+    in_time = [(one.activity, one.collectives) for one in sent]
     answers.set()
     beats.join(60)
-    assert in_time == ["text s7"] * 3 and made.cancel.is_set(), "also the answer is obeyed"
+    assert in_time == [("text s7", 7)] * 3, "with none it would be named as the worker that the others wait for"
+    assert made.cancel.is_set(), "also the answer is obeyed"
     assert made._looking is not None
     made._looking.join(60)
     made.beat()
