@@ -70,7 +70,7 @@ def _widened(call: _WidenCall) -> Tensor:
     return widened(call.small, call.scales, call.dtype)
 
 
-def _wide(small: Tensor, scales: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
+def wide_weight(small: Tensor, scales: Tensor, dtype: torch.dtype, after: Tensor | None = None) -> Tensor:
     """`widened`, in compiled code as a call that the compiler does not look into: Triton knows e4m3 on few GPUs. With
     `after` the call is another one than that of the forward, of which the compiler would keep the result."""
     if torch.compiler.is_compiling():
@@ -84,12 +84,12 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, x: Tensor, small: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(small, scales)
-        return F.linear(x, _wide(small, scales, x.dtype), bias)
+        return F.linear(x, wide_weight(small, scales, x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Context, grad: Tensor) -> InputGradients:
         small, scales = ctx.saved_tensors
-        return grad @ _wide(small, scales, grad.dtype, grad), None, None, None
+        return grad @ wide_weight(small, scales, grad.dtype, grad), None, None, None
 
 
 class FrozenLinear(nn.Linear):

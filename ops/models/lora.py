@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
-from ops.models.float8 import FrozenDtype, FrozenLinear, widened
+from ops.models.float8 import FrozenDtype, FrozenLinear, wide_weight
 from ops.models.train_only import nearest
 from ops.precision import precise_product
 
@@ -78,7 +78,7 @@ class DoRALinear(LoRALinear):
             return self._lengths(weight, b, dtype)
         rows = max(1, part_elements // weight.shape[1])
         parts = zip(weight.split(rows), weight_scale.split(rows), b.split(rows), strict=True)
-        return torch.cat([self._lengths(widened(part, scale, dtype), of_b, dtype) for part, scale, of_b in parts])
+        return torch.cat([self._lengths(wide_weight(part, scale, dtype), of_b, dtype) for part, scale, of_b in parts])
 
     def _lengths(self, weight: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
         """The lengths of these rows of W + s B A, with the rows `b` of B."""

@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
 
 from ops.config import OptimizerConfig
 from ops.models.base.config import DiTConfig
@@ -148,6 +151,24 @@ def test_no_wide_weight_is_kept_for_the_backward(compiled: bool) -> None:
     x.grad = None
     layer(x).square().sum().backward()
     assert torch.equal(grad, x.grad)
+
+
+@pytest.mark.parametrize("kind", [LoRALinear, DoRALinear])
+@pytest.mark.timeout(300)
+def test_compiled_code_leaves_8_bits_to_a_call(kind: type[LoRALinear]) -> None:
+    """Triton refuses a cast of e4m3 on GPUs before Ada and Hopper."""
+    users: set[str] = set()
+
+    def compiler(graph: GraphModule, inputs: object) -> object:
+        for node in graph.graph.nodes:
+            if any(of.meta["val"].dtype == FLOAT8 for of in node.all_input_nodes if isinstance(of.meta["val"], Tensor)):
+                users.add(str(node.target))
+        return make_boxed_func(graph.forward)
+
+    layer = kind(nn.Linear(24, 40).requires_grad_(False), 3, 2.0, "float8")
+    x = random(5, 24).requires_grad_()
+    torch.compile(layer, backend=aot_autograd(fw_compiler=compiler))(x).sum().backward()
+    assert users - {"output", "<built-in function getitem>", "aten.split.Tensor"} == {"heddle.widened.default"}
 
 
 @pytest.mark.parametrize("case", ONE_EACH)
