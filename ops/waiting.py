@@ -61,7 +61,13 @@ class CancelToken:
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
-def has_passed(event: torch.cuda.Event) -> bool:
+class DeviceEvent(Protocol):
+    """An event on a device, as `torch.cuda.Event`."""
+
+    def query(self) -> bool: ...
+
+
+def has_passed(event: DeviceEvent) -> bool:
     """Whether the device has come to an event. Raises RuntimeError for a failure of the device.
 
     `event.query()` keeps Python's other threads out for as long as it takes. While one of them launches a kernel for
@@ -72,7 +78,7 @@ def has_passed(event: torch.cuda.Event) -> bool:
         result = driver.cuEventQuery(ctypes.c_void_p(handle))
         if result in (0, _NOT_READY):
             return bool(result == 0)
-    return bool(event.query())  # type: ignore[no-untyped-call]
+    return bool(event.query())
 
 
 @cache

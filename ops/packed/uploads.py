@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.upload_room import BLOCK, SMALL, most_blocks
+from ops.waiting import has_passed
 
 _Parts = TypeVar("_Parts")
 _APART = 256  # bytes between two tensors, as PyTorch's allocator has them at least: kernels read whole words
@@ -123,7 +124,7 @@ class _Block:
     copies: list[Mark] = field(default_factory=list)
 
     def is_read(self) -> bool:
-        return all(copy.query() for copy in self.copies)
+        return all(has_passed(copy) for copy in self.copies)
 
     def empty(self) -> None:
         """Wait until the device has read it."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from threading import Thread
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -144,6 +146,32 @@ def test_however_far_a_host_is_ahead_what_is_under_way_stays_within_its_blocks(
     device.make(len(device.queued))
     for first, ((size, _), got) in enumerate(zip(steps, there, strict=True)):
         assert torch.equal(got, counted_bytes(size, first)), "memory was written before the device had read it"
+
+
+def test_a_look_whether_a_block_is_read_keeps_no_other_thread_out(
+    small_blocks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's own does, the heartbeat's thread among them, for as long as the driver loads a kernel."""
+    asked: list[int] = []
+
+    def not_ready(handle: ctypes.c_void_p) -> int:
+        asked.append(handle.value or 0)
+        return 600
+
+    class Event:
+        cuda_event = 7
+
+        def query(self) -> bool:
+            pytest.fail("PyTorch was asked")
+
+        def synchronize(self) -> None:
+            pass
+
+    monkeypatch.setattr("ops.waiting._driver", lambda: SimpleNamespace(cuEventQuery=not_ready))
+    large = LargeUploads(torch.device("cpu"), lambda there, staged: Event(), 2)
+    for first in range(3):
+        sent(large, 60, first)
+    assert set(asked) == {7}
 
 
 def test_two_of_the_largest_uploads_wait_for_nothing_and_the_third_for_the_first(small_blocks: list[int]) -> None:
