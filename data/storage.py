@@ -122,8 +122,8 @@ def _root_of(scheme: str, bucket: str) -> str:
 
 def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: float = RETRY_S) -> T:
     """`action()` again after an OSError, up to `retries` times; DataIOError after that. `retry_s` pass before the
-    second attempt, twice as many seconds before each further one, 10 at most. Raises DataError for a name that cannot
-    be opened."""
+    second attempt, twice as many seconds before each further one, 10 at most; where credentials were refused,
+    fractions of one. Raises DataError for a name that cannot be opened."""
     for attempt in range(retries + 1):
         try:
             return action()
@@ -134,8 +134,8 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
         except OSError as error:
             _file_systems.clear()  # the next attempt has connections of its own, and credentials as they are by then
             why = str(error).partition(" error_info=")[0]  # what Google's client adds says all of it again
+            refused = any(sign in why for sign in REFUSED)
             if attempt == retries:
-                refused = any(sign in why for sign in REFUSED)
                 raise DataIOError(
                     f"{what}: {why} ({retries + 1} attempts). "
                     + (
@@ -145,7 +145,7 @@ def retried(what: str, action: Callable[[], T], retries: int = 4, *, retry_s: fl
                     )
                 ) from error
             log.warning("%s: %s; attempt %d of %d", what, why, attempt + 1, retries + 1)
-            time.sleep(min(retry_s * 2**attempt, LONGEST_RETRY_S))
+            time.sleep(min((RETRY_S if refused else retry_s) * 2**attempt, LONGEST_RETRY_S))
     raise AssertionError("unreachable")
 
 

@@ -151,16 +151,26 @@ def test_a_file_that_is_read_on_takes_ever_fewer_requests_and_a_jump_begins_anew
         assert [asked.range for asked in store.asked] == [f"{1 << 20}-{(1 << 20) + storage.BLOCK_BYTES - 1}"]
 
 
-def test_a_service_that_is_busy_for_seconds_is_waited_for(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its client alone gives up within one."""
+def test_a_storage_that_fails_for_seconds_is_waited_for_and_one_that_refuses_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Clients give up within a second; a service that is busy or starts again takes more."""
     pauses: list[float] = []
     monkeypatch.setattr(storage.time, "sleep", pauses.append)
-    store.objects["set/a"] = b"abc"
-    store.fault = lambda asked: (403, "AccessDenied") if len(pauses) < 4 else None
-    assert read_range("s3://set/a", 0, -1) == b"abc"
-    assert pauses == [1, 2, 4, 8]
-    pauses.clear()
-    store.fault = lambda asked: (403, "AccessDenied")
-    with pytest.raises(DataIOError, match="7 attempts"):
-        stat("s3://set/a", retries=6)
+
+    def fail_with(why: str) -> None:
+        def failing(uri: str) -> None:
+            raise OSError(why)
+
+        pauses.clear()
+        monkeypatch.setattr(storage, "resolve", failing)
+        with pytest.raises(DataIOError, match="7 attempts"):
+            stat("s3://set/a", retries=6)
+
+    fail_with("Please reduce your request rate")
     assert pauses == [1, 2, 4, 8, 10, 10]
+    with pytest.raises(DataIOError, match="5 attempts"):
+        read_range("s3://set/a", 0, -1)
+    assert pauses[6:] == [1, 2, 4, 8]
+    fail_with("HTTP status 403: access denied")
+    assert sum(pauses) < 4
