@@ -254,7 +254,7 @@ def _ended() -> Iterator[None]:
     while STARTED:
         process = STARTED.pop()
         process.kill()
-        process.communicate()
+        process.wait()  # what it wrote may have been read, which closes the pipe
 
 
 def running(folder: Path, name: str, steps: int, *more: str) -> subprocess.Popen[str]:

@@ -164,14 +164,14 @@ def _stop(scene: Scene) -> str:
 
 def _second_start(scene: Scene) -> str:
     """The same folder from another terminal: refused with a sentence, and the first one is not disturbed. A start that
-    comes when the run has just ended has nothing to do; near the end none overwrites it."""
+    comes when the run has just ended has nothing to do, or trains the same anew; near the end none overwrites it."""
     option = scene.rng.choice(["--resume", "--overwrite", ""])
     if option == "--overwrite" and scene.place.steps - scene.run.step() < _NEAR_END:
         option = "--resume"
     config = (scene.run.folder / "config.yaml").read_bytes()
     done, output = _other_start(scene, *([option] if option else []))
-    if done == 0 and option == "--resume" and not scene.run.alive and scene.run.code(0.1) == 0:
-        return "second start --resume: the run had just ended"
+    if done == 0 and option and not scene.run.alive and scene.run.code(0.1) == 0:
+        return f"second start {option}: the run had just ended"
     if done != USAGE or "Traceback" in output:
         raise Deviation(f"{option or 'plain'} beside the live run was answered with {done}: {output[-400:]}")
     if (scene.run.folder / "config.yaml").read_bytes() != config:
