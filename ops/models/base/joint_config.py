@@ -49,10 +49,7 @@ class JointDiTConfig(DiTConfig):
             pooled_dim=between(0, 1 << 16),
             rope_axes=between(0, 1024),
         )
-        if self.rope_axes and (sum(self.rope_axes) != self.head_dim or any(size % 2 for size in self.rope_axes)):
-            raise ValueError(
-                f"model.dit.rope_axes {self.rope_axes} must be even and add up to head_dim {self.head_dim}."
-            )
+        check_axes(self.rope_axes, self.head_dim)
 
     @property
     def flops(self) -> ForwardFlops:
@@ -76,6 +73,12 @@ class JointDiTConfig(DiTConfig):
     @property
     def block_counts(self) -> tuple[int, ...]:
         return (self.num_layers, self.num_single_layers) if self.num_single_layers else (self.num_layers,)
+
+
+def check_axes(axes: tuple[int, int, int] | None, head_dim: int) -> None:
+    """Raises ValueError for head sizes of (t, h, w) that do not fill a head in whole pairs."""
+    if axes and (sum(axes) != head_dim or any(size % 2 for size in axes)):
+        raise ValueError(f"model.dit.rope_axes {axes} must be even and add up to head_dim {head_dim}.")
 
 
 def default_rope_split(head_dim: int) -> tuple[int, int, int]:
