@@ -77,7 +77,7 @@ class Encoders:
             chars_per_token=1.0 if model.text.path is None else 4.0,
             latent_width=frame.width,
             latent_tail=frame.tail,
-            text_width=model.text.d_model,
+            text_width=model.text.width,
             most_text=model.text.most_tokens + model.text.tail,
             least_text=model.text.least_tokens,
             picture_rows=model.text.picture_rows,

@@ -472,7 +472,7 @@ class Executor:
     @property
     def widths(self) -> tuple[int, int]:
         """(P, E): width of a row of the VAE's results and of a text row."""
-        return self.frame.width, self.modules.config.text.d_model
+        return self.frame.width, self.modules.config.text.width
 
     def _clean_frames(self, sample: StepSample) -> int:
         return clean_frames(self.frame, self.train.flow, self.train.seed, sample.step, sample.key, sample.grid)

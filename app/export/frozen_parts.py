@@ -44,6 +44,8 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
     _image(work, config, parts)
     if family.own_code is None:
         _scheduler(work, config, parts)
+    if family.has_guider:
+        _guider(work, config, parts)
     for name in family.missing_parts:
         parts.index.setdefault(name, [None, None])
     if family.missing_note and config.model.text.kind == "t5":
@@ -140,15 +142,19 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
     recipe = recipe_of(text)
     for part in text_classes(text):
         parts.origins[part] = f"random pair over bytes of seed {text.seed}"
+    untrained = "the text encoders are the untrained ones of the run"
+    if recipe.system:
+        parts.notes.append(
+            f"{untrained}; before a call set the pipeline's system_message to {recipe.system!r}, its "
+            f"prompt_template_encode_start_idx to {recipe.crop} and its tokenizer_max_length to {text.max_length}."
+        )
+        return
     told: dict[str, object] = {"template": recipe.template, "crop_start": recipe.crop}
     if recipe.picture:
         rows = text.picture_tokens  # after one mark
         told |= {"image_emb_start": 1, "image_emb_end": 1 + rows, "image_emb_len": rows}
     template = f"prompt_template={json.dumps(told)} and " if recipe.crop else ""
-    parts.notes.append(
-        f"the text encoders are the untrained ones of the run; call the pipeline with {template}"
-        f"max_sequence_length={text.max_length}."
-    )
+    parts.notes.append(f"{untrained}; call the pipeline with {template}max_sequence_length={text.max_length}.")
 
 
 def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:
@@ -193,6 +199,16 @@ def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     diffusion = config.model.dit.diffusion
     how = f"Euler, flow shift {flow.flow_shift:g}" if diffusion is None else f"DDIM, {diffusion}"
     parts.origins["scheduler"] = how
+
+
+def _guider(work: Path, config: RunConfig, parts: FrozenParts) -> None:
+    """Classifier-free guidance with the scale of the run's samples."""
+    import diffusers
+
+    scale, name = config.sample.guidance_scale, "ClassifierFreeGuidance"
+    getattr(diffusers, name)(guidance_scale=scale).save_pretrained(work / "guider")
+    parts.index["guider"] = ["diffusers", name]
+    parts.origins["guider"] = f"classifier-free guidance, scale {scale:g}"
 
 
 def say_boundary(dit: DiTConfig, parts: FrozenParts) -> None:

@@ -24,6 +24,7 @@ from ops.models.recipe import EXPORTED, pipeline_files
 from ops.typed import ConfigError
 
 _OF_DYNAMIC_SHIFT = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len", "time_shift_type")
+_GUIDER = "ClassifierFreeGuidance"
 _FIRST_FRAMES = 0.2  # of a run whose weights take first frames; sampling asks only whether there is one
 
 
@@ -65,8 +66,28 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
             autocast="bfloat16" if autocast else "none",
             flow=_flow(recipe, scheduler, first_frame),
         ),
-        sample=SampleConfig(**published.clips),  # type: ignore[arg-type]
+        sample=SampleConfig(**(dict(published.clips) | _guidance(folder, index))),  # type: ignore[arg-type]
     )
+
+
+def _guidance(folder: Path, index: Json) -> dict[str, object]:
+    """The scale that a pipeline has in a part of its own, as a setting of `sample`; {} where it has none. Raises
+    ConfigError for guidance of another kind."""
+    name = (index.get("guider") or [None, None])[1]
+    if name is None:
+        return {}
+    if name != _GUIDER:
+        raise ConfigError(f"{folder} has the guider {name}; clips are made with {_GUIDER}.")
+    fields = {"guidance_scale": 7.5, **_part(folder, index, "guider", "guider_config.json")}  # the class's default
+    for key, usual in {"guidance_rescale": 0.0, "start": 0.0, "stop": 1.0}.items():
+        if (value := fields.get(key, usual)) != usual:
+            raise ConfigError(
+                f"{folder}/guider/guider_config.json: {key} {value}, which is not done. Set it to {usual:g}."
+            )
+    if not fields.get("enabled", True):
+        return {"guidance_scale": 1.0}
+    # the original formulation counts from the prediction with the prompt, not from the one without
+    return {"guidance_scale": float(fields["guidance_scale"]) + bool(fields.get("use_original_formulation"))}
 
 
 def _flow(recipe: TrainingRecipe, scheduler: Json, first_frame: float) -> FlowConfig:

@@ -84,7 +84,8 @@ TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most this number of tokens a
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextConfig:
     """The frozen text encoders: `t5` is T5 or UMT5; else those of the family of that name, which are two: the states of
-    one (HunyuanVideo: Llama, FLUX.1: T5) and the pooled vector of CLIP.
+    one (HunyuanVideo: Llama, FLUX.1: T5) and the pooled vector of CLIP; or (HunyuanVideo-1.5) the states of Qwen2.5-VL
+    and those of a ByT5 that reads what a caption has in quotation marks.
 
     Without a path: small random ones over bytes, from `seed`.
     """
@@ -112,7 +113,7 @@ class TextConfig:
     d_model: int = 64  # the random encoder only, like the three below
     num_layers: int = 2
     num_heads: int = 4
-    pooled_dim: int = 32  # the random CLIP only
+    pooled_dim: int = 32  # the random CLIP or ByT5 only
     picture_tokens: int = 16  # the random LLaVA only: patches of a picture, a square number
     picture_every: int = 0  # n: every n-th of their rows is text; follows model.dit.first_frame
     seed: int = 0
@@ -175,12 +176,22 @@ class TextConfig:
     @property
     def pooled(self) -> int:
         """Numbers of the vector that the second encoder makes of a whole caption; 0 without one."""
-        return self.pooled_dim if self.recipe else 0
+        return self.pooled_dim if self.recipe and not self.recipe.glyph_rows else 0
+
+    @property
+    def glyph_dim(self) -> int:
+        """Numbers of a row of what a caption quotes; 0: there are no such rows."""
+        return self.pooled_dim if self.recipe and self.recipe.glyph_rows else 0
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row of a caption's result. Where some rows are of glyphs, the last column is 1 in these."""
+        return self.d_model + (self.glyph_dim > 0)
 
     @property
     def tail(self) -> int:
         """Rows of a caption's result after those that the transformer sees: they hold the pooled vector."""
-        return -(-self.pooled // self.d_model)
+        return -(-self.pooled // self.width)
 
     @property
     def least_tokens(self) -> int:
@@ -194,8 +205,9 @@ class TextConfig:
 
     @property
     def most_tokens(self) -> int:
-        """Rows of the longest caption that the transformer sees, those of the first frame among them."""
-        return max(self.max_length, self.pad_to) + self.picture_rows
+        """Rows of the longest caption that the transformer sees, those of the first frame and of glyphs among them."""
+        glyphs = self.recipe.glyph_rows if self.recipe else 0
+        return max(self.max_length, self.pad_to) + self.picture_rows + glyphs
 
     @property
     def encoded_tokens(self) -> int:

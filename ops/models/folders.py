@@ -59,10 +59,10 @@ def text_folder(text: TextConfig) -> Path:
     return _part_of_two(text, text.recipe.states_parts[0])
 
 
-def pooled_text_folder(text: TextConfig) -> Path:
-    """The folder of the CLIP of a `path`. Raises FileNotFoundError where the pipeline has none."""
+def second_text_folder(text: TextConfig) -> Path:
+    """The folder of the second encoder of a `path`. Raises FileNotFoundError where the pipeline has none."""
     assert text.recipe is not None
-    return _part_of_two(text, text.recipe.pooled_parts[0])
+    return _part_of_two(text, text.recipe.second_parts[0])
 
 
 def _part_of_two(text: TextConfig, part: str) -> Path:
@@ -81,7 +81,7 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
     if text.recipe is None:
         return {"text_encoder": folder, "tokenizer": tokenizer_of(folder)}
     found: dict[str, Path] = {}
-    for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.pooled_parts, pooled_text_folder(text))):
+    for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.second_parts, second_text_folder(text))):
         found |= {parts[0]: encoder, parts[1]: tokenizer_of(encoder, parts[1])}
     if text.recipe.picture:
         prepares = folder.parent / text.recipe.picture.processor
@@ -215,7 +215,7 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
             f"last frame. Set it to {made}, or use the image encoder of the same pipeline."
         )
     _check_parts(dit, vae, text)
-    dit = _with_pooled(dit, text)
+    dit = _with_glyphs(_with_pooled(dit, text), text)
     text = _with_picture(dit, text)
     geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
     return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
@@ -271,12 +271,14 @@ def _resolve_text(text: TextConfig) -> TextConfig:
         raise ValueError(
             f"{folder} is a {kind} encoder; model.text.kind {text.kind} needs the {recipe.states} of its own pipeline."
         )
-    second = pooled_text_folder(text)
+    second = second_text_folder(text)
     clip = read_json(second / "config.json")
-    if not str(clip.get("model_type")).startswith("clip"):
+    wanted, called = ("t5", "a ByT5") if recipe.glyph_rows else ("clip", "CLIP's")
+    if not str(clip.get("model_type")).startswith(wanted):
         found = clip.get("model_type")
-        raise ValueError(f"{second} is a {found} encoder; model.text.kind {text.kind} needs CLIP's there.")
-    text = replace(text, pooled_dim=clip.get("text_config", clip).get("hidden_size", 512))
+        raise ValueError(f"{second} is a {found} encoder; model.text.kind {text.kind} needs {called} there.")
+    width = clip.get("d_model", 512) if recipe.glyph_rows else clip.get("text_config", clip).get("hidden_size", 512)
+    text = replace(text, pooled_dim=width)
     if recipe.states == "t5":
         return replace(text, d_model=fields["d_model"])
     if recipe.picture:
@@ -286,7 +288,7 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     if text.encoded_tokens > most:
         raise ValueError(
             f"model.text.max_length {text.max_length} and the {text.encoded_tokens - text.max_length} tokens before it "
-            f"are more than the {most} that {folder} takes. Set it to 256, as the published weights were trained."
+            f"are more than the {most} that {folder} takes. Make it shorter."
         )
     return replace(  # numbers that are Llama's defaults may not stand in a LLaVA's config.json
         text,
@@ -321,6 +323,18 @@ def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
             f"Use both text encoders of the same pipeline."
         )
     return dit
+
+
+def _with_glyphs(dit: AnyDiT, text: TextConfig) -> AnyDiT:
+    if not text.glyph_dim:
+        return dit
+    fitted = dit.with_glyphs(text.glyph_dim)
+    if dit.path and fitted != dit:
+        raise ValueError(
+            f"{dit.path} expects states of glyphs of another width than the {text.glyph_dim} that model.text makes. "
+            f"Use both text encoders of the same pipeline."
+        )
+    return fitted
 
 
 def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
@@ -410,7 +424,7 @@ def check_weights(model: ModelConfig) -> None:
     folders = [component(model.dit.path, one.part) for one in model.dit.experts] if model.dit.path else []
     folders += [component(model.vae.path, "vae")] if model.vae.path else []
     if model.text.path:
-        folders += [text_folder(model.text)] + ([pooled_text_folder(model.text)] if model.text.recipe else [])
+        folders += [text_folder(model.text)] + ([second_text_folder(model.text)] if model.text.recipe else [])
     folders += [component(model.image.path, "image_encoder")] if model.image and model.image.path else []
     for folder in dict.fromkeys(folders):
         check_files(folder)

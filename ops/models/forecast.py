@@ -35,6 +35,7 @@ from ops.models.first_frame import FirstFrame
 from ops.models.image import clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
+from ops.models.text_glyphs import GlyphText
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
 from ops.packed.conditions import NOTHING, Conditions
@@ -396,7 +397,8 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
             torch.set_default_dtype(before)
         with StorageCount() as count:
             pictures = [np.zeros((1, 1, 3), np.uint8)] * captions if config.sees_picture else []
-            rows = [row.float() for row in text.encode([""] * captions, pictures)]
+            caption = '""' if config.glyph_dim else ""  # which both encoders read
+            rows = [row.float() for row in text.encode([caption] * captions, pictures)]
         del rows
         weights, peak = storage_bytes(text.parameters()) / GIB, count.peak_bytes / GIB
         if config.place == "host":  # the weights come for the call
@@ -404,11 +406,11 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         return EncoderNeed(weights_gib=weights, peak_gib=peak)
 
 
-def _text(config: TextConfig, tokens: int) -> T5Text | PooledText:
+def _text(config: TextConfig, tokens: int) -> T5Text | PooledText | GlyphText:
     if config.recipe is None:
         return T5Text(t5_skeleton(config), _FixedTokenizer(tokens), config, "cpu")
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
-    first, pooled = _FixedTokenizer(tokens + recipe.crop), _FixedTokenizer(recipe.pooled_tokens)
+    first, pooled = _FixedTokenizer(tokens + recipe.crop), _FixedTokenizer(recipe.second_tokens)
     if not recipe.picture:
         return pooled_text(encoder, first, second, pooled, config, "cpu")
     shape: Any = encoder.config  # of a LlavaModel: to torch it may be any attribute

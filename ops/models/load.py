@@ -232,7 +232,8 @@ def build_text(config: TextConfig, device: torch.device | str = "cpu", shared: b
 
 
 def token_counter(config: TextConfig) -> Callable[[str], int]:
-    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them."""
+    """Tokens of a caption before it is cut at `max_length`, by the tokenizer alone; the end mark is one of them, and
+    those of what it quotes, which another encoder reads, are not."""
     from transformers import AutoTokenizer, ByT5Tokenizer
 
     from ops.models.folders import text_parts
@@ -245,7 +246,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         folder = text_parts(config)[recipe.states_parts[1] if recipe else "tokenizer"]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
-        return lambda caption: len(tokenizer(recipe.template.format(caption), verbose=False).input_ids) - recipe.crop
+        return lambda caption: len(tokenizer(recipe.prompt(caption), verbose=False).input_ids) - recipe.crop
     return lambda caption: len(tokenizer(prepared(caption, config), verbose=False).input_ids)
 
 

@@ -1,5 +1,5 @@
-"""Two text encoders of one caption: a Llama, LLaVA or T5 whose states are the text, and CLIP, whose vector goes with
-them.
+"""Two text encoders of one caption: a Llama, Qwen, LLaVA or T5 whose states are the text, and CLIP, whose vector goes
+with them, or a ByT5 (`ops.models.text_glyphs`).
 
 E text width, V width of the vector, L text rows. Both travel in one matrix [L + tail, E], `TextConfig.tail` rows of it
 for the vector, so they are cached and handed over like any other text; `split` takes them apart before a transformer.
@@ -8,7 +8,7 @@ for the vector, so they are cached and handed over like any other text; `split` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,7 +23,7 @@ from ops.models.config import TEXT_BATCH_TOKENS, TextConfig
 from ops.models.files import check_files, read_json, variant_of
 from ops.models.folders import (
     check_tokenizer,
-    pooled_text_folder,
+    second_text_folder,
     text_folder,
     text_parts,
     tokenizer_of,
@@ -31,6 +31,7 @@ from ops.models.folders import (
 from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
+from ops.models.text_glyphs import GlyphText
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 from ops.packed.uploads import upload
 
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
         ByT5Tokenizer,
         CLIPTextConfig,
         LlamaConfig,
-        LlamaModel,
-        LlavaModel,
         PreTrainedConfig,
         PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Qwen2_5_VLTextConfig,
     )
 
 T = TypeVar("T", bound="PreTrainedModel")
+C = TypeVar("C", bound="PreTrainedConfig")
 
 PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 _BYTES = 384  # vocabulary of the tokenizer over bytes
@@ -65,7 +67,8 @@ def split(results: Sequence[Tensor], config: TextConfig) -> tuple[list[Tensor], 
 
 
 class LlamaText:
-    """A Llama's states of captions in a prompt, as HunyuanVideo's pipeline takes them.
+    """States of captions in a prompt by a Llama, or by another model whose rows see no later ones, as HunyuanVideo's
+    pipelines take them.
 
     Deterministic; a caption's states do not depend on its batch.
 
@@ -117,8 +120,12 @@ class LlamaText:
         return [rows for rows in result if rows is not None]
 
     def _tokens(self, caption: str) -> list[int]:
-        prompt = self.recipe.template.format(caption)
-        return self.tokenizer(prompt, truncation=True, max_length=self.max_length + self.recipe.crop).input_ids
+        return self.tokenizer(
+            self.recipe.prompt(caption),
+            truncation=True,
+            max_length=self.max_length + self.recipe.crop,
+            add_special_tokens=not self.recipe.system,  # a chat template has its own
+        ).input_ids
 
 
 class PooledText:
@@ -141,7 +148,7 @@ class PooledText:
         self.second = on_device(second, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer, self.second_tokenizer = states.tokenizer, second_tokenizer
         self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
-        self.pooled_tokens = recipe.pooled_tokens
+        self.second_tokens = recipe.second_tokens
 
     def count(self, caption: str) -> int:
         return self.states.count(caption)
@@ -159,7 +166,7 @@ class PooledText:
         return result
 
     def _vectors(self, captions: list[str]) -> list[Tensor]:
-        length = self.pooled_tokens
+        length = self.second_tokens
         ids = [
             self.second_tokenizer(caption, padding="max_length", truncation=True, max_length=length).input_ids
             for caption in captions
@@ -184,9 +191,12 @@ def pooled_text(
     config: TextConfig,
     device: torch.device | str,
     eyes: Eyes | None = None,
-) -> PooledText:
+) -> PooledText | GlyphText:
     """The two encoders of a resolved config as one; `eyes` are for one that sees pictures."""
     recipe = recipe_of(config)
+    if recipe.second == "byt5":
+        glyphs = T5Text(second, second_tokenizer, glyph_reader_of(config), device)
+        return GlyphText(LlamaText(encoder, tokenizer, recipe, config, device), glyphs)
     if eyes is not None:
         states: LlamaText | LlavaText | T5Text = LlavaText(encoder, tokenizer, eyes, recipe, config, device)
     elif recipe.states == "llama":
@@ -202,15 +212,22 @@ def t5_of(config: TextConfig) -> TextConfig:
     return replace(config, kind="t5", unmasked=rows, pad_to=rows)
 
 
+def glyph_reader_of(config: TextConfig) -> TextConfig:
+    """The settings of the ByT5 of two encoders, alone."""
+    recipe = recipe_of(config)
+    return replace(config, kind="t5", max_length=recipe.second_tokens, cleaned=False, d_model=config.glyph_dim)
+
+
 def recipe_of(config: TextConfig) -> TextRecipe:
-    """What `config` does to captions. A random Llama or LLaVA reads a short prompt: a byte is a token to it."""
+    """What `config` does to captions. A random model but T5 reads a short prompt: a byte is a token to it."""
     recipe = config.recipe
     assert recipe is not None
     if config.path or not recipe.crop:
         return recipe
     before, dot = "A video: ", "."
     if recipe.picture is None:
-        return replace(recipe, template=before + "{}", crop=len(before), skipped_layers=0)
+        system = before if recipe.system else ""
+        return replace(recipe, template=before + "{}", system=system, crop=len(before), skipped_layers=0)
     # as many marks as the pipeline looks for, and as many tokens between the caption and the answer as it drops
     mark = recipe.picture.mark
     answer = dot * (recipe.picture.dropped - 1) + mark
@@ -224,46 +241,49 @@ def recipe_of(config: TextConfig) -> TextRecipe:
 
 def byte_tokenizer(config: TextConfig) -> ByT5Tokenizer:
     """The tokenizer of a random encoder: bytes, and one token each for a picture and for the mark where it sees
-    pictures."""
+    pictures. Its chat template, where the prompt is of one, joins what is said."""
     from transformers import ByT5Tokenizer
 
     tokens = ByT5Tokenizer()
+    if recipe_of(config).system:
+        tokens.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     if picture := recipe_of(config).picture:
         tokens.add_tokens([PICTURE, picture.mark], special_tokens=True)
     return tokens
 
 
-def random_pair(config: TextConfig, device: torch.device | str) -> PooledText:
-    """A small encoder and CLIP over bytes with weights drawn from `config.seed`: the same on every worker."""
-    from transformers import ByT5Tokenizer
+def random_pair(config: TextConfig, device: torch.device | str) -> PooledText | GlyphText:
+    """Two small encoders over bytes with weights drawn from `config.seed`: the same on every worker."""
+    from transformers import ByT5Tokenizer, T5EncoderModel
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         encoder, second = pair_skeleton(config)
-        if recipe_of(config).states == "t5":
-            look_at_neighbours(encoder)
-    clip_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).pooled_tokens)
+        for one in (encoder, second):
+            if isinstance(one, T5EncoderModel):
+                look_at_neighbours(one)
+    second_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).second_tokens)
     tokens, picture = byte_tokenizer(config), recipe_of(config).picture
     eyes = eyes_of(tokens, random_processor(config), picture) if picture else None
-    return pooled_text(encoder, tokens, second, clip_tokens, config, device, eyes)
+    return pooled_text(encoder, tokens, second, second_tokens, config, device, eyes)
 
 
 def save_random_pair(config: TextConfig, folder: Path) -> None:
     """Both random encoders and their tokenizers as folders of a pipeline, with what prepares pictures.
 
-    A pipeline that leaves out the last layers of a Llama is given as many more, of which nothing is used.
+    A pipeline that leaves out the last layers of the states' encoder is given as many more, of which nothing is used.
     """
-    from transformers import LlamaModel, LlavaForConditionalGeneration
+    from transformers import LlamaModel, LlavaForConditionalGeneration, Qwen2_5_VLTextModel
 
     pair, recipe = random_pair(config, "cpu"), recipe_of(config)
     encoder: Any = pair.encoder  # Any, here and below: of Transformers, whose methods torch's Module does not have
     if recipe.states != "t5":
         shape, _ = _random_shapes(config)
         assert config.recipe is not None
-        getattr(shape, "text_config", shape).num_hidden_layers += config.recipe.skipped_layers
+        _add_layers(shape, config.recipe.skipped_layers)
+        kinds = {"llama": LlamaModel, "llava": LlavaForConditionalGeneration, "qwen2_5_vl_text": Qwen2_5_VLTextModel}
         with torch.random.fork_rng(devices=[]):
-            # Any: as `encoder`
-            whole: Any = LlamaModel(shape) if recipe.states == "llama" else LlavaForConditionalGeneration(shape)
+            whole: Any = kinds[recipe.states](shape)  # Any: as `encoder`
         getattr(whole, "model", whole).load_state_dict(encoder.state_dict(), strict=False)
         encoder = whole
     if recipe.picture:
@@ -271,7 +291,7 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
     second: Any = pair.second  # as `encoder`
     tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]  # of Transformers: `Tokenizer` saves nothing
     for (part, tokens), model, tokenizer in zip(
-        (recipe.states_parts, recipe.pooled_parts), (encoder, second), tokenizers
+        (recipe.states_parts, recipe.second_parts), (encoder, second), tokenizers
     ):
         model.save_pretrained(folder / part)
         tokenizer.save_pretrained(folder / tokens)
@@ -279,49 +299,69 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
 
 def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
     """Both encoders as their classes make them: what a folder's config.json describe, or the random ones."""
-    from transformers import CLIPTextModel, LlamaModel, LlavaModel, T5EncoderModel
+    from transformers import CLIPTextModel, LlamaModel, LlavaModel, Qwen2_5_VLTextModel, T5EncoderModel
 
-    first, clip = _shapes(config) if config.path else _random_shapes(config)
-    states = recipe_of(config).states
-    if states == "t5":
-        return T5EncoderModel(first), CLIPTextModel(clip)
-    return _without_norm(LlamaModel(first) if states == "llama" else LlavaModel(first)), CLIPTextModel(clip)
+    first, other = _shapes(config) if config.path else _random_shapes(config)
+    recipe = recipe_of(config)
+    kinds = {"t5": T5EncoderModel, "llama": LlamaModel, "llava": LlavaModel, "qwen2_5_vl_text": Qwen2_5_VLTextModel}
+    encoder = kinds[recipe.states](first)
+    if recipe.states != "t5":
+        encoder = _without_norm(encoder)
+    return encoder, (T5EncoderModel if recipe.second == "byt5" else CLIPTextModel)(other)
 
 
-def _random_shapes(config: TextConfig) -> tuple[Any, CLIPTextConfig]:  # of the class that the recipe names
-    from transformers import CLIPTextConfig
-
-    heads = config.num_heads
-    second_heads = math.gcd(heads, config.pooled)
-    clip = CLIPTextConfig(
-        vocab_size=_BYTES,
-        hidden_size=config.pooled,
-        intermediate_size=4 * config.pooled,
-        num_hidden_layers=config.num_layers,
-        num_attention_heads=second_heads,
-        max_position_embeddings=recipe_of(config).pooled_tokens,
-        projection_dim=config.pooled,
-        initializer_range=_SPREAD,
-        pad_token_id=0,
-        bos_token_id=None,
-        eos_token_id=_EOS,
-    )
-    states = recipe_of(config).states
+def _random_shapes(config: TextConfig) -> tuple[Any, Any]:  # of the classes that the recipe names
+    if recipe_of(config).second == "byt5":
+        return _random_qwen(config), random_shape(
+            replace(glyph_reader_of(config), num_heads=math.gcd(config.num_heads, config.glyph_dim))
+        )
+    clip, states = _random_clip(config), recipe_of(config).states
     if states == "t5":
         return random_shape(config), clip
     llama = _random_llama(config)
     return (llama if states == "llama" else random_llava(llama, config, token=_BYTES)), clip
 
 
+def _random_clip(config: TextConfig) -> CLIPTextConfig:
+    from transformers import CLIPTextConfig
+
+    second_heads = math.gcd(config.num_heads, config.pooled)
+    return CLIPTextConfig(
+        vocab_size=_BYTES,
+        hidden_size=config.pooled,
+        intermediate_size=4 * config.pooled,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=second_heads,
+        max_position_embeddings=recipe_of(config).second_tokens,
+        projection_dim=config.pooled,
+        initializer_range=_SPREAD,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=_EOS,
+    )
+
+
 def _random_llama(config: TextConfig) -> LlamaConfig:
     from transformers import LlamaConfig
 
+    seen = config.picture_tokens if config.sees_picture else 0
+    return _random_decoder(LlamaConfig, config, seen, vocab_size=_BYTES + (2 if seen else 0))
+
+
+def _random_qwen(config: TextConfig) -> Qwen2_5_VLTextConfig:
+    from transformers import Qwen2_5_VLTextConfig
+
+    pairs = config.d_model // config.num_heads // 2  # of a head; those of t, h and w, which are equal in a text
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [pairs - 2 * (pairs // 3), *[pairs // 3] * 2]}
+    return _random_decoder(Qwen2_5_VLTextConfig, config, vocab_size=_BYTES, rope_parameters=rope)
+
+
+def _random_decoder(kind: Callable[..., C], config: TextConfig, seen: int = 0, **more: object) -> C:
+    """The config of a random model over bytes; `seen` are tokens of a picture."""
     heads = config.num_heads
     if config.d_model % (2 * heads):
         raise ValueError(f"model.text.d_model {config.d_model} is not an even multiple of num_heads {heads}.")
-    seen = config.picture_tokens if config.sees_picture else 0
-    return LlamaConfig(
-        vocab_size=_BYTES + (2 if seen else 0),
+    return kind(
         hidden_size=config.d_model,
         intermediate_size=4 * config.d_model,
         num_hidden_layers=config.num_layers,
@@ -332,38 +372,48 @@ def _random_llama(config: TextConfig) -> LlamaConfig:
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=_EOS,
+        **more,
     )
 
 
+def _add_layers(shape: PreTrainedConfig, count: int) -> None:
+    """`count` more layers, or fewer, of the model that a config describes."""
+    text = getattr(shape, "text_config", shape)
+    text.num_hidden_layers += count
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = [*kinds, *kinds[-1:] * max(count, 0)][: text.num_hidden_layers]
+
+
 def _shapes(config: TextConfig) -> tuple[Any, Any]:  # of classes that their files name
-    """(of the states' encoder without the layers that the recipe leaves out, of CLIP), by the config.json of their
-    folders."""
+    """(of the states' encoder without the layers that the recipe leaves out, of the second one), by the config.json of
+    their folders."""
     from transformers import AutoConfig
 
     first = AutoConfig.from_pretrained(text_folder(config), local_files_only=True)
     if skipped := recipe_of(config).skipped_layers:
-        getattr(first, "text_config", first).num_hidden_layers -= skipped
-    clip = AutoConfig.from_pretrained(pooled_text_folder(config), local_files_only=True)
-    return first, getattr(clip, "text_config", clip)
+        _add_layers(first, -skipped)
+    clip = AutoConfig.from_pretrained(second_text_folder(config), local_files_only=True)
+    return first, getattr(clip, "text_config", clip)  # the whole of a CLIP may lie there
 
 
-def _without_norm(model: LlamaModel | LlavaModel) -> nn.Module:
+def _without_norm(model: nn.Module) -> nn.Module:
     language: Any = getattr(model, "language_model", model)  # its norm is of a class, and becomes another
     language.norm = nn.Identity()  # its states go on as they are
     return model
 
 
-def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = False) -> PooledText:
+def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = False) -> PooledText | GlyphText:
     """Both encoders and their tokenizers from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
 
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
-    all of the weights, FileNotFoundError without a tokenizer.
+    all of the weights and for a tokenizer with another chat template, FileNotFoundError without a tokenizer.
     """
     from transformers import (
         AutoTokenizer,
         CLIPTextModel,
         LlamaModel,
         LlavaForConditionalGeneration,
+        Qwen2_5_VLTextModel,
         T5EncoderModel,
     )
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -374,19 +424,26 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
     class Shortened(LlamaModel):  # type: ignore[no-untyped-call]  # Transformers' own hook for subclasses
         _keys_to_ignore_on_load_unexpected = missing
 
+    class ShortenedQwen(Qwen2_5_VLTextModel):  # type: ignore[no-untyped-call]
+        _keys_to_ignore_on_load_unexpected = missing
+
     class ShortenedLlava(LlavaForConditionalGeneration):  # type: ignore[no-untyped-call]
         _keys_to_ignore_on_load_unexpected = missing
         _keys_to_ignore_on_load_missing = [r"lm_head"]  # noqa: RUF012  # it is not used
 
-    first, second = text_folder(config), pooled_text_folder(config)
-    shape, clip_shape = _shapes(config)
+    first, second = text_folder(config), second_text_folder(config)
+    shape, other_shape = _shapes(config)
     recipe = recipe_of(config)
-    for folder, part in ((first, recipe.states_parts[1]), (second, recipe.pooled_parts[1])):
+    for folder, part in ((first, recipe.states_parts[1]), (second, recipe.second_parts[1])):
         check_tokenizer(tokenizer_of(folder, part))  # before gigabytes are read
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True)
+    _check_chat(tokenizer, recipe, config)
 
     def read(dtype: torch.dtype) -> nn.Module:
         if recipe.states == "llama":
             return _without_norm(_loaded(Shortened, first, shape, dtype))
+        if recipe.states == "qwen2_5_vl_text":
+            return _without_norm(_loaded(ShortenedQwen, first, shape, dtype))
         if recipe.states == "llava":
             return _without_norm(_loaded(ShortenedLlava, first, shape, dtype).model)  # without its head
         encoder: nn.Module = _loaded(T5EncoderModel, first, shape, dtype)
@@ -403,17 +460,17 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
         device,
         shared,
     )
-    clip = load_text(
+    other_class = T5EncoderModel if recipe.second == "byt5" else CLIPTextModel
+    other = load_text(
         Source(
             folder=second,
-            read=lambda dtype: _loaded(CLIPTextModel, second, clip_shape, dtype),
+            read=lambda dtype: _loaded(other_class, second, other_shape, dtype),
             bare=lambda: pair_skeleton(config)[1],
         ),
         config,
         device,
         shared,
     )
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_of(first, recipe.states_parts[1]), local_files_only=True)
     eyes = None
     if recipe.picture:
         prepares = text_parts(config)[recipe.picture.processor]
@@ -423,12 +480,24 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
     return pooled_text(
         encoder,
         tokenizer,
-        clip,
-        AutoTokenizer.from_pretrained(tokenizer_of(second, recipe.pooled_parts[1]), local_files_only=True),
+        other,
+        AutoTokenizer.from_pretrained(tokenizer_of(second, recipe.second_parts[1]), local_files_only=True),
         config,
         device,
         eyes,
     )
+
+
+def _check_chat(tokenizer: PreTrainedTokenizerBase, recipe: TextRecipe, config: TextConfig) -> None:
+    """Raises ValueError for a tokenizer whose chat template makes another prompt than the weights were trained on."""
+    if not recipe.system:
+        return
+    said = [{"role": "system", "content": recipe.system}, {"role": "user", "content": "{}"}]
+    if tokenizer.apply_chat_template(said, add_generation_prompt=True, tokenize=False) != recipe.template:
+        raise ValueError(
+            f"the tokenizer of {config.path} has a chat template that makes another prompt than model.text.kind "
+            f"{config.kind} is for. Give the folder of its own pipeline."
+        )
 
 
 def _loaded(kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype) -> T:
@@ -456,13 +525,13 @@ def text_classes(config: TextConfig) -> dict[str, str]:
         "llama": ("LlamaModel", "LlamaTokenizerFast"),
         "llava": ("LlavaForConditionalGeneration", "LlamaTokenizerFast"),
         "t5": ("T5EncoderModel", "T5TokenizerFast"),
+        "qwen2_5_vl_text": ("Qwen2_5_VLTextModel", "Qwen2Tokenizer"),
     }[recipe.states]
-    names = dict(
-        zip((*recipe.states_parts, *recipe.pooled_parts), (encoder, tokenizer, "CLIPTextModel", "CLIPTokenizer"))
-    )
+    second = {"clip": ("CLIPTextModel", "CLIPTokenizer"), "byt5": ("T5EncoderModel", "ByT5Tokenizer")}[recipe.second]
+    names = dict(zip((*recipe.states_parts, *recipe.second_parts), (encoder, tokenizer, *second)))
     if recipe.picture:
         names[recipe.picture.processor] = "CLIPImageProcessor"
-    tokenizers = (recipe.states_parts[1], recipe.pooled_parts[1])
+    tokenizers = (recipe.states_parts[1], recipe.second_parts[1])
     if not config.path:
         return names | dict.fromkeys(tokenizers, "ByT5Tokenizer")
     folders = text_parts(config)

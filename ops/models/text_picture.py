@@ -136,7 +136,7 @@ class LlavaText:
         return [*range(self.recipe.crop, end - self.picture.dropped), *range(end, len(ids))]
 
     def _tokens(self, caption: str) -> list[int]:
-        prompt = self.recipe.template.format(caption)
+        prompt = self.recipe.prompt(caption)
         return self.tokenizer(prompt, truncation=True, max_length=self.max_length + self.recipe.crop).input_ids
 
 

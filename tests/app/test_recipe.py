@@ -25,6 +25,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
     "runs/wan2.2-t2v-a14b-both-lora-80gb": {"flow_shift": 3.0},
     "runs/hunyuan-13b-lora-80gb": {"shift": 7.0},
     "runs/hunyuan-i2v-13b-lora-80gb": {"shift": 7.0},
+    "runs/hunyuan1.5-8b-lora-80gb": {"shift": 5.0},
     "runs/flux.1-dev-lora-80gb": {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 4096},
     "models/flux.1-schnell": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/ltx-2b-lora-24gb": {
@@ -42,6 +43,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
 USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all other settings
     "wan": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
+    "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)", "train.flow.flow_shift 5.0"),
     "flux": (
         "model.text.kind flux (here t5)",
         "train.flow.token_shift {law: line, base_tokens: 256, max_tokens: 4096, base: 0.5, max: 1.15} (here null)",

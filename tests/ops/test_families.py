@@ -200,6 +200,9 @@ def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:
     expected = {name: weight.grad for name, weight in reference.named_parameters()}
     largest = max(float(grad.abs().max()) for grad in expected.values() if grad is not None)
     for name, weight in module.named_parameters():
+        if expected[name] is None:  # nothing depends on it, as on what a last block makes of the text
+            assert weight.grad is None, name
+            continue
         assert weight.grad is not None, name
         torch.testing.assert_close(weight.grad, expected[name], atol=1e-5 * largest, rtol=1e-4, msg=name)
 

@@ -12,6 +12,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLCogVideoX,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLLTXVideo,
     AutoencoderKLMochi,
     AutoencoderKLWan,
@@ -128,10 +129,21 @@ def mochi() -> torch.nn.Module:
     )
 
 
+def hunyuan15() -> torch.nn.Module:
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=4,
+        block_out_channels=(16, 16, 16, 16),
+        layers_per_block=1,
+        spatial_compression_ratio=8,
+        temporal_compression_ratio=4,
+    )
+
+
 FAMILIES = {
     "wan": wan,
     "wan_patched": wan_patched,
     "hunyuan": hunyuan,
+    "hunyuan15": hunyuan15,
     "cogvideox": cogvideox,
     "ltx": ltx,
     "ltx_timed": ltx_timed,
@@ -261,6 +273,7 @@ TILED = {
     "wan": (2, 7, 4),
     "wan_patched": (2, 3, 2),
     "hunyuan": (6, 5, 4),
+    "hunyuan15": (2, 7, 4),
     "cogvideox": (2, 7, 4),
     "ltx": (2, 4, 3),
     "ltx_timed": (2, 4, 3),

@@ -157,6 +157,14 @@ class DiTConfig:
             f"{self.architecture} takes none. Use kind: t5."
         )
 
+    def with_glyphs(self, dim: int) -> Self:
+        """The same for a text encoder whose results have rows of glyphs, of this width. Raises ValueError where the
+        transformer takes none."""
+        raise ValueError(
+            f"model.text.kind makes rows of what captions quote, of {dim} numbers, and a transformer of architecture "
+            f"{self.architecture} takes none. Use kind: t5, or that of its own pipeline."
+        )
+
     @property
     def takes_guidance(self) -> bool:
         """Whether the weights are distilled: given the guidance scale, they need no second forward to sample."""

@@ -27,6 +27,27 @@ LLAMA_8B: Json = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
 }
+QWEN2_5_VL_7B: Json = {
+    "model_type": "qwen2_5_vl_text",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128000,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
+}
+BYT5_SMALL: Json = {
+    "model_type": "t5",
+    "vocab_size": 384,  # bytes; without the tokens of colours and fonts that Glyph-SDXL-v2 adds, a few MB
+    "d_model": 1472,
+    "d_ff": 3584,
+    "d_kv": 64,
+    "num_heads": 6,
+    "num_layers": 12,
+    "feed_forward_proj": "gated-gelu",
+}
 CLIP_L: Json = {
     "model_type": "clip_text_model",
     "vocab_size": 49408,

@@ -126,21 +126,35 @@ class PictureRecipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
-    """How published weights saw a caption: as the states of one encoder, and as the pooled vector of CLIP.
+    """How published weights saw a caption: as the states of one encoder, and by a second one, as the pooled vector of
+    CLIP or as the states of a ByT5 that reads what the caption quotes (glyphs).
 
     Its name in `Family.texts` is a value of model.text.kind.
     """
 
-    states: Literal["llama", "llava", "t5"]  # the encoder whose states are the text
+    # the encoder whose states are the text, as Transformers names its type
+    states: Literal["llama", "llava", "t5", "qwen2_5_vl_text"]
+    second: Literal["clip", "byt5"] = "clip"
     states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
-    pooled_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of CLIP
+    second_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of the second encoder
     template: str = "{}"  # of the prompt; {} is the caption, which is not cleaned
+    system: str = ""  # what a chat template makes the prompt of, beside the caption; "": the prompt is of no chat
+    blank: str = ""  # what stands for an empty caption
     crop: int = 0  # tokens of the prompt before the caption, whose states are dropped
     skipped_layers: int = 0  # of the states' encoder, its last ones; their final norm is left out, too
-    pooled_tokens: int = 77  # rows that CLIP sees, padded
+    second_tokens: int = 77  # rows that the second encoder sees: CLIP this number always, ByT5 at most
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False
     picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
+
+    @property
+    def glyph_rows(self) -> int:
+        """Rows of a text, at most, that are of what its caption quotes."""
+        return self.second_tokens if self.second == "byt5" else 0
+
+    def prompt(self, caption: str) -> str:
+        """What the tokenizer of the states gets."""
+        return self.template.format(caption or self.blank)
 
     @property
     def first_encoders(self) -> tuple[str, ...]:
@@ -242,6 +256,7 @@ class Family:
     diffusers_class: str  # of the transformer, whose parameter names are ours; with `own_code` the class there
     own_code: OwnCode | None = None  # None: it is a class of Diffusers
     pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
+    has_guider: bool = False  # its pipeline takes the scale of guidance from a part of its own, guider/
     vae: VAEClass  # that its own pipeline has in Diffusers
     own_vaes: tuple[VAEClass, ...] = ()  # others, which Diffusers does not have
     texts: Mapping[str, TextRecipe] = field(default_factory=dict)  # by values of model.text.kind beside t5

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TEXT = TextRecipe(
     states="t5",
     states_parts=("text_encoder_2", "tokenizer_2"),
-    pooled_parts=("text_encoder", "tokenizer"),
+    second_parts=("text_encoder", "tokenizer"),
     keeps_padding=True,
 )
 

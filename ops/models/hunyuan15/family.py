@@ -1,0 +1,229 @@
+"""HunyuanVideo-1.5, text to video: Diffusers' names and numbers, and how they differ from other families."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ops.flow.schedulers import Scheduler
+from ops.models.base.encoders import BYT5_SMALL, QWEN2_5_VL_7B
+from ops.models.base.family import (
+    Family,
+    Json,
+    LoraNames,
+    ParitySample,
+    PipelineFiles,
+    PublishedParts,
+    PublishedUse,
+    TextRecipe,
+    TrainingRecipe,
+    VAEClass,
+    shift_of,
+)
+from ops.models.base.joint_config import JOINT_PROJECTIONS, default_rope_split
+from ops.models.hunyuan15.config import Hunyuan15Config
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ops.config import FlowConfig
+    from ops.models.base.vae import DiffusersVAE
+
+_SYSTEM = (
+    "You are a helpful assistant. Describe the video by detailing the following aspects: "
+    "        1. The main content and theme of the video. "
+    "        2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects. "
+    "        3. Actions, events, behaviors temporal relationships, physical movement changes of the objects. "
+    "        4. background environment, light, style and atmosphere. "
+    "        5. camera angles, movements, and transitions used in the video."
+)
+# Of HunyuanVideo15Pipeline, in the chat template of Qwen2.5-VL: 108 tokens stand before the caption.
+_TEXT = TextRecipe(
+    states="qwen2_5_vl_text",
+    second="byt5",
+    second_tokens=256,
+    template=(f"<|im_start|>system\n{_SYSTEM}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"),
+    system=_SYSTEM,
+    blank=" ",
+    crop=108,
+    skipped_layers=2,
+)
+_PATCH = 16  # pixels of what `_size` counts
+
+
+def _model() -> type[nn.Module]:
+    from ops.models.hunyuan15.model import Hunyuan15DiT
+
+    return Hunyuan15DiT
+
+
+def _vae() -> type[DiffusersVAE]:
+    from ops.models.hunyuan15.vae import Hunyuan15VAE
+
+    return Hunyuan15VAE
+
+
+def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride_s = fields.get("spatial_compression_ratio", 16)
+    return fields.get("latent_channels", 32), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
+
+
+def _read_rest(fields: Json, known: Json) -> dict[str, object]:
+    """Raises ValueError for weights of image to video, and of MeanFlow, which get a second time."""
+    if fields["task_type"] != "t2v":
+        raise ValueError(
+            f"task_type is {fields['task_type']}: of HunyuanVideo-1.5 text to video is computed, not image to video or "
+            f"super-resolution. Take a folder whose transformer/config.json says t2v."
+        )
+    if fields["use_meanflow"]:
+        raise ValueError(
+            "use_meanflow is true: its weights get a second time, of a distillation that is not computed. Take "
+            "the folder of the plain model."
+        )
+    if fields["in_channels"] != 2 * known["out_channels"] + 1:
+        raise ValueError(
+            f"in_channels is {fields['in_channels']}, and not one more than twice out_channels "
+            f"{known['out_channels']}: those of a clip, of its first frame and of a mask. Copy its config.json again."
+        )
+    spatial, axes, glyphs = fields["patch_size"], tuple(fields["rope_axes_dim"]), fields["text_embed_2_dim"]
+    return {
+        "in_channels": known["out_channels"],
+        "patch": (fields["patch_size_t"], spatial, spatial),
+        "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
+        "glyph_dim": 0 if glyphs == known["text_dim"] else glyphs,
+        "rope_axes": None if axes == default_rope_split(known["head_dim"]) else axes,
+    }
+
+
+def _write_rest(config: Hunyuan15Config) -> dict[str, object]:
+    patch_t, patch_h, patch_w = config.patch
+    if patch_h != patch_w:
+        raise ValueError(
+            f"patch {config.patch}: HunyuanVideo-1.5's config knows one spatial patch size. Use equal ones."
+        )
+    return {
+        "in_channels": 2 * config.in_channels + 1,
+        "patch_size": patch_h,
+        "patch_size_t": patch_t,
+        "mlp_ratio": config.ffn_dim / config.dim,
+        "text_embed_2_dim": config.glyph_width,
+        "rope_axes_dim": list(config.rope_split),
+        "task_type": "t2v",
+        "use_meanflow": False,
+    }
+
+
+def _scheduler(config: Hunyuan15Config, flow: FlowConfig) -> Scheduler:
+    """HunyuanVideo15Pipeline passes even sigmas to FlowMatchEuler, so its own spacing does not matter."""
+    del config
+    return Scheduler(name="FlowMatchEulerDiscreteScheduler", settings={"shift": flow.flow_shift})
+
+
+def _recipe(files: PipelineFiles) -> TrainingRecipe:
+    """Text of both encoders, in true length."""
+    return TrainingRecipe(text={"kind": "hunyuan15", "max_length": 1000}, flow=shift_of(files.scheduler))
+
+
+def _size(target: int) -> tuple[int, int]:
+    """(height, width) of about 16:9 with at most target^2 pixels, as HunyuanVideo15Pipeline chooses it: the flattest
+    that is no flatter, of sizes between the largest of a height and the largest of the next."""
+    most = round((target / _PATCH) ** 2)
+    sizes = [
+        (high, wide)
+        for high in range(most, 0, -1)
+        for wide in range(max(most // (high + 1), 1), most // high + 1)
+        if 16 * high >= 9 * wide
+    ]
+    high, wide = min(sizes, key=lambda size: size[0] / size[1])
+    return high * _PATCH, wide * _PATCH
+
+
+def _published(index: Json, fields: Json) -> PublishedUse:
+    """As HunyuanVideo15Pipeline is called by default, with the guidance of the published guiders; 24 frames per second
+    are those of hyvideo/train.py and generate.py."""
+    del index
+    height, width = _size(fields.get("target_size", 640))
+    return PublishedUse(
+        clips={
+            "frames": 121,
+            "height": height,
+            "width": width,
+            "fps": 24.0,
+            "steps": 50,
+            "guidance_scale": 6.0,
+        },
+    )
+
+
+def _parity_inputs(config: Hunyuan15Config, sample: ParitySample) -> dict[str, object]:
+    import torch
+
+    latent, text = sample.latent, sample.text
+    states, is_glyph = text[:, : config.text_dim], text[:, config.text_dim :].sum(dim=1) > 0
+    glyphs = states[is_glyph, : config.glyph_width]
+    there = len(glyphs) or 1  # the class takes no empty text
+    return {
+        "hidden_states": torch.cat([latent, torch.zeros_like(latent), torch.zeros_like(latent[:1])])[None],
+        "timestep": sample.timestep,
+        "encoder_hidden_states": states[~is_glyph][None],
+        "encoder_attention_mask": torch.ones(1, int((~is_glyph).sum())),
+        "encoder_hidden_states_2": glyphs[None] if len(glyphs) else text.new_zeros(1, there, config.glyph_width),
+        "encoder_attention_mask_2": torch.full((1, there), float(len(glyphs) > 0)),
+        "image_embeds": torch.zeros(1, 1, config.image_dim),
+    }
+
+
+FAMILY = Family(
+    config=Hunyuan15Config,
+    model=_model,
+    diffusers_class="HunyuanVideo15Transformer3DModel",
+    pipeline_class=lambda config: "HunyuanVideo15Pipeline",
+    has_guider=True,
+    vae=VAEClass(name="AutoencoderKLHunyuanVideo15", numbers=_vae_numbers, runs=_vae),
+    texts={"hunyuan15": _TEXT},
+    missing_parts=("text_encoder_2", "tokenizer_2"),
+    missing_note=(
+        "HunyuanVideo15Pipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
+        "load by their own classes; train with model.text.kind hunyuan15 for a complete pipeline, or give --base."
+    ),
+    parts=PublishedParts(text={"text_encoder": QWEN2_5_VL_7B, "text_encoder_2": BYT5_SMALL}),
+    published=_published,
+    recipe=_recipe,
+    key_map={
+        "num_layers": "num_layers",
+        "num_heads": "num_attention_heads",
+        "head_dim": "attention_head_dim",
+        "text_dim": "text_embed_dim",
+        "image_dim": "image_embed_dim",
+        "in_channels": "in_channels",
+        "out_channels": "out_channels",
+        "rope_theta": "rope_theta",
+        "num_refiner_layers": "num_refiner_layers",
+    },
+    class_defaults={
+        "in_channels": 65,
+        "out_channels": 32,
+        "num_attention_heads": 16,
+        "attention_head_dim": 128,
+        "num_layers": 54,
+        "num_refiner_layers": 2,
+        "mlp_ratio": 4.0,
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "qk_norm": "rms_norm",
+        "text_embed_dim": 3584,
+        "text_embed_2_dim": 1472,
+        "image_embed_dim": 1152,
+        "rope_theta": 256.0,
+        "rope_axes_dim": (16, 56, 56),
+        "task_type": "i2v",
+        "use_meanflow": False,
+    },
+    fixed_fields={"qk_norm": "rms_norm"},
+    read_rest=_read_rest,
+    write_rest=_write_rest,
+    lora_names=LoraNames(
+        blocks=("transformer_blocks.",), projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp")
+    ),
+    scheduler=_scheduler,
+    parity_inputs=_parity_inputs,
+)
