@@ -96,9 +96,12 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     parts.index["vae"] = [None, None]
     parts.origins["vae"] = "settings of the haar codec"
+    family, without = FAMILIES[config.model.dit.architecture], "vae=None"
+    if family.needs_vae:
+        without = f"vae={family.vae.name}(latent_channels={vae.channels}, ...) of any weights"
     parts.notes.append(
-        "the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with vae=None, ask "
-        "for output_type='latent', and decode with ops.models.haar.HaarVAE."
+        f"the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with {without}, ask "
+        f"for output_type='latent', and decode with ops.models.haar.HaarVAE."
     )
 
 

@@ -45,7 +45,7 @@ from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.families import test_cogvideox, test_flux, test_stdit3
+from tests.families import test_cogvideox, test_flux, test_hunyuan15, test_stdit3
 from tests.families.kit import SmallPipeline
 from tests.families.registry import CASES
 from tests.families.test_wan import DIT, publish
@@ -534,6 +534,24 @@ def test_a_flux_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> Non
     assert any(note.endswith("call the pipeline with max_sequence_length=16.") for note in exported.notes)
     theirs = test_flux.picture(DiffusionPipeline.from_pretrained(tmp_path / "out", vae=None), 16)
     ours = latent_of(run, PIPELINES["flux"].request)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def test_a_hunyuan15_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> None:
+    """With the random pair of text encoders, set up as the notes say; its class asks for an autoencoder."""
+    text = TextConfig(kind="hunyuan15", d_model=16, num_heads=2, num_layers=1, pooled_dim=12, max_length=16)
+    config = haar_run()
+    dit = replace(test_hunyuan15.DIT, text_dim=16, glyph_dim=12)
+    config = replace(config, model=replace(config.model, dit=dit, vae=VAEConfig(channels=4), text=text))
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    assert any("vae=AutoencoderKLHunyuanVideo15(latent_channels=4, ...)" in note for note in exported.notes)
+    (note,) = [note for note in exported.notes if "system_message" in note]
+    system, crop, most = re.search(r"message to '(.*)', its .* to (\d+) and .* to (\d+)", note).groups()  # type: ignore[union-attr]
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=test_hunyuan15.vae())
+    pipeline.system_message, pipeline.prompt_template_encode_start_idx = system, int(crop)
+    pipeline.tokenizer_max_length = int(most)
+    ours, theirs = latent_of(run, PIPELINES["hunyuan15"].request), test_hunyuan15.clip(pipeline)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 

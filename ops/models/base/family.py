@@ -256,6 +256,7 @@ class Family:
     diffusers_class: str  # of the transformer, whose parameter names are ours; with `own_code` the class there
     own_code: OwnCode | None = None  # None: it is a class of Diffusers
     pipeline_class: Callable[[Any], str] = no_class  # of a config of this family
+    needs_vae: bool = False  # that pipeline cannot be made without an autoencoder, also where none is used
     has_guider: bool = False  # its pipeline takes the scale of guidance from a part of its own, guider/
     vae: VAEClass  # that its own pipeline has in Diffusers
     own_vaes: tuple[VAEClass, ...] = ()  # others, which Diffusers does not have

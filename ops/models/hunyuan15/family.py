@@ -177,6 +177,7 @@ FAMILY = Family(
     model=_model,
     diffusers_class="HunyuanVideo15Transformer3DModel",
     pipeline_class=lambda config: "HunyuanVideo15Pipeline",
+    needs_vae=True,
     has_guider=True,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo15", numbers=_vae_numbers, runs=_vae),
     texts={"hunyuan15": _TEXT},
