@@ -64,6 +64,8 @@ class FamilyCases:
     whole_runs: tuple[str, ...] | None = None  # of `models`, those that are run through Ray and the cache; None: all
     presets: Mapping[str, float]  # files of configs/models: thousand millions of weights, as published
     lora: tuple[str, ...]  # some of the layers that get factors
+    # a regular expression of weights of `variants` that no output depends on, so that they have no gradient
+    unread: str = "never"
     original: OriginalNames | None = None
     pipeline: SmallPipeline | None = None
 

@@ -159,9 +159,9 @@ def clip(pipeline: HunyuanVideo15Pipeline, prompt: str = 'a sign "open"', steps:
 
 CASES = FamilyCases(
     variants={
-        "": small(Hunyuan15Config, glyph_dim=8, image_dim=8, num_refiner_layers=1, patch=(1, 1, 1)),
+        "": small(Hunyuan15Config, num_layers=2, glyph_dim=8, image_dim=8, num_refiner_layers=1, patch=(1, 1, 1)),
         "in patches, of glyphs as wide as captions": small(
-            Hunyuan15Config, image_dim=8, patch=(1, 2, 2), rope_axes=(8, 12, 12)
+            Hunyuan15Config, num_layers=2, image_dim=8, patch=(1, 2, 2), rope_axes=(8, 12, 12)
         ),
     },
     models={
@@ -180,7 +180,8 @@ CASES = FamilyCases(
     },
     whole_runs=("of two text encoders",),
     presets={"hunyuan1.5-8b": 8.3},
-    lora=("attn.add_k_proj", "attn.to_out.0", "ff_context.net.2"),
+    lora=("attn.add_k_proj", "attn.to_out.0", "blocks.0.ff_context.net.2"),
+    unread=r"transformer_blocks\.1\.(attn\.to_add_out|ff_context)\.",  # what the last block makes of the text
     pipeline=SmallPipeline(
         publish=publish,
         model=settings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,8 @@ def test_only_the_factors_get_gradients(family: str, dora: bool) -> None:
     disturb(module)
     forward(module).square().sum().backward()
     trained = {name for name, parameter in module.named_parameters() if parameter.grad is not None}
-    assert trained == {name for name in module.state_dict() if "lora_" in name}
+    factors = {name for name in module.state_dict() if "lora_" in name}
+    assert trained == {name for name in factors if not re.search(CASES[family].unread, name)}
     assert all(any(f"{name}.lora_A" in parameter for parameter in trained) for name in CASES[family].lora)
 
 
@@ -397,6 +399,9 @@ def test_dora_that_peft_made_is_the_same_transformer_here_and_trains_the_same(ca
         if not parameter.requires_grad:
             continue
         grad = theirs[name.removesuffix(".weight")]
+        if re.search(CASES[config.architecture].unread, name):
+            assert grad is None and parameter.grad is None
+            continue
         torch.testing.assert_close(parameter.grad, grad, atol=1e-5 * float(grad.abs().max()), rtol=0, msg=name)
 
 
