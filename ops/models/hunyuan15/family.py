@@ -139,7 +139,7 @@ def _size(target: int) -> tuple[int, int]:
 
 def _published(index: Json, fields: Json) -> PublishedUse:
     """As HunyuanVideo15Pipeline is called by default, with the guidance of the published guiders; 24 frames per second
-    are those of hyvideo/train.py and generate.py."""
+    are those of its authors' train.py."""
     del index
     height, width = _size(fields.get("target_size", 640))
     return PublishedUse(
