@@ -40,6 +40,7 @@ from ops.models.families import FAMILIES
 from ops.models.folders import dit_config, resolve
 from ops.models.forecast import text_need
 from ops.models.hunyuan15.config import Hunyuan15Config
+from ops.models.hunyuan15.vae import Hunyuan15VAE
 from ops.models.load import build_dit, build_text, build_vae, token_counter
 from ops.models.text_glyphs import quoted
 from ops.packed.packing import Layout, Sequence
@@ -330,6 +331,18 @@ def test_latents_and_clips_are_those_of_the_autoencoder_in_tiles_too(folder: Pat
             again = (theirs.decode(wanted / SCALE).sample.movedim(1, -1) + 1).mul(127.5).round().clamp(0, 255)
         assert (ours.decode(latents).float() - again).abs().max() <= 1  # rounding to 8 bits
         assert len(ours.plan_tiles(5, 80, 112)) == (6 if tiling else 1)
+
+
+@pytest.mark.parametrize(("frames", "pixels"), [(1, 6), (3, 4)])
+def test_masks_of_the_autoencoder_are_those_of_its_class(frames: int, pixels: int, folder: Path) -> None:
+    ours = build_vae(resolve(settings(folder))[0].vae)
+    assert isinstance(ours, Hunyuan15VAE)
+    theirs, given = AutoencoderKLHunyuanVideo15.from_pretrained(folder / "vae"), (frames, pixels, torch.float32, "cpu")
+    for part in ("encoder", "decoder"):
+        (block,) = getattr(ours.model, part).mid_block.attentions
+        (plain,) = getattr(theirs, part).mid_block.attentions
+        mask = block.prepare_causal_attention_mask(*given, batch_size=2)
+        assert all(torch.equal(mask, one) for one in plain.prepare_causal_attention_mask(*given, batch_size=2))
 
 
 PUBLISHED: dict[str, Any] = {"_class_name": "HunyuanVideo15Transformer3DModel", "task_type": "t2v"}

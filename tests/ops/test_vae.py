@@ -189,6 +189,16 @@ def test_encode_equals_diffusers(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_several_clips_at_once_are_coded_as_each_alone(family: str) -> None:
+    """Workers encode short clips and pictures together (`clip_groups`)."""
+    vae, videos = make(family), torch.cat([clip(5, 32, 32), 255 - clip(5, 32, 32)])
+    latents = vae.encode(videos)
+    torch.testing.assert_close(latents, torch.cat([vae.encode(video[None]) for video in videos]), atol=1e-5, rtol=1e-4)
+    pixels = torch.cat([vae.decode(latent[None]) for latent in latents])
+    assert (vae.decode(latents).int() - pixels.int()).abs().max() <= 1  # rounding to 8 bits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tiles_blend_to_diffusers_tiled_encode(family: str) -> None:
     vae = make(family, **tiles_of(family))
     video = clip(5, 96, 80)
