@@ -246,7 +246,10 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         folder = text_parts(config)[recipe.states_parts[1] if recipe else "tokenizer"]
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
-        return lambda caption: len(tokenizer(recipe.prompt(caption), verbose=False).input_ids) - recipe.crop
+        marks = not recipe.system  # a chat template has its own
+        return lambda caption: (
+            len(tokenizer(recipe.prompt(caption), add_special_tokens=marks, verbose=False).input_ids) - recipe.crop
+        )
     return lambda caption: len(tokenizer(prepared(caption, config), verbose=False).input_ids)
 
 

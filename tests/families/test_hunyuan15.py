@@ -413,6 +413,7 @@ def test_other_transformers_take_no_rows_of_glyphs() -> None:
 def test_the_random_pair_is_equal_everywhere_and_reads_glyphs() -> None:
     config = TextConfig(kind="hunyuan15", max_length=16, d_model=16, num_heads=2, num_layers=1, pooled_dim=12)
     texts = build_text(config).encode(["a red disc", 'a "red" disc', "a blue disc"])
+    assert token_counter(config)("a red disc") == len(texts[0]) == 10
     torch.manual_seed(8)
     again = build_text(config).encode(["a red disc", 'a "red" disc', "a blue disc"])
     assert all(torch.equal(a, b) for a, b in zip(texts, again))
