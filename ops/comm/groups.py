@@ -34,7 +34,8 @@ from ops.waiting import CancelToken, CollectiveProgress, GroupError, Patience, W
 
 # For a process before its first communicator. PyTorch's answer to a broken communicator is to end the process, and so
 # the state that a survivor holds: at once, or minutes later through a monitor that another worker's error has alarmed.
-# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade.
+# So it does when a device has failed, in a tenth of a second: before the worker has said in which cascade. Whatever a
+# cluster sets for other programs does not count.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
@@ -113,8 +114,7 @@ class Groups:
         self._world_ctas, self._bag_ctas = world_ctas, bag_ctas
         self._place = device or torch.device("cpu")
         if backend == "nccl":
-            for name, value in _NCCL_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
+            os.environ.update(_NCCL_ENVIRONMENT)
             self._place = device or torch.device("cuda", torch.cuda.current_device())  # threads begin with another one
             cancel.on_set(self._abort_beside)  # NCCL waits on the device: only aborting the communicator ends them
 
