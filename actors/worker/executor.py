@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from actors.config import TrainConfig
     from ops.config import FlowConfig
 
+AHEAD_S = 2.0  # of planned work that a host queues behind what its device does: no launch takes as long
+_LOOK_S = 0.005
+
 
 class Executor:
     """The modules of one worker, its encode results, and its share of the step's gradient."""
@@ -141,6 +144,8 @@ class Executor:
         """Raise StaleGeneration unless a task of this generation may run."""
         if generation != self.generation:
             raise StaleGeneration(f"task of generation {generation}; this worker is in {self.generation}.")
+        if self.groups is not None and (why := self.groups.ended):  # what is left in its queue would hold it up
+            raise StaleGeneration(f"task of generation {generation}: {why}.")
         if self._exceeded is not None:
             raise OutOfMemory(self._exceeded)
         if self.broken is not None:
@@ -182,7 +187,7 @@ class Executor:
         """
         outlasting = self.own_outlasting()
         if outlasting is None:
-            self.admit(task.generation)
+            self._come_near(task.generation)
             self._wait_as(task)
         if task.start_sum == SumStart.BEFORE and self.device.type != "cuda":
             self.sync.start_sum()  # an NCCL kernel would take SMs from the encodes until the others join
@@ -218,6 +223,17 @@ class Executor:
         self.add_cascade(launched)
         if task.leave:
             self.leave_bag(task.bag)
+
+    def _come_near(self, generation: int) -> None:
+        """Returns when little is queued behind the cascade that the device is in. What is queued cannot be taken back,
+        and a worker whose generation ends answers when its device has come to the end of it. Raises as `admit`."""
+        while True:
+            self.admit(generation)
+            with self._blamed():
+                self.work.read()
+            if sum(one.predicted_s for one in self.work.under_way[1:]) <= AHEAD_S:
+                return
+            time.sleep(_LOOK_S)
 
     def _failed(self, task: CascadeTask, measure: CascadeMeasure, error: BaseException) -> None:
         """No other cascade of the generation runs here. Raises OutOfMemory when memory ran out, unless it was for what

@@ -188,6 +188,12 @@ class Groups:
         return world
 
     @property
+    def ended(self) -> str:
+        """Why the generation has ended, "" while it runs. Collectives find out by themselves; a cascade of one worker
+        has none."""
+        return self._cancel.reason if self._cancel.is_set() else ""
+
+    @property
     def progress(self) -> dict[tuple[int, ...], CollectiveProgress]:
         """Per bag, what the watchdog wants to know. Bags that were left stay in it: no count falls in a generation."""
         with self._counting:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
+import time
 import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,6 +63,11 @@ class LateDevice:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
+@pytest.fixture(autouse=True)
+def far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1000.0)
+
+
 def behind() -> tuple[Host, LateDevice]:
     (host,) = make_hosts(1, torch.float32, train_config())
     device = LateDevice()
@@ -84,6 +92,59 @@ def test_no_cascade_waits_and_the_end_of_the_step_does_once() -> None:
     assert device.waits == 6, "of six cascades, one after the other; on a device the first five end meanwhile"
     pairs = zip(usual.executor.modules.dit.parameters(), host.executor.modules.dit.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def queued_by(host: Host) -> threading.Thread:
+    """A thread in which the host queues all cascades of a step, each of which takes a second by the plan."""
+
+    def queue() -> None:
+        with suppress(StaleGeneration):  # which the host has as its error, too
+            run_step([host], ITEMS, one_worker(ITEMS), finish=False)
+
+    thread = threading.Thread(target=queue, daemon=True)
+    thread.start()
+    return thread
+
+
+def comes_to(count: int, host: Host) -> bool:
+    until = time.monotonic() + 60
+    while len(host.executor.work.under_way) < count and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.3)  # in which it would queue more
+    return len(host.executor.work.under_way) == count
+
+
+def test_a_host_queues_no_more_than_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1.5)
+    host, device = behind()
+    queueing = queued_by(host)
+    assert comes_to(3, host), "one that runs, and two of a second each"
+    first, second, _ = host.executor.work.under_way
+    while host.executor.on_device() is first:
+        device.reached += 1
+    assert comes_to(3, host) and host.executor.work.under_way[0] is second
+    while queueing.is_alive():
+        device.reached += 1
+        time.sleep(0.01)
+    assert host.error is None and device.waits == 0, "it has looked, and not held up the stream"
+
+
+@pytest.mark.parametrize("ended", ["queueing", "between calls"])
+def test_what_is_not_queued_when_a_generation_ends_is_not_run(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1.5)
+    host, _ = behind()
+    assert host.executor.groups is not None
+    cancel = host.executor.groups._cancel
+    if ended == "between calls":
+        cancel.set("generation 2 has begun")
+    queueing = queued_by(host)
+    if ended == "queueing":
+        assert comes_to(3, host)
+        cancel.set("generation 2 has begun")
+    queueing.join(60)
+    assert not queueing.is_alive() and isinstance(host.error, StaleGeneration)
+    assert "generation 2 has begun" in str(host.error)
+    assert len(host.executor.work.under_way) == (3 if ended == "queueing" else 0)
 
 
 def test_a_span_has_the_times_of_the_device() -> None:
