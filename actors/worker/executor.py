@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from actors.config import TrainConfig
     from ops.config import FlowConfig
 
-AHEAD_S = 2.0  # of planned work that a host queues behind what its device does: no launch takes as long
+_AHEAD_S = 2.0  # no launch takes the host as long
 _LOOK_S = 0.005
 
 
@@ -77,12 +77,14 @@ class Executor:
         copies: HostCopies | None = None,
         meter: Meter | None = None,
         name: str = "",
+        ahead_s: float = _AHEAD_S,
     ) -> None:
         """`on_phase` is called with what the worker does now. With `copies`, on CUDA, published results are copied
-        while the next cascades run, and taken from there. `name` is the worker's."""
+        while the next cascades run, and taken from there. `name` is the worker's. The host queues at most `ahead_s` of
+        planned work after the cascade that the device is in."""
         self.modules, self.sync, self.train, self.device = modules, sync, train, device
         self.on_phase, self.copies = on_phase, copies
-        self.meter, self.name = meter or NoMeter(), name
+        self.meter, self.name, self._ahead_s = meter or NoMeter(), name, ahead_s
         self.frame = FirstFrame.of(modules.config)
         self.attention = AttentionRoom.of(
             modules.config.dit, train.memory.attention, self._activation_bytes(), device.type == "cuda"
@@ -225,13 +227,13 @@ class Executor:
             self.leave_bag(task.bag)
 
     def _come_near(self, generation: int) -> None:
-        """Returns when little is queued behind the cascade that the device is in. What is queued cannot be taken back,
+        """Returns when little is queued after the cascade that the device is in. What is queued cannot be taken back,
         and a worker whose generation ends answers when its device has come to the end of it. Raises as `admit`."""
         while True:
             self.admit(generation)
             with self._blamed():
                 self.work.read()
-            if sum(one.predicted_s for one in self.work.under_way[1:]) <= AHEAD_S:
+            if sum(one.predicted_s for one in self.work.under_way[1:]) <= self._ahead_s:
                 return
             time.sleep(_LOOK_S)
 

@@ -63,13 +63,8 @@ class LateDevice:
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
-@pytest.fixture(autouse=True)
-def far_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1000.0)
-
-
-def behind() -> tuple[Host, LateDevice]:
-    (host,) = make_hosts(1, torch.float32, train_config())
+def behind(ahead_s: float = 1000.0) -> tuple[Host, LateDevice]:
+    (host,) = make_hosts(1, torch.float32, train_config(), ahead_s=ahead_s)
     device = LateDevice()
     host.executor.watch = device
     return host, device
@@ -114,9 +109,8 @@ def comes_to(count: int, host: Host) -> bool:
     return len(host.executor.work.under_way) == count
 
 
-def test_a_host_queues_no_more_than_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1.5)
-    host, device = behind()
+def test_a_host_queues_no_more_than_some_seconds() -> None:
+    host, device = behind(ahead_s=1.5)
     queueing = queued_by(host)
     assert comes_to(3, host), "one that runs, and two of a second each"
     first, second, _ = host.executor.work.under_way
@@ -130,9 +124,8 @@ def test_a_host_queues_no_more_than_some_seconds(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("ended", ["queueing", "between calls"])
-def test_what_is_not_queued_when_a_generation_ends_is_not_run(ended: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actors.worker.executor.AHEAD_S", 1.5)
-    host, _ = behind()
+def test_what_is_not_queued_when_a_generation_ends_is_not_run(ended: str) -> None:
+    host, _ = behind(ahead_s=1.5)
     assert host.executor.groups is not None
     cancel = host.executor.groups._cancel
     if ended == "between calls":
