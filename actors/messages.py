@@ -194,6 +194,28 @@ class FinishTask:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class HostGpu:
+    """Where a worker runs. What nobody knows, and the GPU of a worker that needs none, is ""."""
+
+    node: str = ""
+    host: str = ""
+    gpu: str = ""  # as Ray counts those of the node
+
+    def __str__(self) -> str:
+        """As people read it: `GPU 3 of gpu-node-7`."""
+        return f"GPU {self.gpu} of {self.host}" if self.gpu else self.host
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FailedStart:
+    """A worker that did not become ready."""
+
+    worker: str
+    why: str
+    where: HostGpu = HostGpu()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerInfo:
     """Where a worker lives; sent once when it is ready."""
 
@@ -219,6 +241,7 @@ class WorkerInfo:
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    gpu: str = ""  # which Ray gave it of its node, as Ray counts them
     nccl: tuple[tuple[str, str], ...] = ()  # what its environment sets of NCCL: (NCCL_IB_HCA, mlx5) and the like
     door: DoorAddress | None = None  # where others find out whether they reach its node
 
@@ -561,7 +584,7 @@ class WorkerHandle(Protocol):
     """A worker as the controller knows it (`actors.worker.worker`). Its calls run one at a time and in order."""
 
     @property
-    def info(self) -> Method[[], WorkerInfo]: ...
+    def info(self) -> Method[[], WorkerInfo | FailedStart]: ...
     @property
     def form(self) -> Method[[FormTask], None]: ...
     @property

@@ -90,6 +90,12 @@ def node_id() -> str:
     return name
 
 
+def given_gpu() -> str:
+    """The GPU of this node that this actor has, as Ray counts them; "" of an actor without one."""
+    ids: list[str] = _ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+    return ",".join(ids)
+
+
 def nodes() -> list[RayNode]:
     """All that have ever been in the cluster."""
     listed: list[RayNode] = _ray.nodes()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -19,9 +20,10 @@ from typing import Protocol
 import ray
 
 from actors.config import PlannerConfig, WorkersConfig
+from actors.messages import HostGpu
 from actors.plan.devices import device_speed
 from actors.pool.workers import uses_gpu
-from actors.ray_calls import cancel, get, remote_of, resources
+from actors.ray_calls import cancel, get, given_gpu, remote_of, resources
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +46,9 @@ class ComputeSettings(Protocol):
 class SeenGpu:
     """A GPU as it was seen."""
 
-    name: str  # that its driver gives
+    name: str  # that its driver gives; "" of one that cannot be used
     tflops: float = 0.0  # bf16, measured; 0: a table has it
+    unusable: str = ""  # why it cannot be used, and what helps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +58,7 @@ class WorkersDevice:
     name: str  # "cpu"; names of GPUs with "+" between them; "cuda" where nobody knows
     measured: Mapping[str, float] = field(default_factory=dict)  # bf16 TFLOP/s by name, of GPUs that no table lists
     kinds: tuple[str, ...] = ()  # the GPUs of the cluster as Ray names them
+    unusable: str = ""  # why no GPU that was looked at can be used
 
     @property
     def assumed(self) -> bool:
@@ -92,7 +96,10 @@ def workers_device(
         return kept
     there = kinds or (("",) if resources(free=False).get("GPU") else ())  # some clusters do not name theirs
     seen = {kind: (look or look_at)(kind) for kind in there}
-    names = [gpu.name if gpu is not None else kind for kind, gpu in seen.items()]
+    unusable = [gpu.unusable if gpu is not None else "" for gpu in seen.values()]
+    if unusable and all(unusable):
+        return WorkersDevice(name="cpu", kinds=kinds, unusable=unusable[0])
+    names = [gpu.name if gpu is not None and not gpu.unusable else kind for kind, gpu in seen.items()]
     return WorkersDevice(
         name="+".join(sorted(set(filter(None, names)))) or "cuda",
         measured={gpu.name: gpu.tflops for gpu in seen.values() if gpu is not None and gpu.tflops},
@@ -108,7 +115,7 @@ def gpu_kinds() -> tuple[str, ...]:
 
 
 def look_at(kind: str, patience_s: float = _LOOK_S) -> SeenGpu | None:
-    """A GPU of this kind ("": of any) of the cluster; None where none is free in time, or it cannot be used."""
+    """A GPU of this kind ("": of any) of the cluster; None where none is free in time."""
     task = remote_of(_seen).options(
         num_cpus=0, num_gpus=1, max_retries=0, name="look at a GPU", **({"accelerator_type": kind} if kind else {})
     )
@@ -122,14 +129,15 @@ def look_at(kind: str, patience_s: float = _LOOK_S) -> SeenGpu | None:
     return found
 
 
-def _seen() -> SeenGpu | None:
+def _seen() -> SeenGpu:
     """The task, on a GPU."""
     import torch
 
+    from ops.gpu_check import why_unusable
     from ops.matmul import matmul_tflops
 
-    if not torch.cuda.is_available():
-        return None
+    if why := why_unusable():
+        return SeenGpu(name="", unusable=f"{HostGpu(host=socket.gethostname(), gpu=given_gpu())}: {why}")
     name, device = torch.cuda.get_device_name(0), torch.device("cuda", 0)
     if device_speed(name) is not None:
         return SeenGpu(name=name)

@@ -10,7 +10,7 @@ from typing import Protocol
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LOADING, Progress
+from actors.messages import LOADING, FailedStart, Progress
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
 from actors.pool.links import LinkWatch, SlowLink, shared_end
@@ -139,15 +139,15 @@ class Lookout:
                 Arrival(worker=number, node=info.node, gpu=info.place.index or 0),
                 LoadedWorker(worker=number, info=info),
             ]
-        return events + [self._failed_start(name, why) for name, why in news.lost]
+        return events + [self._failed_start(failed) for failed in news.failed]
 
-    def _failed_start(self, name: str, why: str) -> Event:
+    def _failed_start(self, failed: FailedStart) -> Event:
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
-            self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {why}"
-        log.warning("worker %s did not start: %s", name, why)
-        self._tell(WorkerLost(worker=name, why=why))
-        return Shortfall(count=1)
+            self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {failed.why}"
+        log.warning("worker %s did not start: %s", failed.worker, failed.why)
+        self._tell(WorkerLost(worker=failed.worker, why=failed.why))
+        return Shortfall(count=1, failed=failed)
 
     def _hanging_starts(self, report: MonitorReport) -> list[Event]:
         """Starts that take too long. A worker sends heartbeats as soon as its process runs, also while it loads its
@@ -159,7 +159,7 @@ class Lookout:
                 self._pool.remove(name)
                 self._monitor.remove.remote(name)
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
-                events.append(self._failed_start(name, why))
+                events.append(self._failed_start(FailedStart(worker=name, why=why)))
         return events
 
     def _recalled(self, report: MonitorReport) -> list[Event]:

@@ -41,7 +41,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.messages import NodesApart, WorkerInfo
+from actors.messages import HostGpu, NodesApart, WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
@@ -66,6 +66,7 @@ from actors.pool.membership_types import (
     Member,
     MemberPhase,
     NodeDeath,
+    NodeRest,
     RecoveredWorker,
     Replacement,
     Request,
@@ -80,6 +81,7 @@ from actors.pool.membership_types import (
     View,
     Wait,
 )
+from actors.pool.quarantine import Quarantine
 from ops.counted import counted, first_of
 
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
@@ -113,6 +115,8 @@ class Membership:
         self._waited_since: float | None = None  # the same before the running generation was formed
         self._apart: dict[frozenset[str], Apart] = {}  # by pair of nodes
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
+        self._quarantine = Quarantine(limits.rest_s, limits.rest_longest_s)
+        self._resting: set[str] = set()  # nodes; "" stands for all
         self._left_out: tuple[int, ...] = ()  # workers that the last Exclusion named
         self._others = False  # workers have come or gone since some were left out
         self._enough_since: float | None = None
@@ -151,7 +155,7 @@ class Membership:
             limits=self._limits,
             changed=changed,
             anew=self._anew,
-            shunned=self._apart_from({member.node for member in self._within_reach()}, also_tried=False),
+            shunned=self._shunned(),
         )
 
     # Events -----------------------------------------------------------------------------------------------------
@@ -180,6 +184,8 @@ class Membership:
                 self._available = event.available
             case Shortfall():
                 self._requested = max(0, self._requested - event.count)
+                if event.failed is not None:
+                    self._ended_early(event.failed.where, event.failed.why, now)
             case Break():
                 self._broken(event, now)
             case StepDispatch():
@@ -193,6 +199,9 @@ class Membership:
             case FirstStep():
                 self._breaks = self._losses = 0
                 self._proven = self._state == "running"
+                for worker in self._workers:
+                    self._update(worker, proven=True)
+                    self._quarantine.worked(_where(self._members[worker]))
                 here = {self._members[worker].node for worker in self._workers}
                 self._apart = {pair: apart for pair, apart in self._apart.items() if not pair <= here}
             case Boundary() | Tick():
@@ -265,11 +274,18 @@ class Membership:
             return
         self._others = True
         self._gone.add(worker)
+        if member.info is not None and member.info.gpu and not member.proven:
+            self._ended_early(_where(member), reason, now)
         reason = f"worker {worker} {reason}"
         if member.phase == "active" or (member.phase == "recovering" and not replaced):
             self._count_loss(reason)
         if member.phase == "active" and self._state != "failed":
             self._break(reason, now)
+
+    def _ended_early(self, where: HostGpu, why: str, now: float) -> None:
+        """A worker there has ended before its first step."""
+        if (rest_s := self._quarantine.ended(where, now)) is not None:
+            self._out.append(NodeRest(where=where, seconds=rest_s, count=self._quarantine.count(where), why=why))
 
     def _break(self, reason: str, now: float) -> None:
         """The running generation is lost; its survivors must leave their groups and answer."""
@@ -298,6 +314,7 @@ class Membership:
 
     def _settle(self, boundary: bool, now: float) -> None:
         self._replace_silent(now)
+        self._resting = self._quarantine.resting(now)
         if self._has_failed():
             return
         self._try_apart(now)
@@ -422,6 +439,15 @@ class Membership:
         are among them with `also_tried` alone."""
         pairs = [pair for pair, apart in self._apart.items() if pair & nodes and (also_tried or not apart.tried)]
         return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
+
+    def _shunned(self) -> tuple[str, ...]:
+        """Nodes for which no worker is asked, sorted."""
+        apart = self._apart_from({member.node for member in self._within_reach()}, also_tried=False)
+        return tuple(sorted({*apart, *self._at_rest()} - {""}))
+
+    def _at_rest(self) -> set[str]:
+        """Nodes at rest, "" for all; none while the run needs every worker that it can get."""
+        return self._resting if len(self._within_reach()) >= self._limits.min else set()
 
     def _try_apart(self, now: float) -> None:
         """Networks are mended: after a while, let two nodes that did not reach each other be tried together again.
@@ -550,12 +576,17 @@ class Membership:
         if self._requested and now - self._requested_at >= self._limits.request_s:
             self._requested = 0  # they did not come; ask again
         here = len(self._within_reach()) + self._requested
-        count = min(self._limits.max - here, max(self._limits.min - here, self._available))
+        available = 0 if "" in self._at_rest() else self._available
+        count = min(self._limits.max - here, max(self._limits.min - here, available))
         if count > 0:
             self._requested += count
             self._requested_at = now
             self._available = max(0, self._available - count)
             self._out.append(Request(count=count))
+
+
+def _where(member: Member) -> HostGpu:
+    return HostGpu() if member.info is None else HostGpu(node=member.node, host=member.info.host, gpu=member.info.gpu)
 
 
 def _by_node(member: Member) -> tuple[str, int, int]:

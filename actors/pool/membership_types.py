@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from actors.config import WorkersConfig
-from actors.messages import NodesApart, WorkerInfo
+from actors.messages import FailedStart, HostGpu, NodesApart, WorkerInfo
 
 MemberPhase = Literal["starting", "ready", "active", "recovering"]
 State = Literal["waiting", "running", "recovering", "failed"]
@@ -34,6 +34,9 @@ class Limits:
     # run workers.suspect_s, and the first time they may just have been late.
     apart_s: float = 60.0
     apart_longest_s: float = 600.0
+    # A node on which workers end before their first step gets no new one for so long, each time twice as long.
+    rest_s: float = 60.0
+    rest_longest_s: float = 3600.0
     apart_waiting_s: float = 30.0  # the same, always, while the run waits anyway: for workers, or for CPUs that decode
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
@@ -129,9 +132,11 @@ class Resources:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shortfall:
-    """This many requested workers will not come; they may be asked for again."""
+    """This many requested workers will not come; they may be asked for again. `failed`: the one that came, and did not
+    become ready."""
 
     count: int
+    failed: FailedStart | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,6 +309,17 @@ class Exclusion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NodeRest:
+    """No worker is started on the node of `where` for so long, but for those that `min` needs: `count` in a row ended
+    there before their first step. Where nobody knows where, it is everywhere."""
+
+    where: HostGpu
+    seconds: float
+    count: int
+    why: str  # how the last one ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """Write what there is to a checkpoint and end with this exit code."""
 
@@ -311,7 +327,7 @@ class Failure:
     reason: str
 
 
-Decision = Form | End | Drain | Replacement | Request | Wait | Exclusion | Failure
+Decision = Form | End | Drain | Replacement | Request | Wait | Exclusion | NodeRest | Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -328,6 +344,7 @@ class Member:
     suspected_at: float | None = None
     suspicion: str = ""
     left_out: bool = False  # of the running generation, until others come or go
+    proven: bool = False  # has finished a step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -342,7 +359,7 @@ class View:
     limits: Limits
     changed: bool  # state, generation or workers differ from the view before
     anew: bool = False  # the generation is to be formed again, of the same workers
-    shunned: tuple[str, ...] = ()  # nodes that those of the others do not reach: no worker is asked for there, in order
+    shunned: tuple[str, ...] = ()  # nodes for which no worker is asked: out of reach, or at rest; in order
 
     @property
     def change_pending(self) -> bool:

@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import process
 from actors.config import WorkersConfig
 from actors.memory_kills import in_short
-from actors.messages import IO, SNAPSHOTS, WorkerHandle, WorkerInfo, WorkerSettings
+from actors.messages import IO, SNAPSHOTS, FailedStart, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, nodes_with_room, where
@@ -42,7 +42,7 @@ class PoolMember:
 
     name: str
     handle: WorkerHandle
-    info_ref: Ref[WorkerInfo]
+    info_ref: Ref[WorkerInfo | FailedStart]
     requested_at: float
     wished: str | None  # the node it was asked for
     shunned: tuple[str, ...] = ()  # nodes on which it does not start
@@ -54,7 +54,7 @@ class PoolNews:
     """What has changed since the last look."""
 
     ready: tuple[WorkerInfo, ...] = ()
-    lost: tuple[tuple[str, str], ...] = ()  # (worker, why), before it was ready
+    failed: tuple[FailedStart, ...] = ()  # of workers that are gone
 
 
 class Pool(ABC):
@@ -95,16 +95,22 @@ class Pool(ABC):
         pending = {m.info_ref: m for m in self._members.values() if m.info is None}
         done, _ = wait(list(pending), num_returns=len(pending), timeout=0) if pending else ([], [])
         ready: list[WorkerInfo] = []
-        lost: list[tuple[str, str]] = []
+        failed: list[FailedStart] = []
         for reference in done:
             member = pending[reference]
             try:
-                member.info = get(reference)
-                ready.append(member.info)
+                answer = get(reference)
             except ray.exceptions.RayError as error:
                 del self._members[member.name]
-                lost.append((member.name, _cause(error)))
-        return PoolNews(ready=tuple(ready), lost=tuple(lost))
+                failed.append(FailedStart(worker=member.name, why=_cause(error)))
+                continue
+            if isinstance(answer, FailedStart):
+                self.remove(member.name)
+                failed.append(answer)
+            else:
+                member.info = answer
+                ready.append(answer)
+        return PoolNews(ready=tuple(ready), failed=tuple(failed))
 
     def handle(self, name: str) -> WorkerHandle:
         return self._members[name].handle

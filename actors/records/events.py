@@ -331,6 +331,22 @@ class WorkersLeftOut(RunEvent, event="left_out"):
         return f"{', '.join(self.workers)} {'waits' if one else 'wait'} until others come or go: {self.why}"
 
 
+class NodeRests(RunEvent, event="rest"):
+    """No worker is started on a node for a while, as several in a row ended there before their first step."""
+
+    where: str  # its host, with the GPU if there is one; "" where nobody knows
+    seconds: float
+    count: int
+    why: str  # how the last one ended
+
+    def describe(self) -> str:
+        where, host = (f"on {self.where} ", self.where.rpartition(" of ")[2]) if self.where else ("", "any node")
+        return (
+            f"no worker is started on {host} for {self.seconds / 60:g} min unless the run needs it: {self.count} in a "
+            f"row ended {where}before their first step; the last one: {self.why.removeprefix(f'{self.where}: ')}"
+        )
+
+
 class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
     """The run waits for clips, and workers leave no CPU to decode them where that may be done."""
 

@@ -28,6 +28,7 @@ from actors.pool.membership_types import (
     Failure,
     FirstStep,
     Form,
+    NodeRest,
     RecoveredWorker,
     Replacement,
     Request,
@@ -43,6 +44,7 @@ from actors.records.events import (
     GenerationEnded,
     GenerationFormed,
     MemoryRanOut,
+    NodeRests,
     RunFailed,
     StepsRecovered,
     WeightsFetched,
@@ -199,6 +201,12 @@ class GenerationManager:
                 self.events.tell(WorkersLeftOut(workers=names, why=decision.why))
                 for name in names:  # it may have been in the last generation, and still write into its memory
                     self.pool.handle(name).hand_over.remote(None)
+            case NodeRest():
+                self.events.tell(
+                    NodeRests(
+                        where=str(decision.where), seconds=decision.seconds, count=decision.count, why=decision.why
+                    )
+                )
             case Failure():
                 self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise StopRun(self.committer.outcome(decision.code, decision.reason))

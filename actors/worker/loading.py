@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from actors.config import TrainConfig, WorkersConfig
-from actors.messages import WorkerSettings
+from actors.messages import HostGpu, WorkerSettings
 from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen, number_of_chosen
 from actors.plan.types import ENCODED, MODULES, Module
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
+from ops.gpu_check import why_unusable
 from ops.matmul import matmul_tflops
 from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
@@ -273,7 +274,15 @@ def memory_of(train: TrainConfig, places: Places) -> GradientMemory:
     return "node_or_host" if places.gradients == "node" and train.memory.gradients == "auto" else places.gradients
 
 
-def device_of(workers: WorkersConfig) -> torch.device:
-    """`auto` means CUDA where this process sees a GPU."""
-    cuda = torch.cuda.is_available() if workers.device == "auto" else workers.device == "cuda"
-    return torch.device("cuda", 0) if cuda else torch.device("cpu")
+class GpuUnusable(RuntimeError):
+    """PyTorch cannot use the GPU that a worker was given."""
+
+
+def device_of(workers: WorkersConfig, given: HostGpu) -> torch.device:
+    """`auto` means CUDA where this process was given a GPU, or sees one. Raises GpuUnusable: beside GPUs a worker on a
+    CPU could not even meet the others."""
+    if workers.device == "cpu" or (workers.device == "auto" and not given.gpu and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if why := why_unusable():
+        raise GpuUnusable(f"{given}: {why}")
+    return torch.device("cuda", 0)

@@ -23,9 +23,11 @@ from actors.messages import (
     ASIDE,
     SNAPSHOTS,
     CascadeTask,
+    FailedStart,
     FinishTask,
     FormTask,
     Handover,
+    HostGpu,
     OutOfReach,
     PublishedResult,
     Snapshot,
@@ -38,7 +40,7 @@ from actors.messages import (
 )
 from actors.plan.types import ENCODED, Module
 from actors.process import birth
-from actors.ray_calls import bar, get, node_address, node_id, object_store_gib, own_handle, wait
+from actors.ray_calls import bar, get, given_gpu, node_address, node_id, object_store_gib, own_handle, wait
 from actors.refs import Ref
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache, host_copy
@@ -50,6 +52,7 @@ from actors.worker.heartbeat import Heartbeat, Mailbox
 from actors.worker.home import Entry, HomeMemory
 from actors.worker.loading import (
     FirstWeights,
+    GpuUnusable,
     build_modules,
     build_sync,
     device_of,
@@ -74,7 +77,7 @@ from ops.shards import shard_bounds
 from ops.update.shard_export import ShardExport
 from ops.update.sync import trainable
 from ops.upload_room import uploads_gib
-from ops.waiting import CancelToken, Patience, patient
+from ops.waiting import CancelToken, Patience, first_line, patient
 
 log = logging.getLogger(__name__)
 
@@ -87,11 +90,24 @@ class Worker:
     which `actors.pool.workers` makes a Ray actor."""
 
     def __init__(self, name: str, settings: WorkerSettings, monitor: Mailbox) -> None:
+        """What keeps it from starting is the answer of `info`, with the place where that was, which an error that ends
+        an actor does not have."""
+        self.name, self.settings = name, settings
+        self._here = HostGpu(node=node_id(), host=socket.gethostname(), gpu=given_gpu())
+        self._failed: FailedStart | None = None
+        try:
+            self._start(monitor)
+        except Exception as error:
+            log.exception("worker %s does not start", name)
+            kind = "" if isinstance(error, GpuUnusable) else f"{type(error).__name__}: "
+            self._failed = FailedStart(worker=name, why=f"{kind}{first_line(error)}", where=self._here)
+
+    def _start(self, monitor: Mailbox) -> None:
+        name, settings = self.name, self.settings
         torch.set_num_threads(settings.workers.torch_threads)
         allow_tf32(settings.train.allows_tf32)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.name, self.settings = name, settings
-        self.device = device_of(settings.workers)
+        self.device = device_of(settings.workers, self._here)
         self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
         self._home = HomeMemory()
         self._rank = 0
@@ -123,13 +139,15 @@ class Worker:
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
-    def info(self) -> WorkerInfo:
+    def info(self) -> WorkerInfo | FailedStart:
         """Answers once the modules are loaded."""
-        node, shared = node_id(), shared_room()
+        if self._failed is not None:
+            return self._failed
+        node, shared = self._here.node, shared_room()
         return WorkerInfo(
             worker=self.name,
             node=node,
-            host=socket.gethostname(),
+            host=self._here.host,
             pid=os.getpid(),
             born=birth(os.getpid()),
             device=str(self.device),
@@ -149,6 +167,7 @@ class Worker:
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
             place=self._place,
+            gpu=self._here.gpu,
             door=None if self._door is None else self._door.address,
             nccl=tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("NCCL_"))),
         )

@@ -15,10 +15,12 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the first GPU where there is one."""
     import torch
 
+    from ops.gpu_check import why_unusable
+
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device {name!r} is not one of auto, cpu, cuda.")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: this machine has no usable CUDA device; use --device cpu.")
+        raise ConfigError(f"--device cuda: no GPU of this machine can be used. {why_unusable()}. Or use --device cpu.")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 

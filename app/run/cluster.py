@@ -16,12 +16,15 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar
 
 from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
 from ops.typed import ConfigError
+
+if TYPE_CHECKING:
+    from actors.pool.device import WorkersDevice
 
 log = logging.getLogger(__name__)
 
@@ -195,6 +198,22 @@ def check_device(config: RunConfig) -> None:
         check(replace(config, workers=replace(workers, device=device)))
     except ConfigError as error:
         raise ConfigError(f"workers.device auto is {device} on this cluster ({offers}). {error}") from None
+
+
+def on_usable(config: RunConfig, device: WorkersDevice) -> RunConfig:
+    """The config, with CPUs for `workers.device: auto` where the cluster's GPUs cannot be used; a warning says so.
+    Raises ConfigError where the config asks for GPUs."""
+    if not device.unusable:
+        return config
+    if config.workers.device == "cuda":
+        raise ConfigError(
+            f"workers.device cuda: the cluster's GPUs cannot be used. {device.unusable}. "
+            f"Or train on CPUs: --set workers.device=cpu"
+        )
+    print(f"warning: workers.device auto is cpu, as the cluster's GPUs cannot be used. {device.unusable}.", flush=True)
+    config = replace(config, workers=replace(config.workers, device="cpu"))
+    check(config)
+    return config
 
 
 def check_nodes(config: RunConfig) -> None:

@@ -27,6 +27,7 @@ from app.run.cluster import (
     connect,
     is_on_a_cluster,
     joined,
+    on_usable,
     shut_down_ray,
 )
 from app.run.controller_process import (
@@ -100,6 +101,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             check_device(config)
             check_nodes(config)
             device = _device(config, folder)
+            config = on_usable(config, device)
             config = _with_limits(config, device)
             check_memory(config, device, fresh=fresh)
             if copied := keep_apart(folder):

@@ -16,7 +16,7 @@ from actors.planning.memory import Forecasts, MemoryForecast
 from actors.pool.device import WorkersDevice
 from app.inputs.memory import filled
 from app.run import memory
-from app.run.cluster import check_device
+from app.run.cluster import check_device, on_usable
 from app.run.memory import NodeSizes, check_memory
 from app.settings.config import RunConfig
 from ops.memory.node_room import gpu_sizes
@@ -147,6 +147,19 @@ def test_settings_for_gpus_are_refused_where_auto_finds_none(
     check_device(config(device="auto"))
     with pytest.raises(ConfigError, match=r"auto is cpu on this cluster \(no node has a GPU\)\. .*gradients to node"):
         check_device(shared("auto"))
+
+
+def test_gpus_that_cannot_be_used_are_told_and_auto_goes_on_without(capsys: pytest.CaptureFixture[str]) -> None:
+    unusable = WorkersDevice(name="cpu", kinds=("H100",), unusable="GPU 0 of h: PyTorch cannot use it: too old")
+    made = config(device="auto")
+    assert on_usable(made, H100) is made and not capsys.readouterr().out
+    plain = replace(made, train=replace(made.train, memory=replace(made.train.memory, gradients="own")))
+    assert on_usable(plain, unusable).workers.device == "cpu"
+    assert "warning: workers.device auto is cpu, as the cluster's GPUs cannot be used. GPU 0 of h: " in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(ConfigError, match=r"workers\.device cuda: .* GPU 0 of h: .* --set workers\.device=cpu"):
+        on_usable(config(device="cuda"), unusable)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,9 +160,20 @@ def test_names_of_several_devices_are_looked_up_one_by_one() -> None:
     assert device_speed("RTX-6000") is None and device_speed("NVIDIA RTX 6000 Ada Generation") is not None
 
 
+def test_gpus_are_unusable_when_all_that_were_looked_at_are(cluster: dict[str, float], tmp_path: Path) -> None:
+    cluster["accelerator_type:H100"] = cluster["accelerator_type:A100"] = 1.0
+    config, broken = config_of(workers=WorkersConfig(device="cuda")), SeenGpu(name="", unusable="GPU 0 of h: no driver")
+    found = workers_device(config, tmp_path, Looks(H100=broken, A100=broken))
+    assert (found.name, found.unusable) == ("cpu", "GPU 0 of h: no driver")
+    some = workers_device(config, tmp_path, Looks(H100=broken, A100=SeenGpu(name="NVIDIA A100-SXM4-80GB")))
+    assert (some.name, some.unusable) == ("H100+NVIDIA A100-SXM4-80GB", "")
+    found.keep(tmp_path)
+    assert workers_device(config, tmp_path, Looks(H100=H100, A100=H100)).name == H100.name, "looked at again"
+
+
 @pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H100 PCIe", 0.0), ("NVIDIA Foo 1", 123.0)])
 def test_only_a_gpu_that_no_table_lists_is_timed(monkeypatch: pytest.MonkeyPatch, name: str, tflops: float) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("ops.gpu_check.why_unusable", lambda: "")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: name)
     monkeypatch.setattr("ops.matmul.matmul_tflops", lambda device, dtype, seconds: 123.0)
     assert device_module._seen() == SeenGpu(name=name, tflops=tflops)
@@ -170,12 +182,13 @@ def test_only_a_gpu_that_no_table_lists_is_timed(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.cluster
 @pytest.mark.long
 def test_a_gpu_is_looked_at_by_a_task_on_it(tmp_path: Path) -> None:
-    """Ray has a GPU that torch does not see, then one that somebody else has: both leave a name."""
+    """Ray has a GPU that torch does not see, then one that somebody else has, which leaves a name."""
     config = config_of(workers=WorkersConfig(device="auto"))
     with local_ray(num_cpus=1, num_gpus=1, resources={"accelerator_type:Foo-1": 1}, log_to_driver=False):
-        assert look_at("Foo-1") is None
+        seen = look_at("Foo-1")
+        assert seen is not None and not seen.name and f"GPU 0 of {socket.gethostname()}: PyTorch" in seen.unusable
         found = workers_device(config, tmp_path)
-        assert (found.name, found.kinds) == ("Foo-1", ("Foo-1",)) and found.assumed
+        assert found == WorkersDevice(name="cpu", kinds=("Foo-1",), unusable=seen.unusable) and not found.assumed
 
         @ray.remote(num_cpus=0, num_gpus=1)
         class Taken:
@@ -185,4 +198,6 @@ def test_a_gpu_is_looked_at_by_a_task_on_it(tmp_path: Path) -> None:
         taken = Taken.remote()
         assert ray.get(taken.here.remote())
         assert look_at("Foo-1", patience_s=1.0) is None
+        found = workers_device(config, tmp_path, lambda kind: look_at(kind, patience_s=1.0))
+        assert (found.name, found.unusable) == ("Foo-1", "") and found.assumed
         ray.kill(taken)

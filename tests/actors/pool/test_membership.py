@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.config import WorkersConfig
-from actors.messages import NodeDoor, NodesApart, WorkerInfo
+from actors.messages import FailedStart, HostGpu, NodeDoor, NodesApart, WorkerInfo
 from actors.pool.membership import Membership, ShortageOf, _named
 from actors.pool.membership_types import (
     Arrival,
@@ -33,6 +33,7 @@ from actors.pool.membership_types import (
     Loading,
     Member,
     NodeDeath,
+    NodeRest,
     RecoveredWorker,
     Replacement,
     Request,
@@ -118,6 +119,63 @@ def test_request_without_answer_is_made_again() -> None:
     assert of(Request, pool.see(Tick(), after=29)) == []
     assert of(Request, pool.see(Tick(), after=1)) == [Request(count=2)]
     assert of(Request, pool.see(Shortfall(count=1))) == [Request(count=1)]
+
+
+BROKEN = HostGpu(node="n1", host="h", gpu="1")  # of worker 3 and of those in its place
+
+
+def failed(worker: int, where: HostGpu = BROKEN) -> Shortfall:
+    return Shortfall(count=1, failed=FailedStart(worker=f"w{worker}", why="CUDA error", where=where))
+
+
+def test_a_gpu_on_which_no_worker_starts_is_not_tried_every_few_seconds() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(FirstStep(), Resources(available=1))
+    assert of(NodeRest, pool.see(failed(3))) == []
+    assert [r.count for r in of(Request, pool.see(Resources(available=1)))] == [1], "once may be chance"
+    assert of(NodeRest, pool.see(failed(4))) == [NodeRest(where=BROKEN, seconds=60.0, count=2, why="CUDA error")]
+    assert pool.view.shunned == ("n1",) and pool.view.workers == (0, 1, 2), "others of its node go on"
+    assert pool.see(Tick(), after=59) == [] and pool.view.shunned == ("n1",)
+    pool.see(Tick(), after=1)
+    assert pool.view.shunned == ()
+    assert of(Request, pool.see(Resources(available=1)))
+    assert [r.seconds for r in of(NodeRest, pool.see(failed(5)))] == [120.0]
+
+
+def test_where_a_start_failed_may_be_unknown() -> None:
+    pool = Pool().run(0, 1, 2)
+    pool.see(FirstStep())
+    pool.see(failed(3, HostGpu()), failed(4, HostGpu()))
+    assert pool.view.shunned == () and of(Request, pool.see(Resources(available=1))) == []
+    assert of(Request, pool.see(Resources(available=1), after=60))
+
+
+def test_a_run_that_needs_a_worker_asks_for_it_anywhere() -> None:
+    pool = Pool().run(0, 1)
+    pool.see(FirstStep(), failed(3), failed(4), failed(5, HostGpu()), failed(6, HostGpu()))
+    assert pool.view.shunned == ("n1",) and of(Request, pool.see(Resources(available=1))) == []
+    assert [r.count for r in of(Request, pool.see(Death(worker=1)))] == [1], "below min"
+    assert pool.view.shunned == ()
+
+
+@pytest.mark.parametrize(("steps", "gpu", "rests"), [(False, "1", True), (True, "1", False), (False, "", False)])
+def test_a_gpu_that_ends_its_workers_in_their_first_step_rests(steps: bool, gpu: str, rests: bool) -> None:
+    """A worker that has trained on it may end for any reason; so may one without a GPU."""
+    pool = Pool().run(0, 1, 2)
+    pool.see(FirstStep())
+    found = list[Decision]()
+    for worker in (3, 4):
+        info = replace(info_of(worker), gpu=gpu, host="h")
+        pool.see(
+            Arrival(worker=worker, node="n1", gpu=1), LoadedWorker(worker=worker, info=info), Boundary(step=worker)
+        )
+        assert pool.view.workers == (0, 1, 2, worker)
+        if steps:
+            pool.see(FirstStep())
+        found += pool.see(Death(worker=worker, reason="died"))
+        pool.see(*(RecoveredWorker(worker=w) for w in (0, 1, 2)), FirstStep())
+    assert [(r.where, r.count) for r in of(NodeRest, found)] == ([(BROKEN, 2)] if rests else [])
+    assert pool.view.shunned == (("n1",) if rests else ())
 
 
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
@@ -711,6 +769,7 @@ EVENTS = st.one_of(
     st.builds(NodeDeath, node=st.sampled_from("abc")),
     st.builds(Resources, available=st.integers(0, 5)),
     st.builds(Shortfall, count=st.integers(0, 2)),
+    st.builds(failed, st.integers(0, 9), st.builds(HostGpu, node=st.sampled_from(["", "a", "b"]), gpu=st.just("1"))),
     st.builds(Boundary, step=st.just(0)),
     st.builds(FirstStep),
     st.builds(Break, generation=st.integers(0, 6), reason=st.just("x")),

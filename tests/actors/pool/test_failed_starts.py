@@ -1,0 +1,56 @@
+"""A worker that does not start says why, and where that was."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from actors.config import WorkersConfig
+from actors.messages import HostGpu, WorkerSettings
+from actors.pool.workers import RayPool, start_monitor
+from actors.ray_calls import node_id, resources
+from actors.worker.loading import GpuUnusable, device_of
+from tests.actors.exactness import MODEL, train_config
+from tests.rays import local_ray
+
+HANGS_S = 120.0
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_no_worker_takes_a_cpu_in_the_place_of_a_gpu_that_it_was_given(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr("actors.worker.loading.why_unusable", lambda: "PyTorch cannot use it: CUDA error")
+    workers = WorkersConfig(device=device)  # type: ignore[arg-type]
+    with pytest.raises(GpuUnusable, match="GPU 2 of gpu-node-7: PyTorch cannot use it: CUDA error"):
+        device_of(workers, HostGpu(node="n", host="gpu-node-7", gpu="2"))
+    assert device_of(WorkersConfig(device="cpu"), HostGpu(gpu="2")).type == "cpu"
+
+
+def test_auto_without_a_gpu_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_of(WorkersConfig(device="auto"), HostGpu(host="h")).type == "cpu"
+
+
+@pytest.mark.cluster
+def test_the_pool_learns_the_gpu_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray has a GPU that PyTorch does not see."""
+    with local_ray(num_cpus=2, num_gpus=1, log_to_driver=False):
+        settings = WorkerSettings(
+            model=MODEL, train=train_config(), workers=WorkersConfig(device="auto", cpus_per_worker=0.5)
+        )
+        pool = RayPool("run", settings, start_monitor("run"))
+        pool.start(1)
+        until = time.monotonic() + HANGS_S
+        while not (news := pool.poll()).failed:
+            assert time.monotonic() < until and not news.ready
+            time.sleep(0.1)
+        (failed,) = news.failed
+        assert failed.worker == "w0" and failed.where == HostGpu(node=node_id(), host=socket.gethostname(), gpu="0")
+        assert failed.why.startswith(f"GPU 0 of {socket.gethostname()}: PyTorch ")
+        assert pool.names == []
+        while resources(free=True).get("GPU", 0) < 1:
+            assert time.monotonic() < until, "the next worker has no GPU"
+            time.sleep(0.1)
