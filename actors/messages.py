@@ -311,6 +311,9 @@ class StepReport:
     peak_tflops: float = 0.0  # of the worker's device in the run's precision; 0: not known
 
 
+NOT_FINITE = "non-finite loss: "  # before a sample of `StepReport.bad_samples`
+
+
 @sent_often
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkUse:

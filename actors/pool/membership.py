@@ -51,6 +51,7 @@ from actors.pool.membership_types import (
     Break,
     Death,
     Decision,
+    Distrust,
     Drain,
     End,
     Event,
@@ -175,6 +176,8 @@ class Membership:
                     self._update(event.worker, suspected_at=now, suspicion=event.reason)
             case LeaveNotice():
                 self._update(event.worker, leaving=event.reason or "leaving")
+            case Distrust():
+                self._distrust(event, now)
             case Death():
                 self._lose(event.worker, event.reason, now)
             case NodeDeath():
@@ -285,7 +288,20 @@ class Membership:
     def _ended_early(self, where: HostGpu, why: str, now: float) -> None:
         """A worker there has ended before its first step."""
         if (rest_s := self._quarantine.ended(where, now)) is not None:
-            self._out.append(NodeRest(where=where, seconds=rest_s, count=self._quarantine.count(where), why=why))
+            count, place = self._quarantine.count(where), str(where)
+            there = f"{count} in a row ended{f' on {place}' if place else ''} before their first step"
+            last = why.removeprefix(f"{place}: ")
+            self._out.append(NodeRest(where=where, seconds=rest_s, why=f"{there}; the last one: {last}"))
+
+    def _distrust(self, event: Distrust, now: float) -> None:
+        """The worker leaves, and its node rests, if it has a GPU and the run has enough others."""
+        member, rest_s = self._members.get(event.worker), self._limits.distrust_s
+        if member is None or not _where(member).gpu or len(self._within_reach()) <= self._limits.min or member.leaving:
+            return
+        where = _where(member)
+        self._quarantine.distrust(where, now, rest_s)
+        self._out.append(NodeRest(where=where, seconds=rest_s, why=f"{where} seems to compute wrongly"))
+        self._update(event.worker, leaving=f"{where} seems to compute wrongly: {event.reason}")
 
     def _break(self, reason: str, now: float) -> None:
         """The running generation is lost; its survivors must leave their groups and answer."""

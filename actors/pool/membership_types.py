@@ -37,6 +37,7 @@ class Limits:
     # A node on which workers end before their first step gets no new one for so long, each time twice as long.
     rest_s: float = 60.0
     rest_longest_s: float = 3600.0
+    distrust_s: float = 21600.0  # the same where a GPU seems to compute wrongly: each try may cost some steps
     apart_waiting_s: float = 30.0  # the same, always, while the run waits anyway: for workers, or for CPUs that decode
     max_breaks: int = 3  # generations in a row without a finished step that break without a death
     max_losses: int = 12  # the same for those that end by the loss of a worker
@@ -98,6 +99,14 @@ class LeaveNotice:
 
     worker: int
     reason: str = "leaving"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distrust:
+    """A worker's GPU seems to compute wrongly."""
+
+    worker: int
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,6 +216,7 @@ Event = (
     | RecoveredWorker
     | LifeSign
     | LeaveNotice
+    | Distrust
     | Suspect
     | Death
     | NodeDeath
@@ -310,13 +320,12 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRest:
-    """No worker is started on the node of `where` for so long, but for those that `min` needs: `count` in a row ended
-    there before their first step. Where nobody knows where, it is everywhere."""
+    """No worker is started on the node of `where` for so long, but for those that `min` needs; on none where nobody
+    knows which node it is."""
 
     where: HostGpu
     seconds: float
-    count: int
-    why: str  # how the last one ended
+    why: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

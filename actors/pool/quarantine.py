@@ -50,6 +50,10 @@ class Quarantine:
         self._records[key] = record
         return record.rest_s if record.until > now else None
 
+    def distrust(self, where: HostGpu, now: float, rest_s: float) -> None:
+        """It seems to compute wrongly: its node rests for so long."""
+        self._records[where.node, where.gpu] = _Record(ended=_IN_A_ROW, until=now + rest_s, rest_s=rest_s)
+
     def worked(self, where: HostGpu) -> None:
         """A worker there has finished a step."""
         for key in ((where.node, where.gpu), ("", "")):

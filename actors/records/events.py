@@ -332,19 +332,15 @@ class WorkersLeftOut(RunEvent, event="left_out"):
 
 
 class NodeRests(RunEvent, event="rest"):
-    """No worker is started on a node for a while, as several in a row ended there before their first step."""
+    """No worker is started on a node for a while, unless the run needs it."""
 
-    where: str  # its host, with the GPU if there is one; "" where nobody knows
+    host: str  # "": on none, as nobody knows which it is
     seconds: float
-    count: int
-    why: str  # how the last one ended
+    why: str
 
     def describe(self) -> str:
-        where, host = (f"on {self.where} ", self.where.rpartition(" of ")[2]) if self.where else ("", "any node")
-        return (
-            f"no worker is started on {host} for {self.seconds / 60:g} min unless the run needs it: {self.count} in a "
-            f"row ended {where}before their first step; the last one: {self.why.removeprefix(f'{self.where}: ')}"
-        )
+        span = f"{self.seconds / 60:g} min" if self.seconds < 3600 else f"{self.seconds / 3600:g} h"
+        return f"no worker is started on {self.host or 'any node'} for {span} unless the run needs it: {self.why}"
 
 
 class DecodingAwaited(RunEvent, event="decode_wait", disturbs=True):
@@ -426,9 +422,11 @@ class StepSkipped(RunEvent, event="skipped"):
     loss: float
     grad_norm: float
     samples: tuple[str, ...]
+    workers: tuple[str, ...] = ()  # on which losses were not finite
 
     def describe(self) -> str:
-        return f"step {self.step} skipped: loss {self.loss}, gradient norm {self.grad_norm}"
+        where = f" (losses of {first_of(self.workers)})" if self.workers else ""
+        return f"step {self.step} skipped: loss {self.loss}, gradient norm {self.grad_norm}{where}"
 
 
 class SpeedsLearned(RunEvent, event="speeds"):

@@ -264,8 +264,10 @@ class Controller:
     def _collected(self, runner: StepRunner, done: CollectedStep) -> None:
         """All workers have finished a step."""
         self.generations.finished(done)
-        self.skips.check(done, self.committer.committed)
+        suspect = self.skips.check(done, self.committer.committed)
         self.committer.add(done)
+        if suspect:
+            self.generations.distrust(suspect)
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         called = sorted(done.running.finishes.values())  # by themselves; the others' spans are in answers of relays
         spans = [span for rank in called for span in done.reports[rank].spans]

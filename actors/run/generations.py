@@ -21,6 +21,7 @@ from actors.pool.membership_types import (
     Break,
     Death,
     Decision,
+    Distrust,
     Drain,
     End,
     Event,
@@ -163,6 +164,11 @@ class GenerationManager:
             self._proven = done.running.generation
             self.observe(FirstStep())
 
+    def distrust(self, name: str) -> None:
+        """A worker's GPU seems to compute wrongly: it leaves, if the run has enough others."""
+        why = "losses were not finite on it, of other clips in each skipped step"
+        self.observe(Distrust(worker=worker_number(name), reason=why))
+
     def observe(self, *events: Event) -> None:
         """Pass events of one moment to the membership and carry out its decisions. Raises StopRun when the run cannot
         go on."""
@@ -202,11 +208,7 @@ class GenerationManager:
                 for name in names:  # it may have been in the last generation, and still write into its memory
                     self.pool.handle(name).hand_over.remote(None)
             case NodeRest():
-                self.events.tell(
-                    NodeRests(
-                        where=str(decision.where), seconds=decision.seconds, count=decision.count, why=decision.why
-                    )
-                )
+                self.events.tell(NodeRests(host=decision.where.host, seconds=decision.seconds, why=decision.why))
             case Failure():
                 self.events.tell(RunFailed(why=decision.reason, code=decision.code))
                 raise StopRun(self.committer.outcome(decision.code, decision.reason))

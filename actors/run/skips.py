@@ -1,11 +1,18 @@
-"""Steps whose gradient is not finite: they change nothing, are counted and named, and too many of them end the run."""
+"""Steps whose gradient is not finite: they change nothing, are counted and named, and too many of them end the run.
+
+Clips are not the only reason: a GPU may compute wrongly, and then losses are not finite on its worker, of other clips
+every time.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
+from actors.messages import NOT_FINITE
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.records.events import StepSkipped, events_so_far
 from actors.step import CollectedStep
@@ -13,6 +20,19 @@ from actors.step import CollectedStep
 log = logging.getLogger(__name__)
 
 WINDOW = 1000  # steps: a bad clip now and then in a million steps is no reason to stop, ten at once are
+_CHANCE = 0.01  # that clips alone hit the same worker every time
+
+
+@dataclass(frozen=True, slots=True)
+class _Skip:
+    """Where losses of a skipped step were not finite."""
+
+    workers: frozenset[str]
+    of: int  # as many workers ran the step
+    samples: frozenset[str]
+
+
+_UNKNOWN = _Skip(frozenset(), 0, frozenset())
 
 
 class Skips:
@@ -22,17 +42,20 @@ class Skips:
     """
 
     def __init__(self, limit: int, tell: Tell, known: Iterable[int] = ()) -> None:
-        self._limit, self._tell, self._steps = limit, tell, set(known)
+        self._limit, self._tell = limit, tell
+        self._steps: dict[int, _Skip] = dict.fromkeys(known, _UNKNOWN)
 
-    def check(self, done: CollectedStep, committed: int) -> None:
-        """Raises StopRun, with `committed` as the run's last step, when the limit is passed."""
+    def check(self, done: CollectedStep, committed: int) -> str:
+        """Returns the worker that seems to compute wrongly, "" if there is none. Raises StopRun, with `committed` as
+        the run's last step, when the limit is passed."""
         first, step = done.reports[0], done.running.step
         if first.applied:
-            self._steps.discard(step)
-            return
-        self._steps = {s for s in (*self._steps, step) if step - WINDOW < s <= step}
+            self._steps.pop(step, None)
+            return ""
+        self._steps = {s: skip for s, skip in self._steps.items() if step - WINDOW < s <= step} | {step: _skip_of(done)}
         count, samples = len(self._steps), tuple(sorted({s for r in done.reports for s in r.bad_samples}))
-        self._tell(StepSkipped(step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples))
+        workers = tuple(sorted(self._steps[step].workers))
+        self._tell(StepSkipped(step=step, loss=first.loss, grad_norm=first.grad_norm, samples=samples, workers=workers))
         log.warning(
             "step %d is skipped: loss %s, gradient norm %s (%d of at most %d in %d steps)",
             step,
@@ -42,13 +65,37 @@ class Skips:
             self._limit,
             WINDOW,
         )
+        suspect = self._suspect()
         if count > self._limit:
+            remedy = f"All were on {suspect}: its GPU may compute wrongly" if suspect else "Check these clips"
             reason = (
                 f"{count} of the last {WINDOW} steps had a non-finite gradient, more than train.max_skipped_steps "
-                f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. Lower the learning rate or check "
-                f"these clips."
+                f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. {remedy}, or lower the learning "
+                f"rate."
             )
             raise StopRun(Outcome(code=Exit.FAILURE, last_step=committed, reason=reason))
+        if suspect:  # what comes now may be of another worker on the same GPU
+            self._steps = dict.fromkeys(self._steps, _UNKNOWN)
+        return suspect
+
+    def _suspect(self) -> str:
+        """The only worker on which losses were not finite in every skipped step in which they were anywhere, if clips
+        make that unlikely: by their number, and as they were others every time."""
+        skips = [skip for skip in self._steps.values() if skip.workers]
+        common = frozenset.intersection(*(skip.workers for skip in skips)) if skips else frozenset()
+        if len(common) != 1 or len(frozenset.union(*(skip.samples for skip in skips))) < len(skips):
+            return ""
+        chance = math.prod(len(skip.workers) / skip.of for skip in skips[1:])
+        return next(iter(common)) if chance < _CHANCE else ""
+
+
+def _skip_of(done: CollectedStep) -> _Skip:
+    bad = {r.worker: {s for s in r.bad_samples if s.startswith(NOT_FINITE)} for r in done.reports}
+    return _Skip(
+        workers=frozenset(worker for worker, samples in bad.items() if samples),
+        of=len(bad),
+        samples=frozenset[str]().union(*bad.values()),
+    )
 
 
 def skipped_before(run_dir: Path) -> list[int]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from actors.messages import CascadeTask, FinishTask, Span
+from actors.messages import NOT_FINITE, CascadeTask, FinishTask, Span
 from ops.update.sync import StepIncomplete, StepResult
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class WorkDone:
             if not math.isfinite(value):
                 keys = ", ".join(s.key for s in task.samples)
                 log.warning("step %d: loss of %s is %s; samples %s", step, task.name, value, keys)
-                self._bad.extend(f"non-finite loss: {s.key}" for s in task.samples)
+                self._bad.extend(f"{NOT_FINITE}{s.key}" for s in task.samples)
             self._losses[step] = self._losses.get(step, 0.0) + value
             for sample, counted in zip(task.samples, one.counted, strict=True):
                 before = self._item_losses.get(sample.item, (0.0, 0.0))

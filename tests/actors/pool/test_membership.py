@@ -19,6 +19,7 @@ from actors.pool.membership_types import (
     Break,
     Death,
     Decision,
+    Distrust,
     Drain,
     End,
     Event,
@@ -133,7 +134,8 @@ def test_a_gpu_on_which_no_worker_starts_is_not_tried_every_few_seconds() -> Non
     pool.see(FirstStep(), Resources(available=1))
     assert of(NodeRest, pool.see(failed(3))) == []
     assert [r.count for r in of(Request, pool.see(Resources(available=1)))] == [1], "once may be chance"
-    assert of(NodeRest, pool.see(failed(4))) == [NodeRest(where=BROKEN, seconds=60.0, count=2, why="CUDA error")]
+    why = "2 in a row ended on GPU 1 of h before their first step; the last one: CUDA error"
+    assert of(NodeRest, pool.see(failed(4))) == [NodeRest(where=BROKEN, seconds=60.0, why=why)]
     assert pool.view.shunned == ("n1",) and pool.view.workers == (0, 1, 2), "others of its node go on"
     assert pool.see(Tick(), after=59) == [] and pool.view.shunned == ("n1",)
     pool.see(Tick(), after=1)
@@ -174,8 +176,35 @@ def test_a_gpu_that_ends_its_workers_in_their_first_step_rests(steps: bool, gpu:
             pool.see(FirstStep())
         found += pool.see(Death(worker=worker, reason="died"))
         pool.see(*(RecoveredWorker(worker=w) for w in (0, 1, 2)), FirstStep())
-    assert [(r.where, r.count) for r in of(NodeRest, found)] == ([(BROKEN, 2)] if rests else [])
+    why = "2 in a row ended on GPU 1 of h before their first step; the last one: died"
+    assert [(r.where, r.why) for r in of(NodeRest, found)] == ([(BROKEN, why)] if rests else [])
     assert pool.view.shunned == (("n1",) if rests else ())
+
+
+def on_gpu(pool: Pool, worker: int, gpu: str) -> None:
+    pool.see(Arrival(worker=worker, node="n1", gpu=1))
+    pool.see(LoadedWorker(worker=worker, info=replace(info_of(worker), gpu=gpu, host="h")))
+    pool.see(Boundary(step=worker), FirstStep())
+
+
+def test_a_worker_that_computes_wrongly_leaves_and_its_node_rests() -> None:
+    pool = Pool().run(0, 1, 2)
+    on_gpu(pool, 3, "1")
+    (rest,) = pool.see(Distrust(worker=3, reason="NaN"))
+    assert rest == NodeRest(where=BROKEN, seconds=21600.0, why="GPU 1 of h seems to compute wrongly")
+    assert pool.see(Distrust(worker=3, reason="NaN")) == [], "it is leaving"
+    drains = of(Drain, pool.see(Boundary(step=9)))
+    assert [(d.worker, d.reason) for d in drains] == [(3, "GPU 1 of h seems to compute wrongly: NaN")]
+    pool.see(FirstStep(), after=100)
+    assert pool.view.workers == (0, 1, 2) and pool.view.shunned == ("n1",)
+
+
+@pytest.mark.parametrize(("gpu", "workers"), [("", (0, 1, 2)), ("1", (0,))])
+def test_a_worker_that_the_run_needs_or_that_has_no_gpu_stays(gpu: str, workers: tuple[int, ...]) -> None:
+    pool = Pool(replace(LIMITS, min=len(workers) if not gpu else 2))
+    pool.see(*(Arrival(worker=w, node="n0") for w in workers), *(loaded(w) for w in workers), Tick())
+    on_gpu(pool, 3, gpu)
+    assert pool.see(Distrust(worker=3, reason="NaN")) == [] and 3 in pool.view.workers
 
 
 def test_first_generation_gathers_workers_that_are_still_starting() -> None:
@@ -761,6 +790,7 @@ EVENTS = st.one_of(
     st.builds(loaded, WORKERS),
     st.builds(RecoveredWorker, worker=WORKERS),
     st.builds(LifeSign, worker=WORKERS),
+    st.builds(Distrust, worker=WORKERS, reason=st.just("NaN")),
     st.builds(LeaveNotice, worker=WORKERS),
     st.builds(Starvation, starves=st.booleans()),
     st.builds(Loading, count=st.integers(0, 3)),

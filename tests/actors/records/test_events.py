@@ -44,8 +44,6 @@ WORDS = {  # a value for every field that an event has
     "stack": "File ...",
     "step": 4,
     "seconds": 1.5,
-    "where": "GPU 3 of h",
-    "count": 2,
     "why": "it died",
     "detail": "waiting for w1",
     "to_step": 3,

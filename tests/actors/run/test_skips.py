@@ -9,14 +9,24 @@ from typing import Any
 
 import pytest
 
+from actors.messages import NOT_FINITE
 from actors.outcome import StopRun
 from actors.records.events import StepSkipped
 from actors.run.skips import WINDOW, Skips, skipped_before
 
 
-def step(number: int, applied: bool, *bad: str) -> Any:
-    report = SimpleNamespace(applied=applied, loss=float("nan"), grad_norm=float("inf"), bad_samples=bad)
-    return SimpleNamespace(running=SimpleNamespace(step=number), reports=(report,))
+def step(number: int, applied: bool, *bad: str, at: tuple[str, ...] = ("w0",), of: int = 1) -> Any:
+    """A step of `of` workers; samples are `bad` on those of `at`."""
+
+    def report(worker: str) -> Any:
+        samples = bad if worker in at else ()
+        return SimpleNamespace(
+            worker=worker, applied=applied, loss=float("nan"), grad_norm=float("inf"), bad_samples=samples
+        )
+
+    return SimpleNamespace(
+        running=SimpleNamespace(step=number), reports=tuple(report(f"w{worker}") for worker in range(of))
+    )
 
 
 def quiet(limit: int, known: tuple[int, ...] = ()) -> Skips:
@@ -47,6 +57,41 @@ def test_a_step_that_is_computed_again_counts_once_and_not_at_all_when_it_goes_w
         skips.check(step(number, False), committed=number - 1)
     with pytest.raises(StopRun):
         skips.check(step(8, False), committed=7)
+
+
+def test_a_worker_whose_losses_alone_are_not_finite_is_named() -> None:
+    told: list[Any] = []
+    skips = Skips(10, told.append)
+    found = [skips.check(step(n, False, f"{NOT_FINITE}clip-{n}", at=("w5",), of=8), committed=n) for n in range(4)]
+    assert found == ["", "", "", "w5"], "three may be chance among eight"
+    assert told[-1].describe() == "step 3 skipped: loss nan, gradient norm inf (losses of w5)"
+    again = [skips.check(step(n, False, f"{NOT_FINITE}clip-{n}", at=("w6",), of=8), committed=n) for n in range(4, 8)]
+    assert again == ["", "", "", "w6"], "in its place, on the same GPU"
+
+
+@pytest.mark.parametrize(
+    ("at", "clips", "of"),
+    [
+        ([("w5",), ("w5",), ("w4",), ("w5",), ("w5",)], "abcde", 8),  # another one, too
+        ([("w4", "w5")] * 5, "abcde", 8),  # a bag
+        ([("w5",)] * 5, "aabab", 8),  # the same clips
+        ([("w1",)] * 5, "abcde", 2),  # may be chance
+        ([("w0",)] * 5, "abcde", 1),  # there is no other
+        ([()] * 5, "abcde", 8),  # gradients alone
+    ],
+)
+def test_no_worker_is_blamed_where_clips_may_be_at_fault(at: list[tuple[str, ...]], clips: str, of: int) -> None:
+    skips = quiet(10)
+    for number, (workers, clip) in enumerate(zip(at, clips, strict=True)):
+        assert skips.check(step(number, False, f"{NOT_FINITE}{clip}", at=workers, of=of), committed=number) == ""
+
+
+def test_the_end_of_the_run_names_the_worker_when_it_could_not_leave() -> None:
+    skips = quiet(3)
+    for number in range(3):
+        assert not skips.check(step(number, False, f"{NOT_FINITE}{number}", at=("w5",), of=8), committed=number)
+    with pytest.raises(StopRun, match=r"All were on w5: its GPU may compute wrongly, or lower the learning rate"):
+        skips.check(step(3, False, f"{NOT_FINITE}3", at=("w5",), of=8), committed=3)
 
 
 def test_a_skip_now_and_then_never_ends_a_long_run() -> None:
