@@ -96,6 +96,12 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     (work / "vae" / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     parts.index["vae"] = [None, None]
     parts.origins["vae"] = "settings of the haar codec"
+    if config.model.dit.starts_from_image:
+        parts.notes.append(
+            "the haar codec is Heddle's own and not loadable by Diffusers, whose pipeline encodes the picture by its "
+            "VAE: make clips of this export with `heddle sample --checkpoint`."
+        )
+        return
     family, without = FAMILIES[config.model.dit.architecture], "vae=None"
     if family.needs_vae:
         without = f"vae={family.vae.name}(latent_channels={vae.channels}, ...) of any weights"
