@@ -66,6 +66,8 @@ class Encoders:
             del settings["kind"], settings["pooled_dim"]
         if not model.text.sees_picture:
             del settings["picture_tokens"], settings["picture_every"]
+        if not model.text.vision_dim:
+            del settings["picture_dim"]
         for name, usual in (("cleaned", True), ("empty", "encoded")):  # named before there was a choice
             if settings[name] == usual:
                 del settings[name]

@@ -23,7 +23,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.config import DTYPE_BYTES, ModelConfig
 from ops.models.experts import compile_blocks, graph_blocks, parts_of, run_as_written, transformers
 from ops.models.first_frame import FirstFrame
-from ops.models.folders import component, resolve, second_text_folder, text_folder
+from ops.models.folders import component, encoder_folders, resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
@@ -218,8 +218,7 @@ def late_sizes(modules: Modules, device: torch.device) -> LateSizes:
         if model.image and model.image.path:
             vae += num_weights([component(model.image.path, "image_encoder")]) * DTYPE_BYTES["float32"]
     if modules.lacks("text") and model.text.path:
-        folders = [text_folder(model.text), *([second_text_folder(model.text)] if model.text.recipe else [])]
-        text = num_weights(folders) * DTYPE_BYTES[model.text.dtype_on(device.type)]
+        text = num_weights(encoder_folders(model.text)) * DTYPE_BYTES[model.text.dtype_on(device.type)]
     if not cuda:
         return LateSizes(device=(vae + text) / _GIB, host=(vae + text) / _GIB)
     at_home = model.text.place == "device"

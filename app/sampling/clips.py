@@ -278,6 +278,7 @@ def clip_requests(
             text=rows.text,
             pooled=rows.vector,
             image=rows.image,
+            negative=rows.negative,
             frames=settings.frames,
             height=settings.height,
             width=settings.width,

@@ -26,11 +26,13 @@ _AT_ONCE = 64  # texts whose rows wait on the device: half a GiB of the largest 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptRows:
     """One prompt: its text [L, text_dim], the vector [pooled_dim] of a second encoder, and the rows [image tokens,
-    image_dim] of the pictures that its clip is made from; what the transformer does not take is None."""
+    image_dim] of the pictures that its clip is made from; what the transformer does not take is None. `negative` is
+    what guidance moves its clip away from, where that is not the same for all."""
 
     text: Tensor
     vector: Tensor | None = None
     image: Tensor | None = None
+    negative: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +53,13 @@ def encode_prompts(
     first: Sequence[np.ndarray] = (),
 ) -> EncodedPrompts:
     """Encode by the encoders of a resolved model. `first` are the pictures that clips are made from, uint8 [1 or 2, H,
-    W, 3] for each prompt (`app.sampling.clips.first_frames`), or none. An encoder that sees pictures is shown a black
-    one beside the negative prompt, as HunyuanVideoImageToVideoPipeline does."""
-    texts = [*prompts, negative]
-    seen = (
-        [*(pictures[0] for pictures in first), np.zeros_like(first[0][0])] if first and model.text.sees_picture else []
-    )
+    W, 3] for each prompt (`app.sampling.clips.first_frames`), or none. Beside the negative prompt an encoder of
+    captions that sees pictures is shown a black one, as HunyuanVideoImageToVideoPipeline does; one that sees pictures
+    alone is shown that of each clip, as HunyuanVideo15ImageToVideoPipeline does."""
+    shown = [pictures[0] for pictures in first] if model.text.sees_picture else []
+    own = bool(shown and model.text.vision_dim)  # each clip has its own negative
+    texts = [*prompts, *[negative] * (len(prompts) if own else 1)]
+    seen = [*shown, *(shown if own else [np.zeros_like(shown[0])])] if shown else []
     told: list[PromptRows] = []
     for start in range(0, len(texts), _AT_ONCE):
         some = slice(start, start + _AT_ONCE)
@@ -69,4 +72,7 @@ def encode_prompts(
         for index, pictures in enumerate(first):
             rows = image.encode(torch.from_numpy(pictures)).flatten(0, 1)
             told[index] = replace(told[index], image=rows.cpu())
-    return EncodedPrompts(prompts=tuple(told[:-1]), negative=told[-1])
+    wanted, away = told[: len(prompts)], told[len(prompts) :]
+    if own:
+        wanted = [replace(one, negative=other.text) for one, other in zip(wanted, away, strict=True)]
+    return EncodedPrompts(prompts=tuple(wanted), negative=away[0])

@@ -53,13 +53,15 @@ def published_run(folder: Path, autocast: bool) -> RunConfig:
     first_frame = _FIRST_FRAMES if published.first_frame else 0.0
     path = str(folder.resolve())
     dit = family.settings(path=path, **recipe.dit, **published.dit)
-    sees_images = dit.starts_from_image and (folder / "image_encoder" / "config.json").is_file()
+    text = TextConfig(path=path, **recipe.text)  # type: ignore[arg-type]
+    has_images = (folder / "image_encoder" / "config.json").is_file()
+    sees_images = dit.starts_from_image and has_images and not text.sees_picture
     return RunConfig(
         run=RunSection(name=folder.resolve().name),
         model=ModelConfig(
             dit=dit,
             vae=VAEConfig(kind="diffusers", path=path),
-            text=TextConfig(path=path, **recipe.text),  # type: ignore[arg-type]
+            text=text,
             image=ImageConfig(path=path) if sees_images else None,
         ),
         train=TrainConfig(

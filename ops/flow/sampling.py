@@ -89,6 +89,7 @@ class SampleRequest:
     hint: Tensor | None = None
     hint_share: float = 0.0
     pooled: Tensor | None = None  # [pooled_dim]: the second text encoder's vector of the prompt
+    negative: Tensor | None = None  # [L, text_dim]: what guidance moves this clip away from; None: that of all clips
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,8 @@ class _Guidance:
 
         def with_negative() -> _Prompts:
             vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
-            return _Prompts.of(grids, requests, [negative] * len(requests), vectors, None, own, device, in_halves)
+            texts = [negative if request.negative is None else request.negative for request in requests]
+            return _Prompts.of(grids, requests, texts, vectors, None, own, device, in_halves)
 
         return _Guidance(
             prompt=with_prompt() if halves is None or halves.prompted else with_negative(),

@@ -85,7 +85,8 @@ TEXT_BATCH_TOKENS = 8192  # a text encoder takes at most this number of tokens a
 class TextConfig:
     """The frozen text encoders: `t5` is T5 or UMT5; else those of the family of that name, which are two: the states of
     one (HunyuanVideo: Llama, FLUX.1: T5) and the pooled vector of CLIP; or (HunyuanVideo-1.5) the states of Qwen2.5-VL
-    and those of a ByT5 that reads what a caption has in quotation marks.
+    and those of a ByT5 that reads what a caption has in quotation marks, for image to video with those that a SigLIP
+    makes of the first frame.
 
     Without a path: small random ones over bytes, from `seed`.
     """
@@ -114,7 +115,8 @@ class TextConfig:
     num_layers: int = 2
     num_heads: int = 4
     pooled_dim: int = 32  # the random CLIP or ByT5 only
-    picture_tokens: int = 16  # the random LLaVA only: patches of a picture, a square number
+    picture_tokens: int = 16  # the random LLaVA or SigLIP only: patches of a picture, a square number
+    picture_dim: int = 32  # the random SigLIP only
     picture_every: int = 0  # n: every n-th of their rows is text; follows model.dit.first_frame
     seed: int = 0
 
@@ -130,6 +132,7 @@ class TextConfig:
             num_heads=between(1, 1024),
             pooled_dim=between(1, 1 << 16),
             picture_tokens=between(1, 1 << 16),
+            picture_dim=between(1, 1 << 16),
             picture_every=between(0, 1 << 16),
             seed=between(0, SEED),
         )
@@ -166,7 +169,7 @@ class TextConfig:
     @property
     def sees_picture(self) -> bool:
         """Whether a text is made of a caption and the first frame of its clip."""
-        return self.recipe is not None and self.recipe.picture is not None
+        return self.recipe is not None and self.recipe.sees_picture
 
     @property
     def picture_rows(self) -> int:
@@ -184,8 +187,14 @@ class TextConfig:
         return self.pooled_dim if self.recipe and self.recipe.glyph_rows else 0
 
     @property
+    def vision_dim(self) -> int:
+        """Numbers of a row of the first frame that an encoder of its own makes; 0: there are no such rows."""
+        return self.picture_dim if self.recipe and self.recipe.vision else 0
+
+    @property
     def width(self) -> int:
-        """Numbers of a row of a caption's result. Where some rows are of glyphs, the last column is 1 in these."""
+        """Numbers of a row of a caption's result. Where there are rows of glyphs or of first frames, the last column
+        says which a row is (`ops.models.text_glyphs`)."""
         return self.d_model + (self.glyph_dim > 0)
 
     @property
@@ -212,9 +221,10 @@ class TextConfig:
     @property
     def encoded_tokens(self) -> int:
         """Rows that the encoder of the states computes for the longest caption: those of its prompt, and of the whole
-        first frame, too."""
+        first frame where it sees that, too."""
         prompt = self.recipe.crop if self.recipe and self.path else 0
-        return max(self.max_length, self.pad_to) + prompt + (self.picture_tokens if self.sees_picture else 0)
+        seen = self.picture_tokens if self.recipe and self.recipe.picture else 0
+        return max(self.max_length, self.pad_to) + prompt + seen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

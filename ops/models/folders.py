@@ -83,15 +83,40 @@ def text_parts(text: TextConfig) -> dict[str, Path]:
     found: dict[str, Path] = {}
     for parts, encoder in ((text.recipe.states_parts, folder), (text.recipe.second_parts, second_text_folder(text))):
         found |= {parts[0]: encoder, parts[1]: tokenizer_of(encoder, parts[1])}
-    if text.recipe.picture:
-        prepares = folder.parent / text.recipe.picture.processor
+    if vision := text.recipe.vision:
+        found[vision.encoder] = vision_folder(text)
+    for seen in (text.recipe.picture, text.recipe.vision):
+        if seen is None:
+            continue
+        prepares = folder.parent / seen.processor
         if not (prepares / "preprocessor_config.json").is_file():
             raise FileNotFoundError(
                 f"{prepares}/preprocessor_config.json does not exist; model.text.kind {text.kind} shows first frames "
                 f"to its encoder. Download {prepares.name}/, too."
             )
-        found[text.recipe.picture.processor] = prepares
+        found[seen.processor] = prepares
     return found
+
+
+def vision_folder(text: TextConfig) -> Path:
+    """The folder of the encoder of a `path` that sees first frames alone. Raises FileNotFoundError where the pipeline
+    has none."""
+    assert text.recipe is not None and text.recipe.vision is not None
+    folder = Path(text.path or "").expanduser() / text.recipe.vision.encoder
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}/config.json does not exist; model.text.kind {text.kind} shows first frames to an encoder of "
+            f"its own. Download {folder.name}/, too, or set the kind of a pipeline that has none."
+        )
+    return folder
+
+
+def encoder_folders(text: TextConfig) -> list[Path]:
+    """The folders of all encoders of a `path`."""
+    if text.recipe is None:
+        return [text_folder(text)]
+    seen = [vision_folder(text)] if text.recipe.vision else []
+    return [text_folder(text), second_text_folder(text), *seen]
 
 
 def dit_config(fields: Json, base: DiTConfig, where: str) -> AnyDiT:
@@ -215,8 +240,8 @@ def resolve(model: ModelConfig) -> tuple[ModelConfig, Geometry]:
             f"last frame. Set it to {made}, or use the image encoder of the same pipeline."
         )
     _check_parts(dit, vae, text)
-    dit = _with_glyphs(_with_pooled(dit, text), text)
     text = _with_picture(dit, text)
+    dit = _with_vision(_with_glyphs(_with_pooled(dit, text), text), text)
     geometry = Geometry(vae_stride=stride, patch=dit.patch, chunk=chunk)
     return replace(model, dit=dit, vae=vae, text=text, image=image), geometry
 
@@ -278,7 +303,7 @@ def _resolve_text(text: TextConfig) -> TextConfig:
         found = clip.get("model_type")
         raise ValueError(f"{second} is a {found} encoder; model.text.kind {text.kind} needs {called} there.")
     width = clip.get("d_model", 512) if recipe.glyph_rows else clip.get("text_config", clip).get("hidden_size", 512)
-    text = replace(text, pooled_dim=width)
+    text = _resolve_vision(replace(text, pooled_dim=width)) if recipe.vision else replace(text, pooled_dim=width)
     if recipe.states == "t5":
         return replace(text, d_model=fields["d_model"])
     if recipe.picture:
@@ -312,6 +337,20 @@ def _resolve_picture(text: TextConfig, fields: Json, where: str) -> TextConfig:
     return replace(text, picture_tokens=(vision.get("image_size", 336) // vision.get("patch_size", 14)) ** 2)
 
 
+def _resolve_vision(text: TextConfig) -> TextConfig:
+    """The text config with the rows that a SigLIP makes of a picture, and their width."""
+    folder = vision_folder(text)
+    text_parts(text)  # raises for a missing one
+    fields = read_json(folder / "config.json")
+    kind = str(fields.get("model_type"))
+    if not kind.startswith("siglip_vision"):
+        raise ValueError(
+            f"{folder} is a {kind} encoder; model.text.kind {text.kind} needs a SigLIP's vision tower there."
+        )
+    side = fields.get("image_size", 224) // fields.get("patch_size", 16)
+    return replace(text, picture_tokens=side**2, picture_dim=fields.get("hidden_size", 768))
+
+
 def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
     if not text.pooled:
         return dit
@@ -337,21 +376,38 @@ def _with_glyphs(dit: AnyDiT, text: TextConfig) -> AnyDiT:
     return fitted
 
 
+def _with_vision(dit: AnyDiT, text: TextConfig) -> AnyDiT:
+    if not text.vision_dim:
+        return dit
+    fitted = dit.with_vision(text.vision_dim)
+    if dit.path and fitted != dit:
+        raise ValueError(
+            f"{dit.path} expects rows of the first frame of another width than the {text.vision_dim} that model.text "
+            f"makes. Use the encoders of the same pipeline."
+        )
+    return fitted
+
+
 def _with_picture(dit: AnyDiT, text: TextConfig) -> TextConfig:
     """The text config with as many rows of the first frame as the transformer was trained on. Raises ValueError where
     only one of them knows of it."""
     if text.sees_picture and not dit.picture_every:
         raise ValueError(
-            f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and this transformer of "
-            f"architecture {dit.architecture} takes none by its text. Use the text encoders of its own pipeline."
+            f"model.text.kind {text.kind} shows the first frame of a clip to its encoder, and {_named(dit)} takes none "
+            f"by its text. Use the text encoders of its own pipeline."
         )
     if dit.picture_every and not text.sees_picture:
-        kinds = [name for name, recipe in TEXT_RECIPES.items() if recipe.picture]
+        kinds = [name for name, recipe in FAMILIES[dit.architecture].texts.items() if recipe.sees_picture]
         raise ValueError(
-            f"this transformer starts from the first frame of a clip and sees it in the text, too, which "
-            f"model.text.kind {text.kind} does not show. Set model.text.kind to {' or '.join(kinds)}."
+            f"{_named(dit)} starts from the first frame of a clip and sees it in the text, too, which model.text.kind "
+            f"{text.kind} does not show. Set model.text.kind to {' or '.join(kinds)}."
         )
     return replace(text, picture_every=dit.picture_every)
+
+
+def _named(dit: AnyDiT) -> str:
+    of = f"of {component(dit.path, dit.part)}" if dit.path else f"of architecture {dit.architecture}"
+    return f"the transformer {of}"
 
 
 def _resolve_image(image: ImageConfig) -> ImageConfig:
@@ -424,7 +480,7 @@ def check_weights(model: ModelConfig) -> None:
     folders = [component(model.dit.path, one.part) for one in model.dit.experts] if model.dit.path else []
     folders += [component(model.vae.path, "vae")] if model.vae.path else []
     if model.text.path:
-        folders += [text_folder(model.text)] + ([second_text_folder(model.text)] if model.text.recipe else [])
+        folders += encoder_folders(model.text)
     folders += [component(model.image.path, "image_encoder")] if model.image and model.image.path else []
     for folder in dict.fromkeys(folders):
         check_files(folder)

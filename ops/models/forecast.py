@@ -32,12 +32,13 @@ from ops.models.chunked import ChunkedVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
 from ops.models.experts import slice_by
 from ops.models.first_frame import FirstFrame
-from ops.models.image import clip_skeleton, image_size, vision_rows
+from ops.models.image import Preprocessor, clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_glyphs import GlyphText
 from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
 from ops.models.text_picture import Eyes
+from ops.models.text_vision import SiglipRows, siglip_size, siglip_skeleton
 from ops.packed.conditions import NOTHING, Conditions
 from ops.packed.packing import Layout
 from ops.packed.packing import Sequence as PackedSequence
@@ -411,17 +412,27 @@ def _text(config: TextConfig, tokens: int) -> T5Text | PooledText | GlyphText:
         return T5Text(t5_skeleton(config), _FixedTokenizer(tokens), config, "cpu")
     recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
     first, pooled = _FixedTokenizer(tokens + recipe.crop), _FixedTokenizer(recipe.second_tokens)
+    if recipe.vision:
+        tower = siglip_skeleton(config)
+        first = _FixedTokenizer(max(1, tokens - config.picture_rows) + recipe.crop)
+        frames = SiglipRows(tower, _unprepared(siglip_size(tower)), config, "cpu")
+        return pooled_text(encoder, first, second, pooled, config, "cpu", frames=frames)
     if not recipe.picture:
         return pooled_text(encoder, first, second, pooled, config, "cpu")
     shape: Any = encoder.config  # of a LlavaModel: to torch it may be any attribute
     first = _FixedTokenizer(max(1, tokens - config.picture_rows) + recipe.crop + recipe.picture.dropped)
     first.input_ids[0] = shape.image_token_index
-    size = shape.vision_config.image_size
+    eyes = Eyes(_unprepared(shape.vision_config.image_size), mark=0)
+    return pooled_text(encoder, first, second, pooled, config, "cpu", eyes)
+
+
+def _unprepared(size: int) -> Preprocessor:
+    """Makes pictures of the size that an encoder takes, of any pixels."""
 
     def prepared(images: Sequence[np.ndarray], **options: object) -> dict[str, Tensor]:
         return {"pixel_values": torch.empty(len(images), 3, size, size)}
 
-    return pooled_text(encoder, first, second, pooled, config, "cpu", Eyes(prepared, mark=0))
+    return prepared
 
 
 def image_need(config: ImageConfig, pictures: int) -> EncoderNeed:

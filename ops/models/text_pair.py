@@ -1,5 +1,5 @@
 """Two text encoders of one caption: a Llama, Qwen, LLaVA or T5 whose states are the text, and CLIP, whose vector goes
-with them, or a ByT5 (`ops.models.text_glyphs`).
+with them, or a ByT5 and maybe a SigLIP (`ops.models.text_glyphs`).
 
 E text width, V width of the vector, L text rows. Both travel in one matrix [L + tail, E], `TextConfig.tail` rows of it
 for the vector, so they are cached and handed over like any other text; `split` takes them apart before a transformer.
@@ -33,6 +33,7 @@ from ops.models.place import home_of, on_device, visiting
 from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
 from ops.models.text_glyphs import GlyphText
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
+from ops.models.text_vision import SiglipRows, folder_siglip, random_siglip, random_siglip_processor
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -191,12 +192,14 @@ def pooled_text(
     config: TextConfig,
     device: torch.device | str,
     eyes: Eyes | None = None,
+    frames: SiglipRows | None = None,
 ) -> PooledText | GlyphText:
-    """The two encoders of a resolved config as one; `eyes` are for one that sees pictures."""
+    """The encoders of a resolved config as one; `eyes` are for one that sees pictures, `frames` is one of its own for
+    them."""
     recipe = recipe_of(config)
     if recipe.second == "byt5":
         glyphs = T5Text(second, second_tokenizer, glyph_reader_of(config), device)
-        return GlyphText(LlamaText(encoder, tokenizer, recipe, config, device), glyphs)
+        return GlyphText(LlamaText(encoder, tokenizer, recipe, config, device), glyphs, frames)
     if eyes is not None:
         states: LlamaText | LlavaText | T5Text = LlavaText(encoder, tokenizer, eyes, recipe, config, device)
     elif recipe.states == "llama":
@@ -253,7 +256,7 @@ def byte_tokenizer(config: TextConfig) -> ByT5Tokenizer:
 
 
 def random_pair(config: TextConfig, device: torch.device | str) -> PooledText | GlyphText:
-    """Two small encoders over bytes with weights drawn from `config.seed`: the same on every worker."""
+    """Small encoders over bytes with weights drawn from `config.seed`: the same on every worker."""
     from transformers import ByT5Tokenizer, T5EncoderModel
 
     with torch.random.fork_rng(devices=[]):
@@ -265,11 +268,12 @@ def random_pair(config: TextConfig, device: torch.device | str) -> PooledText | 
     second_tokens = ByT5Tokenizer(model_max_length=recipe_of(config).second_tokens)
     tokens, picture = byte_tokenizer(config), recipe_of(config).picture
     eyes = eyes_of(tokens, random_processor(config), picture) if picture else None
-    return pooled_text(encoder, tokens, second, second_tokens, config, device, eyes)
+    frames = random_siglip(config, device) if recipe_of(config).vision else None
+    return pooled_text(encoder, tokens, second, second_tokens, config, device, eyes, frames)
 
 
 def save_random_pair(config: TextConfig, folder: Path) -> None:
-    """Both random encoders and their tokenizers as folders of a pipeline, with what prepares pictures.
+    """All random encoders and their tokenizers as folders of a pipeline, with what prepares pictures.
 
     A pipeline that leaves out the last layers of the states' encoder is given as many more, of which nothing is used.
     """
@@ -288,6 +292,9 @@ def save_random_pair(config: TextConfig, folder: Path) -> None:
         encoder = whole
     if recipe.picture:
         random_processor(config).save_pretrained(folder / recipe.picture.processor)
+    if recipe.vision:
+        random_siglip(config, "cpu").encoder.save_pretrained(folder / recipe.vision.encoder)
+        random_siglip_processor(config).save_pretrained(folder / recipe.vision.processor)
     second: Any = pair.second  # as `encoder`
     tokenizers: list[Any] = [pair.tokenizer, pair.second_tokenizer]  # of Transformers: `Tokenizer` saves nothing
     for (part, tokens), model, tokenizer in zip(
@@ -403,7 +410,7 @@ def _without_norm(model: nn.Module) -> nn.Module:
 
 
 def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = False) -> PooledText | GlyphText:
-    """Both encoders and their tokenizers from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
+    """All encoders and their tokenizers from the folders of a pipeline. `shared` as `ops.models.frozen.frozen`.
 
     The last layers that the recipe leaves out are neither read nor run. Raises ValueError for folders that do not hold
     all of the weights and for a tokenizer with another chat template, FileNotFoundError without a tokenizer.
@@ -485,6 +492,7 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
         config,
         device,
         eyes,
+        folder_siglip(config, device, shared) if recipe.vision else None,
     )
 
 
@@ -531,6 +539,8 @@ def text_classes(config: TextConfig) -> dict[str, str]:
     names = dict(zip((*recipe.states_parts, *recipe.second_parts), (encoder, tokenizer, *second)))
     if recipe.picture:
         names[recipe.picture.processor] = "CLIPImageProcessor"
+    if recipe.vision:
+        names |= {recipe.vision.encoder: "SiglipVisionModel", recipe.vision.processor: "SiglipImageProcessor"}
     tokenizers = (recipe.states_parts[1], recipe.second_parts[1])
     if not config.path:
         return names | dict.fromkeys(tokenizers, "ByT5Tokenizer")

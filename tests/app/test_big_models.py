@@ -61,7 +61,12 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
     paths = [f"model.{part}.path={folder}" for part in ("vae", "text")]
     model = RunConfig.load(file, [*paths, "model.dit.path=null"]).model
     write_numbers(folder, model.dit)
-    if model.text.sees_picture:  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
+    if model.text.vision_dim:
+        (folder / "feature_extractor").mkdir()
+        (folder / "feature_extractor" / "preprocessor_config.json").write_text("{}")
+    elif (
+        model.text.sees_picture
+    ):  # its Llama is the language model of a LLaVA, whose vision tower is its class's default
         encoder = folder / "text_encoder" / "config.json"
         llava = {"model_type": "llava", "text_config": json.loads(encoder.read_text()), "image_token_index": 128257}
         encoder.write_text(json.dumps(llava))

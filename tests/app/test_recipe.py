@@ -26,6 +26,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
     "runs/hunyuan-13b-lora-80gb": {"shift": 7.0},
     "runs/hunyuan-i2v-13b-lora-80gb": {"shift": 7.0},
     "runs/hunyuan1.5-8b-lora-80gb": {"shift": 5.0},
+    "runs/hunyuan1.5-i2v-8b-lora-80gb": {"shift": 5.0},
     "runs/flux.1-dev-lora-80gb": {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 4096},
     "models/flux.1-schnell": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/ltx-2b-lora-24gb": {

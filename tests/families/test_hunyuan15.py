@@ -161,6 +161,12 @@ def clip(pipeline: HunyuanVideo15Pipeline, prompt: str = 'a sign "open"', steps:
 CASES = FamilyCases(
     variants={
         "": small(Hunyuan15Config, num_layers=2, glyph_dim=8, image_dim=8, num_refiner_layers=1, patch=(1, 1, 1)),
+        "i2v": small(
+            Hunyuan15Config,
+            **{"num_layers": 2, "glyph_dim": 8, "image_dim": 8, "num_refiner_layers": 1, "patch": (1, 1, 1)},
+            first_frame="channels",
+            in_channels=9,
+        ),
         "in patches, of glyphs as wide as captions": small(
             Hunyuan15Config, num_layers=2, image_dim=8, patch=(1, 2, 2), rope_axes=(8, 12, 12)
         ),
@@ -178,9 +184,17 @@ CASES = FamilyCases(
             kind="hunyuan15",
             pooled_dim=12,
         ),
+        "i2v": whole(
+            Hunyuan15Config(
+                **{"num_layers": 2, "num_refiner_layers": 1, "num_heads": 12, "head_dim": 8, "ffn_dim": 96},
+                patch=(1, 1, 1),
+                first_frame="channels",
+            ),
+            **{"kind": "hunyuan15_i2v", "pooled_dim": 12, "picture_dim": 8},
+        ),
     },
-    whole_runs=("of two text encoders",),
-    presets={"hunyuan1.5-8b": 8.3},
+    whole_runs=("of two text encoders", "i2v"),
+    presets={"hunyuan1.5-8b": 8.3, "hunyuan1.5-i2v-8b": 8.3},
     lora=("attn.add_k_proj", "attn.to_out.0", "blocks.0.ff_context.net.2"),
     unread=r"transformer_blocks\.1\.(attn\.to_add_out|ff_context)\.",  # what the last block makes of the text
     pipeline=SmallPipeline(
@@ -359,7 +373,10 @@ def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"task_type": "i2v"}, "task_type is i2v: of HunyuanVideo-1.5 text to video is computed, not image to video"),
+        (
+            {"task_type": "sr"},
+            "task_type is sr: .* text to video and image to video are computed, not super-resolution",
+        ),
         ({"use_meanflow": True}, "use_meanflow is true: its weights get a second time"),
         ({"in_channels": 64}, "in_channels is 64, and not one more than twice out_channels 32"),
         ({"text_embed_2_dim": 4000}, r"glyph_dim 4000 is more than text_dim 3584"),
@@ -368,8 +385,6 @@ def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
 def test_variants_that_are_not_computed_are_refused(fields: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         dit_config(PUBLISHED | fields, Hunyuan15Config(), "here")
-    with pytest.raises(ValueError, match="task_type is i2v"):  # the default of the class
-        dit_config({"_class_name": PUBLISHED["_class_name"]}, Hunyuan15Config(), "here")
 
 
 def test_sizes_of_clips_are_those_that_the_pipeline_chooses() -> None:

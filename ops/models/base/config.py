@@ -165,6 +165,14 @@ class DiTConfig:
             f"{self.architecture} takes none. Use kind: t5, or that of its own pipeline."
         )
 
+    def with_vision(self, dim: int) -> Self:
+        """The same for a text whose rows of the first frame, of this width, an encoder of its own makes. Raises
+        ValueError where the transformer takes none."""
+        raise ValueError(
+            f"model.text.kind makes rows of the first frame, of {dim} numbers, and a transformer of architecture "
+            f"{self.architecture} takes none. Use that of its own pipeline."
+        )
+
     @property
     def takes_guidance(self) -> bool:
         """Whether the weights are distilled: given the guidance scale, they need no second forward to sample."""

@@ -48,6 +48,15 @@ BYT5_SMALL: Json = {
     "num_layers": 12,
     "feed_forward_proj": "gated-gelu",
 }
+SIGLIP_SO400M: Json = {  # patch 14 of 384 pixels
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "image_size": 384,
+    "patch_size": 14,
+}
 CLIP_L: Json = {
     "model_type": "clip_text_model",
     "vocab_size": 49408,

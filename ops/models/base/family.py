@@ -125,6 +125,15 @@ class PictureRecipe:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class VisionRecipe:
+    """A SigLIP of its own that sees the first frame of a clip: its rows stand in the text beside those of the caption,
+    in a negative prompt's, too."""
+
+    encoder: str = "image_encoder"  # its folder in a pipeline
+    processor: str = "feature_extractor"  # that of what prepares pictures
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
     """How published weights saw a caption: as the states of one encoder, and by a second one, as the pooled vector of
     CLIP or as the states of a ByT5 that reads what the caption quotes (glyphs).
@@ -145,7 +154,13 @@ class TextRecipe:
     second_tokens: int = 77  # rows that the second encoder sees: CLIP this number always, ByT5 at most
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False
-    picture: PictureRecipe | None = None  # of an encoder that sees the first frame, too
+    picture: PictureRecipe | None = None  # of an encoder of captions that sees the first frame, too
+    vision: VisionRecipe | None = None  # of one that sees the first frame alone
+
+    @property
+    def sees_picture(self) -> bool:
+        """Whether a text is made of a caption and the first frame of its clip."""
+        return self.picture is not None or self.vision is not None
 
     @property
     def glyph_rows(self) -> int:

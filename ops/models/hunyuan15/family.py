@@ -1,11 +1,12 @@
-"""HunyuanVideo-1.5, text to video: Diffusers' names and numbers, and how they differ from other families."""
+"""HunyuanVideo-1.5, text to video and image to video: Diffusers' names and numbers, and how they differ from others."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ops.flow.schedulers import Scheduler
-from ops.models.base.encoders import BYT5_SMALL, QWEN2_5_VL_7B
+from ops.models.base.encoders import BYT5_SMALL, QWEN2_5_VL_7B, SIGLIP_SO400M
 from ops.models.base.family import (
     Family,
     Json,
@@ -17,13 +18,14 @@ from ops.models.base.family import (
     TextRecipe,
     TrainingRecipe,
     VAEClass,
+    VisionRecipe,
     shift_of,
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS, default_rope_split
 from ops.models.hunyuan15.config import Hunyuan15Config
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ops.config import FlowConfig
     from ops.models.base.vae import DiffusersVAE
@@ -47,6 +49,8 @@ _TEXT = TextRecipe(
     crop=108,
     skipped_layers=2,
 )
+_TEXT_AND_PICTURE = replace(_TEXT, vision=VisionRecipe())  # of HunyuanVideo15ImageToVideoPipeline
+_TASKS = {"none": "t2v", "channels": "i2v"}  # first_frame -> task_type
 _PATCH = 16  # pixels of what `_size` counts
 
 
@@ -68,11 +72,12 @@ def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
-    """Raises ValueError for weights of image to video, and of MeanFlow, which get a second time."""
-    if fields["task_type"] != "t2v":
+    """Raises ValueError for weights of super-resolution, and of MeanFlow, which get a second time."""
+    first_frames = {task: first_frame for first_frame, task in _TASKS.items()}
+    if fields["task_type"] not in first_frames:
         raise ValueError(
-            f"task_type is {fields['task_type']}: of HunyuanVideo-1.5 text to video is computed, not image to video or "
-            f"super-resolution. Take a folder whose transformer/config.json says t2v."
+            f"task_type is {fields['task_type']}: of HunyuanVideo-1.5 text to video and image to video are computed, "
+            f"not super-resolution. Take a folder whose transformer/config.json says t2v or i2v."
         )
     if fields["use_meanflow"]:
         raise ValueError(
@@ -85,8 +90,10 @@ def _read_rest(fields: Json, known: Json) -> dict[str, object]:
             f"{known['out_channels']}: those of a clip, of its first frame and of a mask. Copy its config.json again."
         )
     spatial, axes, glyphs = fields["patch_size"], tuple(fields["rope_axes_dim"]), fields["text_embed_2_dim"]
+    first_frame = first_frames[fields["task_type"]]
     return {
-        "in_channels": known["out_channels"],
+        "first_frame": first_frame,
+        "in_channels": known["out_channels"] if first_frame == "none" else fields["in_channels"],
         "patch": (fields["patch_size_t"], spatial, spatial),
         "ffn_dim": int(fields["mlp_ratio"] * known["num_heads"] * known["head_dim"]),
         "glyph_dim": 0 if glyphs == known["text_dim"] else glyphs,
@@ -101,15 +108,25 @@ def _write_rest(config: Hunyuan15Config) -> dict[str, object]:
             f"patch {config.patch}: HunyuanVideo-1.5's config knows one spatial patch size. Use equal ones."
         )
     return {
-        "in_channels": 2 * config.in_channels + 1,
+        "in_channels": 2 * config.out_channels + 1,
         "patch_size": patch_h,
         "patch_size_t": patch_t,
         "mlp_ratio": config.ffn_dim / config.dim,
         "text_embed_2_dim": config.glyph_width,
         "rope_axes_dim": list(config.rope_split),
-        "task_type": "t2v",
+        "task_type": _TASKS[config.first_frame],
         "use_meanflow": False,
     }
+
+
+def _first_frame(latent: Tensor, stride_t: int, last: bool) -> Tensor:
+    """[C, t, h, w] of the first frame, then zeros -> [C + 1, t, h, w]: a mask, 1 where a latent frame is given, after
+    it."""
+    del stride_t, last
+    joined = latent.new_zeros(len(latent) + 1, *latent.shape[1:])
+    joined[:-1] = latent
+    joined[-1, 0] = 1
+    return joined
 
 
 def _scheduler(config: Hunyuan15Config, flow: FlowConfig) -> Scheduler:
@@ -119,8 +136,9 @@ def _scheduler(config: Hunyuan15Config, flow: FlowConfig) -> Scheduler:
 
 
 def _recipe(files: PipelineFiles) -> TrainingRecipe:
-    """Text of both encoders, in true length."""
-    return TrainingRecipe(text={"kind": "hunyuan15", "max_length": 1000}, flow=shift_of(files.scheduler))
+    """Text of both encoders, in true length, and with rows of the first frame where clips start from it."""
+    kind = "hunyuan15_i2v" if files.transformer.get("task_type", "i2v") == "i2v" else "hunyuan15"
+    return TrainingRecipe(text={"kind": kind, "max_length": 1000}, flow=shift_of(files.scheduler))
 
 
 def _size(target: int) -> tuple[int, int]:
@@ -139,7 +157,7 @@ def _size(target: int) -> tuple[int, int]:
 
 def _published(index: Json, fields: Json) -> PublishedUse:
     """As HunyuanVideo15Pipeline is called by default, with the guidance of the published guiders; 24 frames per second
-    are those of its authors' train.py."""
+    are those of its authors' train.py. (Of a picture the pipeline takes the size that is nearest to its own.)"""
     del index
     height, width = _size(fields.get("target_size", 640))
     return PublishedUse(
@@ -151,6 +169,7 @@ def _published(index: Json, fields: Json) -> PublishedUse:
             "steps": 50,
             "guidance_scale": 6.0,
         },
+        dit={"first_frame": "channels"} if fields.get("task_type") == "i2v" else {},
     )
 
 
@@ -158,17 +177,21 @@ def _parity_inputs(config: Hunyuan15Config, sample: ParitySample) -> dict[str, o
     import torch
 
     latent, text = sample.latent, sample.text
-    states, is_glyph = text[:, : config.text_dim], text[:, config.text_dim :].sum(dim=1) > 0
-    glyphs = states[is_glyph, : config.glyph_width]
+    states, kinds = text[:, : config.text_dim], text[:, config.text_dim :].sum(dim=1)
+    is_caption = kinds < 0.5
+    glyphs = states[~is_caption & (kinds < 1.5), : config.glyph_width]
     there = len(glyphs) or 1  # the class takes no empty text
+    pictures = states[kinds > 1.5, : config.image_dim]
+    if not config.starts_from_image:
+        latent = torch.cat([latent, torch.zeros_like(latent), torch.zeros_like(latent[:1])])
     return {
-        "hidden_states": torch.cat([latent, torch.zeros_like(latent), torch.zeros_like(latent[:1])])[None],
+        "hidden_states": latent[None],
         "timestep": sample.timestep,
-        "encoder_hidden_states": states[~is_glyph][None],
-        "encoder_attention_mask": torch.ones(1, int((~is_glyph).sum())),
+        "encoder_hidden_states": states[is_caption][None],
+        "encoder_attention_mask": torch.ones(1, int(is_caption.sum())),
         "encoder_hidden_states_2": glyphs[None] if len(glyphs) else text.new_zeros(1, there, config.glyph_width),
         "encoder_attention_mask_2": torch.full((1, there), float(len(glyphs) > 0)),
-        "image_embeds": torch.zeros(1, 1, config.image_dim),
+        "image_embeds": pictures[None] if len(pictures) else torch.zeros(1, 1, config.image_dim),
     }
 
 
@@ -176,17 +199,22 @@ FAMILY = Family(
     config=Hunyuan15Config,
     model=_model,
     diffusers_class="HunyuanVideo15Transformer3DModel",
-    pipeline_class=lambda config: "HunyuanVideo15Pipeline",
+    pipeline_class=lambda config: (
+        "HunyuanVideo15ImageToVideoPipeline" if config.starts_from_image else "HunyuanVideo15Pipeline"
+    ),
+    first_frame=_first_frame,
     needs_vae=True,
     has_guider=True,
     vae=VAEClass(name="AutoencoderKLHunyuanVideo15", numbers=_vae_numbers, runs=_vae),
-    texts={"hunyuan15": _TEXT},
+    texts={"hunyuan15": _TEXT, "hunyuan15_i2v": _TEXT_AND_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
         "HunyuanVideo15Pipeline wants two text encoders; this run trained with one. The transformer, vae and scheduler "
         "load by their own classes; train with model.text.kind hunyuan15 for a complete pipeline, or give --base."
     ),
-    parts=PublishedParts(text={"text_encoder": QWEN2_5_VL_7B, "text_encoder_2": BYT5_SMALL}),
+    parts=PublishedParts(
+        text={"text_encoder": QWEN2_5_VL_7B, "text_encoder_2": BYT5_SMALL, "image_encoder": SIGLIP_SO400M}
+    ),
     published=_published,
     recipe=_recipe,
     key_map={
@@ -199,6 +227,7 @@ FAMILY = Family(
         "out_channels": "out_channels",
         "rope_theta": "rope_theta",
         "num_refiner_layers": "num_refiner_layers",
+        "target_size": "target_size",
     },
     class_defaults={
         "in_channels": 65,
@@ -216,6 +245,7 @@ FAMILY = Family(
         "image_embed_dim": 1152,
         "rope_theta": 256.0,
         "rope_axes_dim": (16, 56, 56),
+        "target_size": 640,
         "task_type": "i2v",
         "use_meanflow": False,
     },

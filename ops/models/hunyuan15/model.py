@@ -1,9 +1,10 @@
 """HunyuanVideo-1.5's transformer over packed sequences, with the parameter names of HunyuanVideo15Transformer3DModel.
 
 S sequences, n video rows and m text rows of this rank, T rows of the whole (replicated) text, D width, E text width.
-HunyuanVideo's double-stream blocks alone, gated by the time and nothing else. Rows of text are of two kinds, the states
-of captions, which are refined first, and those of the glyphs that a caption quotes. The published code puts the latter
-first; text is not turned by positions, so the order of rows changes nothing.
+HunyuanVideo's double-stream blocks alone, gated by the time and nothing else. Rows of text are of three kinds, the
+states of captions, which are refined first, those of the glyphs that a caption quotes, and those that SigLIP makes of
+a first frame. Text is not turned by positions, so the order of rows, which the published code has its own way, changes
+nothing.
 
 The text is refined in full by every rank and only then cut, so its gradients too are partial and sum up over the bag.
 """
@@ -25,7 +26,7 @@ from ops.precision import precise_product
 
 _TIME_DIM = 256  # sinusoidal width, not a setting in the published code
 _GLYPH_MLP = 2048  # nor is the width between the layers of glyphs
-_CAPTION, _GLYPH, _KINDS = 0, 1, 3  # rows of `cond_type_embed`; the third is of image embeddings
+_CAPTION, _GLYPH, _PICTURE, _KINDS = 0, 1, 2, 3  # rows of `cond_type_embed`
 _LEAST_SHARE = 1e-9  # far below one row of the longest text
 
 
@@ -36,7 +37,8 @@ class Hunyuan15DiT(PackedTransformer):
     def __init__(self, config: Hunyuan15Config) -> None:
         super().__init__(config)
         self.x_embedder = _NoisyPatches(config)
-        self.image_embedder = UnreadImageProjection(config.image_dim, config.dim)
+        embedder = PictureProjection if config.starts_from_image else UnreadPictureProjection
+        self.image_embedder = embedder(config.image_dim, config.dim)
         self.context_embedder = TokenRefiner(config, config.num_refiner_layers)
         self.context_embedder_2 = GlyphProjection(config.glyph_width, config.dim)
         self.time_embed = _TimeEmbedding(config.dim)
@@ -49,8 +51,9 @@ class Hunyuan15DiT(PackedTransformer):
 
     def velocity(self, given: ForwardInputs) -> Tensor:
         """[n, C_out * patch]. `text` is [T, E], or [T, E + 1] with a last column that is 1 in rows of glyphs, whose
-        states stand in their first `glyph_dim` columns, and 0 in others. Raises ValueError for clips with clean
-        frames."""
+        states stand in their first `glyph_dim` columns, 2 in those of a first frame, whose states stand in their first
+        `image_dim`, and 0 in others. Of the C channels the first C_out are noisy (`Hunyuan15Config.first_frame`).
+        Raises ValueError for clips with clean frames."""
         layout = given.layout
         if layout.has_clean_frames:
             raise ValueError("a clip with clean frames: HunyuanVideo-1.5's blocks take one time for all of a clip.")
@@ -65,30 +68,35 @@ class Hunyuan15DiT(PackedTransformer):
         return self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=EPS))
 
     def _context(self, text: Tensor, timesteps: Tensor, layout: Layout) -> Tensor:
-        """[T, D]: rows of captions refined, rows of glyphs projected, each with the embedding of its kind."""
+        """[T, D]: rows of captions refined, others projected, each with the embedding of its kind."""
         config, shares = self.config, layout.text_mean(torch.promote_types(text.dtype, torch.float32))
         states, kinds = text[:, : config.text_dim], text[:, config.text_dim :]
         if kinds.shape[1]:
-            is_glyph = kinds > 0.5
-            captions = (~is_glyph).to(shares.dtype)
+            is_caption = kinds < _GLYPH - 0.5
+            captions = is_caption.to(shares.dtype)
             summed = precise_product(shares, (states * captions).T)
             mean = summed / precise_product(shares, captions.T).clamp_min(_LEAST_SHARE)
-            seen = ~is_glyph[:, 0]
+            seen = is_caption[:, 0]
         else:
-            is_glyph = torch.zeros(len(text), 1, dtype=torch.bool, device=text.device)
+            kinds = torch.zeros(len(text), 1, device=text.device)
+            is_caption = kinds < _GLYPH - 0.5
             mean, seen = precise_product(shares, states.T), None
         refined = self.context_embedder(states, mean, timesteps, layout, seen)
         glyphs = self.context_embedder_2(states[:, : config.glyph_width])
         kind = self.cond_type_embed.weight
-        return torch.where(is_glyph, glyphs + kind[_GLYPH], refined + kind[_CAPTION])
+        others = glyphs + kind[_GLYPH]
+        if config.starts_from_image:
+            pictures = self.image_embedder(states[:, : config.image_dim])
+            others = torch.where(kinds > _PICTURE - 0.5, pictures + kind[_PICTURE], others)
+        return torch.where(is_caption, refined + kind[_CAPTION], others)
 
 
 class _NoisyPatches(nn.Module):
-    """The weights have columns for the latent of a first frame and its mask, too, which see zeros."""
+    """The weights have columns for the latent of a first frame and its mask, too, which see zeros in text to video."""
 
     def __init__(self, config: Hunyuan15Config) -> None:
         super().__init__()
-        self.proj = PatchEmbedding(2 * config.in_channels + 1, config.dim, config.patch)
+        self.proj = PatchEmbedding(2 * config.out_channels + 1, config.dim, config.patch)
         self.channels = config.in_channels
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -124,9 +132,22 @@ class GlyphProjection(nn.Module):
         return self.linear_3(F.gelu(self.linear_2(x)))
 
 
-class UnreadImageProjection(nn.Module):
-    """The weights of Diffusers' HunyuanVideo15ImageProjection, which text to video masks out: kept as they are for the
-    folder, and not trained."""
+class PictureProjection(nn.Module):
+    """Diffusers' HunyuanVideo15ImageProjection."""
+
+    def __init__(self, image_dim: int, dim: int) -> None:
+        super().__init__()
+        self.norm_in, self.norm_out = nn.LayerNorm(image_dim), nn.LayerNorm(dim)
+        self.linear_1, self.linear_2 = nn.Linear(image_dim, image_dim), nn.Linear(image_dim, dim)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """[T, image_dim] -> [T, D]"""
+        x = F.gelu(self.linear_1(self.norm_in(rows.to(self.norm_in.weight.dtype))))
+        return self.norm_out(self.linear_2(x))
+
+
+class UnreadPictureProjection(nn.Module):
+    """Its weights where text to video masks it out: kept as they are for the folder, and not trained."""
 
     def __init__(self, image_dim: int, dim: int) -> None:
         super().__init__()
