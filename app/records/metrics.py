@@ -14,6 +14,7 @@ take 83 kB: of these there are the newest steps, in two files, as of the timelin
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +24,14 @@ from statistics import median
 from types import TracebackType
 from typing import IO, TypeGuard
 
-from actors.records.events import HeldOutMeasured
+from actors.records.events import HeldOutMeasured, SamplesMade
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, cut_torn_line, number_in
-from app.records.trackers import Trackers
+from app.records.trackers import SampleFiles, Trackers
+
+log = logging.getLogger(__name__)
 
 # metrics.jsonl name -> tag in trackers; numbers without an entry go to run/<name>
 TAGS = {
@@ -125,7 +128,7 @@ class Metrics:
     ) -> None:
         """`track` names trackers (`app.records.trackers`), which get the run's `config`. Figures of single workers that
         take more than `workers_bytes` become OLDER_WORKERS, in the place of the ones before."""
-        folder = Path(run_dir)
+        folder = self._folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / METRICS).touch()
         self._steps = StepFile(folder / METRICS)
@@ -152,6 +155,15 @@ class Metrics:
     def held_out(self, measured: HeldOutMeasured) -> None:
         """A loss of held-out clips, for trackers: at the step of its checkpoint, which is over by now."""
         self._trackers.log(measured.step, measured.time, held_out_scalars(measured))
+
+    def samples(self, made: SamplesMade) -> None:
+        """Samples of a checkpoint, for trackers, in the same way."""
+        try:
+            files = SampleFiles.of(self._folder, made.samples)
+        except (OSError, ValueError) as error:  # moved away by somebody meanwhile
+            log.warning("trackers get no samples of step %d: %s", made.step, error)
+            return
+        self._trackers.show(made.step, made.time, files)
 
     def close(self) -> None:
         self._workers.close()

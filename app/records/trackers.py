@@ -1,4 +1,4 @@
-"""Where a run's curves can be seen besides its own files: TensorBoard, Weights & Biases, MLflow, and Ray's own metrics.
+"""Where a run's curves and samples are seen besides its files: TensorBoard, Weights & Biases, MLflow, Ray's metrics.
 
 `track: [tensorboard, wandb, mlflow, ray]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is
 left out for the rest of the run, with a warning, and never ends it.
@@ -6,12 +6,14 @@ left out for the rest of the run, with a warning, and never ends it.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,12 +37,30 @@ _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
 Scalars = Iterable[tuple[str, float]]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampleFiles:
+    """The samples of a checkpoint: a clip for each prompt, and a picture of all."""
+
+    clips: tuple[Path, ...]
+    prompts: tuple[str, ...]
+    sheet: Path
+
+    @classmethod
+    def of(cls, folder: Path, names: Sequence[str]) -> SampleFiles:
+        """Those of an event of the run in this folder: the sheet is the last one, its prompts lie beside."""
+        *clips, sheet = (folder / name for name in names)
+        prompts = json.loads(sheet.with_suffix(".json").read_text(encoding="utf-8"))
+        return cls(clips=tuple(clips), prompts=tuple(map(str, prompts)), sheet=sheet)
+
+
 class Tracker(Protocol):
-    """One place for curves. Steps come in order; after `forget` from an earlier one again. Figures of a checkpoint come
-    late, with its step."""
+    """One place for curves, and for samples where it takes files. Steps come in order; after `forget` from an
+    earlier one again. Figures of a checkpoint, and its samples, come late, with its step."""
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         """`time` is in unix seconds."""
+
+    def show(self, step: int, time: float, samples: SampleFiles) -> None: ...
 
     def forget(self, step: int) -> None:
         """This step and later ones are computed again."""
@@ -49,7 +69,7 @@ class Tracker(Protocol):
 
 
 class TensorBoardTracker:
-    """Event files in `events/` of the run's folder."""
+    """Event files in `events/` of the run's folder. Of samples it takes the contact sheet: it plays no MP4."""
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._folder = folder / "events"
@@ -83,6 +103,14 @@ class TensorBoardTracker:
         for tag, value in values:
             if not (many and step % _SELDOM and tag.startswith(_WORKERS)):
                 self._writer.add_scalar(tag, value, step, walltime=time)
+
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        import numpy as np
+        from PIL import Image
+
+        with Image.open(samples.sheet) as sheet:
+            pixels = np.asarray(sheet.convert("RGB"))
+        self._writer.add_image("samples", pixels, step, walltime=time, dataformats="HWC")
 
     def forget(self, step: int) -> None:
         self._writer.close()
@@ -122,6 +150,15 @@ class WandbTracker:
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         self._run.log({"step": step, **dict(scalars)})
+
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        import wandb
+
+        clips = {
+            f"samples/{index}": wandb.Video(str(file), caption=prompt, format="mp4")
+            for index, (file, prompt) in enumerate(zip(samples.clips, samples.prompts, strict=True))
+        }
+        self._run.log({"step": step, "samples/sheet": wandb.Image(str(samples.sheet)), **clips})
 
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
@@ -174,6 +211,10 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         self._client.log_batch(self._run, [Metric(tag, value, int(time * 1000), step) for tag, value in scalars])
+
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        for file in (*samples.clips, samples.sheet, samples.sheet.with_suffix(".json")):
+            self._client.log_artifact(self._run, str(file), "samples")
 
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
@@ -230,6 +271,9 @@ class RayTracker:
             self._gauges[name] = Gauge(name, description="Heddle: see README.md, Metrics", tag_keys=("run", "of"))
         self._gauges[name].set(value, tags={"run": self._run, "of": label_of(label)})
 
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        """Gauges are numbers."""
+
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""
         self._latest = step - 1
@@ -264,16 +308,18 @@ class Trackers:
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         values = list(scalars)
-        for name, tracker in list(self._open.items()):
-            try:
-                tracker.log(step, time, values)
-            except Exception as error:
-                self._leave(name, error)
+        self._all(lambda tracker: tracker.log(step, time, values))
+
+    def show(self, step: int, time: float, samples: SampleFiles) -> None:
+        self._all(lambda tracker: tracker.show(step, time, samples))
 
     def forget(self, step: int) -> None:
+        self._all(lambda tracker: tracker.forget(step))
+
+    def _all(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
             try:
-                tracker.forget(step)
+                tell(tracker)
             except Exception as error:
                 self._leave(name, error)
 

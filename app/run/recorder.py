@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, SettingsChanged
+from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
@@ -110,6 +110,8 @@ class Recorder:
         self._write_event(event)
         if isinstance(event, HeldOutMeasured):
             self._metrics.held_out(event)
+        elif isinstance(event, SamplesMade):
+            self._metrics.samples(event)
 
     def _write_event(self, event: RunEvent) -> None:
         self._events.write(json.dumps(event.line(), default=str) + "\n")

@@ -1,5 +1,6 @@
 import dataclasses
 import importlib.metadata
+import io
 import json
 import re
 import time
@@ -8,13 +9,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from actors.records.events import HeldOutMeasured
+from actors.records.events import HeldOutMeasured, SamplesMade
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
-from app.records.trackers import TRACKERS, Trackers, gauge_of
+from app.records.trackers import TRACKERS, SampleFiles, Trackers, gauge_of
+from app.run.recorder import Recorder
+from app.sampling.clips import write_clips
 from app.settings.config import RunConfig
 from app.settings.packages import check_installed
 from ops.typed import ConfigError
@@ -43,6 +48,11 @@ class Spy:
             raise RuntimeError("503")
         self.said.append((step, dict(scalars)["train/loss"]))
 
+    def show(self, step: int, time: float, samples) -> None:
+        if self.fails_at == "show":
+            raise RuntimeError("413")
+        self.said.append((step, samples.prompts, [file.name for file in samples.clips], samples.sheet.name))
+
     def forget(self, step: int) -> None:
         self.said.append(("forget", step))
 
@@ -68,7 +78,42 @@ def test_a_tracker_hears_of_every_step_and_of_those_that_come_again(spy: type[Sp
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("where", ["open", "log"])
+def made_samples(run: Path) -> SamplesMade:
+    """Samples of a live run, in its folder."""
+    prompts = ["a red circle", "a blue square"]
+    videos = [np.full((5, 32, 48, 3), value, np.uint8) for value in (40, 200)]
+    files = write_clips(run / "samples" / "step-4.mp4", videos, prompts, 8.0)
+    return SamplesMade(time=1.7e9, step=4, samples=tuple(str(f.relative_to(run)) for f in files), seconds=2.0)
+
+
+def test_a_tracker_gets_the_samples_of_a_live_run(spy: type[Spy], tmp_path: Path) -> None:
+    made = made_samples(tmp_path)
+    with Recorder(tmp_path, config=RunConfig.from_yaml(f"{RUN}track: [wandb]\n")) as recorder:
+        recorder.on_event(made)
+        (tmp_path / "samples" / "step-4.json").unlink()
+        recorder.on_event(made)
+    shown = [said for said in spy.made[0].said if len(said) == 4]
+    assert shown == [(4, ("a red circle", "a blue square"), ["step-4-00.mp4", "step-4-01.mp4"], "step-4.png")], (
+        "once: the second time a file was gone, and the run went on"
+    )
+
+
+def test_tensorboard_shows_the_sheet(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with Metrics(tmp_path, track=["tensorboard"]) as metrics:
+        metrics.samples(made_samples(tmp_path))
+    curves = EventAccumulator(str(tmp_path / "events"), size_guidance={"images": 0})
+    curves.Reload()
+    (shown,) = curves.Images("samples")
+    with (
+        Image.open(io.BytesIO(shown.encoded_image_string)) as one,
+        Image.open(tmp_path / "samples/step-4.png") as other,
+    ):
+        assert shown.step == 4 and np.array_equal(np.asarray(one), np.asarray(other.convert("RGB")))
+
+
+@pytest.mark.parametrize("where", ["open", "log", "show"])
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     where: str, spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -76,6 +121,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     with Metrics(tmp_path, track=["wandb", "tensorboard"]) as metrics:
         for step in range(3):
             metrics.step(line(step))
+        metrics.samples(made_samples(tmp_path))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert list((tmp_path / "events").iterdir()), "the other tracker got nothing"
     assert [record.message for record in caplog.records if "wandb gets no more of this run" in record.message]
@@ -128,11 +174,16 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
         trackers = Trackers(["wandb"], folder, {"train": {"seed": 3}})
         for step in range(start, start + 2):
             trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1))])
+        if start:
+            trackers.show(4, 1.7e9, SampleFiles.of(folder, made_samples(folder).samples))
         trackers.close()
     runs = list((folder / "wandb").glob("offline-run-*"))
     assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
     stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
     assert b"train/loss" in stored and b"report.html" in stored
+    assert b"samples/1" in stored and b"a blue square" in stored
+    held = {file.suffix for run in runs for file in run.glob("files/media/**/*") if file.is_file()}
+    assert held == {".mp4", ".png"}
 
 
 def test_mlflow_writes_a_run_of_its_own_without_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +200,16 @@ def test_mlflow_writes_a_run_of_its_own_without_a_server(tmp_path: Path, monkeyp
         trackers = Trackers(["mlflow"], folder, settings)
         for step in range(start, start + 2):
             trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1)), ("loss/9x64x96", float("nan"))])
+        if start:
+            trackers.show(4, 1.7e9, SampleFiles.of(folder, made_samples(folder).samples))
         trackers.close()
     client = tracking.MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("heddle").experiment_id])
     assert run.info.run_name == "tracked" and run.info.status == "FINISHED"
     assert run.data.params["train.seed"] == "3" and run.data.params["many.n249"] == "249"
     assert "report.html" in run.data.tags["mlflow.note.content"]
+    names = {file.path for file in client.list_artifacts(run.info.run_id, "samples")}
+    assert names == {f"samples/step-4{end}" for end in ("-00.mp4", "-01.mp4", ".png", ".json")}
     points = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(p.step, p.value, p.timestamp) for p in points] == [
         (s, 1 / (s + 1), (1_700_000_000 + s) * 1000) for s in range(4)
