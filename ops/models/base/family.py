@@ -85,6 +85,21 @@ PICTURE_VAE = VAEClass(
 """Stable Diffusion's, of pictures: every frame by itself."""
 
 
+def _hunyuan_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
+    stride_s = fields.get("spatial_compression_ratio", 8)
+    return fields.get("latent_channels", 16), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
+
+
+def _hunyuan_vae() -> type[DiffusersVAE]:
+    from ops.models.base.hunyuan_vae import HunyuanVAE
+
+    return HunyuanVAE
+
+
+HUNYUAN_VAE = VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_hunyuan_numbers, segments=(16, 12), runs=_hunyuan_vae)
+"""HunyuanVideo's and Kandinsky 5.0's."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraNames:
     """Which linear layers get factors: those below `blocks` (prefixes) whose name ends with one of `projections`."""
@@ -146,11 +161,14 @@ class TextRecipe:
     second: Literal["clip", "byt5"] = "clip"
     states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
     second_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of the second encoder
-    template: str = "{}"  # of the prompt; {} is the caption, which is not cleaned
+    template: str = "{}"  # of the prompt; {} is the caption
     system: str = ""  # what a chat template makes the prompt of, beside the caption; "": the prompt is of no chat
     blank: str = ""  # what stands for an empty caption
     crop: int = 0  # tokens of the prompt before the caption, whose states are dropped
-    skipped_layers: int = 0  # of the states' encoder, its last ones; their final norm is left out, too
+    skipped_layers: int = 0  # of the states' encoder, its last ones
+    final_norm: bool = False  # of that encoder: whether its states are normalised
+    cleaned: bool = False  # whether both encoders see the caption cleaned (`ops.models.text.clean`), or as it is
+    template_is_set: bool = False  # its pipeline has the template as an attribute, where others take it in a call
     second_tokens: int = 77  # rows that the second encoder sees: CLIP this number always, ByT5 at most
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ops.flow.schedulers import Scheduler
 from ops.models.base.encoders import CLIP_L, LLAMA_8B
 from ops.models.base.family import (
+    HUNYUAN_VAE,
     Family,
     Json,
     LoraNames,
@@ -17,7 +18,6 @@ from ops.models.base.family import (
     PublishedUse,
     TextRecipe,
     TrainingRecipe,
-    VAEClass,
     shift_of,
 )
 from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ops.config import FlowConfig
-    from ops.models.base.vae import DiffusersVAE
 
 
 # Of HunyuanVideoPipeline: what the published weights were trained on. 95 tokens stand before the caption.
@@ -69,17 +68,6 @@ def _model() -> type[nn.Module]:
     from ops.models.hunyuan.model import HunyuanDiT
 
     return HunyuanDiT
-
-
-def _vae() -> type[DiffusersVAE]:
-    from ops.models.hunyuan.vae import HunyuanVAE
-
-    return HunyuanVAE
-
-
-def _vae_numbers(fields: Json) -> tuple[int, tuple[int, int, int]]:
-    stride_s = fields.get("spatial_compression_ratio", 8)
-    return fields.get("latent_channels", 16), (fields.get("temporal_compression_ratio", 4), stride_s, stride_s)
 
 
 def _read_rest(fields: Json, known: Json) -> dict[str, object]:
@@ -190,7 +178,7 @@ FAMILY = Family(
     ),
     first_frame=_first_frame,
     hint_share=0.001,  # HunyuanVideoImageToVideoPipeline.prepare_latents
-    vae=VAEClass(name="AutoencoderKLHunyuanVideo", numbers=_vae_numbers, segments=(16, 12), runs=_vae),
+    vae=HUNYUAN_VAE,
     texts={"hunyuan": _TEXT, "hunyuan_i2v": _TEXT_OF_PICTURE},
     missing_parts=("text_encoder_2", "tokenizer_2"),
     missing_note=(
