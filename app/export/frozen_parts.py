@@ -158,6 +158,12 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
             f"prompt_template_encode_start_idx to {recipe.crop} and its tokenizer_max_length to {text.max_length}."
         )
         return
+    if recipe.template_is_set:
+        parts.notes.append(
+            f"{untrained}; before a call set the pipeline's prompt_template to {recipe.template!r} and its "
+            f"prompt_template_encode_start_idx to {recipe.crop}; call it with max_sequence_length={text.max_length}."
+        )
+        return
     told: dict[str, object] = {"template": recipe.template, "crop_start": recipe.crop}
     if recipe.picture:
         rows = text.picture_tokens  # after one mark

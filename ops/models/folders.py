@@ -20,6 +20,7 @@ from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
+_TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text"}  # of models that see pictures, too: the part that reads text alone
 
 
 def component(path: str | Path, *names: str) -> Path:
@@ -269,7 +270,7 @@ def _check_parts(dit: AnyDiT, vae: VAEConfig, text: TextConfig) -> None:
                 f"model.text.kind is {text.kind}, and the weights of {own} were trained on the text of two encoders. "
                 f"Set it to {' or '.join(family.texts)}, and model.text.path to the same pipeline."
             )
-        kind, types = read_json(folder / "config.json").get("model_type"), family.text_types
+        kind, types = text_type(read_json(folder / "config.json")), family.text_types
         if kind not in types:
             raise ValueError(
                 f"{folder} is a {kind} encoder, and the weights of {own} were trained on text of a {types[0]} one. Set "
@@ -282,10 +283,16 @@ def _in_pipeline_of(transformer: Path, part: str, folder: Path, name: str) -> bo
     return (transformer.name, folder.name) == (part, name) and transformer.parent.resolve() == folder.parent.resolve()
 
 
+def text_type(fields: Json) -> str:
+    """What reads text in the model of a config.json, as Transformers names its type."""
+    kind = str(fields.get("model_type"))
+    return _TEXT_WITHIN.get(kind, kind)
+
+
 def _resolve_text(text: TextConfig) -> TextConfig:
     folder, recipe = text_folder(text), text.recipe
     fields = read_json(folder / "config.json")
-    kind = str(fields.get("model_type"))
+    kind = text_type(fields)
     if recipe is None:
         if "d_model" not in fields:
             others = [name for name, other in TEXT_RECIPES.items() if kind in other.first_encoders]
@@ -309,6 +316,8 @@ def _resolve_text(text: TextConfig) -> TextConfig:
     if recipe.picture:
         text_parts(text)  # raises for a missing one
         text, fields = _resolve_picture(text, fields, str(folder)), fields.get("text_config", {})
+    if fields.get("model_type") in _TEXT_WITHIN:
+        fields = fields.get("text_config", fields)  # older files have its numbers among the others
     most = fields.get("max_position_embeddings", 2048)
     if text.encoded_tokens > most:
         raise ValueError(

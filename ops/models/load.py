@@ -238,7 +238,7 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
 
     from ops.models.folders import text_parts
     from ops.models.text import prepared
-    from ops.models.text_pair import byte_tokenizer, recipe_of
+    from ops.models.text_pair import as_seen, byte_tokenizer, recipe_of
 
     recipe = recipe_of(config) if config.recipe else None
     tokenizer: Tokenizer = byte_tokenizer(config) if recipe else ByT5Tokenizer()
@@ -247,9 +247,12 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if recipe:
         marks = not recipe.system  # a chat template has its own
-        return lambda caption: (
-            len(tokenizer(recipe.prompt(caption), add_special_tokens=marks, verbose=False).input_ids) - recipe.crop
-        )
+
+        def count(caption: str) -> int:
+            prompt = recipe.prompt(as_seen(caption, recipe))
+            return len(tokenizer(prompt, add_special_tokens=marks, verbose=False).input_ids) - recipe.crop
+
+        return count
     return lambda caption: len(tokenizer(prepared(caption, config), verbose=False).input_ids)
 
 

@@ -30,7 +30,7 @@ from ops.models.folders import (
 )
 from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
-from ops.models.text import T5Text, Tokenizer, length_groups, load_text, look_at_neighbours, random_shape
+from ops.models.text import T5Text, Tokenizer, clean, length_groups, load_text, look_at_neighbours, random_shape
 from ops.models.text_glyphs import GlyphText
 from ops.models.text_picture import Eyes, LlavaText, eyes_of, random_llava, random_processor
 from ops.models.text_vision import SiglipRows, folder_siglip, random_siglip, random_siglip_processor
@@ -53,6 +53,9 @@ C = TypeVar("C", bound="PreTrainedConfig")
 PICTURE = "<image>"  # the token of a picture in a random LLaVA's prompt
 _BYTES = 384  # vocabulary of the tokenizer over bytes
 _EOS = 1  # its end of sequence
+_PROCESSOR = "Qwen2VLProcessor"  # of a Qwen2.5-VL whose files do not name it
+# of the part of Qwen2.5-VL that reads text, where the whole model is in the files
+_QWEN_NAMES = {r"^(model\.)?language_model\.(model\.)?": "", r"^model\.(?=layers|norm|embed_tokens)": ""}
 _SPREAD = 0.3  # standard deviation of random weights: enough for states to depend on the words before them
 
 
@@ -84,7 +87,7 @@ class LlamaText:
         config: TextConfig,
         device: torch.device | str,
     ) -> None:
-        """`encoder` is without its last layers and its final norm; `config` is resolved."""
+        """`encoder` is without the layers and the norm that the recipe leaves out; `config` is resolved."""
         self.device = torch.device(device)
         self.place = config.place
         self.encoder = on_device(encoder, home_of(self.place, self.device)).eval().requires_grad_(False)
@@ -122,7 +125,7 @@ class LlamaText:
 
     def _tokens(self, caption: str) -> list[int]:
         return self.tokenizer(
-            self.recipe.prompt(caption),
+            self.recipe.prompt(as_seen(caption, self.recipe)),
             truncation=True,
             max_length=self.max_length + self.recipe.crop,
             add_special_tokens=not self.recipe.system,  # a chat template has its own
@@ -149,7 +152,7 @@ class PooledText:
         self.second = on_device(second, home_of(self.place, self.device)).eval().requires_grad_(False)
         self.tokenizer, self.second_tokenizer = states.tokenizer, second_tokenizer
         self.dim, self.pooled, self.tail = config.d_model, config.pooled, config.tail
-        self.second_tokens = recipe.second_tokens
+        self.recipe, self.second_tokens = recipe, recipe.second_tokens
 
     def count(self, caption: str) -> int:
         return self.states.count(caption)
@@ -168,9 +171,10 @@ class PooledText:
 
     def _vectors(self, captions: list[str]) -> list[Tensor]:
         length = self.second_tokens
+        seen = [as_seen(caption, self.recipe) for caption in captions]
         ids = [
             self.second_tokenizer(caption, padding="max_length", truncation=True, max_length=length).input_ids
-            for caption in captions
+            for caption in seen
         ]
         found: list[Tensor] = []
         at_once = max(TEXT_BATCH_TOKENS // length, 1)
@@ -182,6 +186,11 @@ class PooledText:
     def parameters(self) -> chain[nn.Parameter]:
         """The parameters of both encoders."""
         return chain(self.encoder.parameters(), self.second.parameters())
+
+
+def as_seen(caption: str, recipe: TextRecipe) -> str:
+    """A caption as both encoders see it."""
+    return clean(caption) if recipe.cleaned else caption
 
 
 def pooled_text(
@@ -202,7 +211,7 @@ def pooled_text(
         return GlyphText(LlamaText(encoder, tokenizer, recipe, config, device), glyphs, frames)
     if eyes is not None:
         states: LlamaText | LlavaText | T5Text = LlavaText(encoder, tokenizer, eyes, recipe, config, device)
-    elif recipe.states == "llama":
+    elif recipe.states != "t5":
         states = LlamaText(encoder, tokenizer, recipe, config, device)
     else:
         states = T5Text(encoder, tokenizer, t5_of(config), device)
@@ -312,19 +321,20 @@ def pair_skeleton(config: TextConfig) -> tuple[nn.Module, nn.Module]:
     recipe = recipe_of(config)
     kinds = {"t5": T5EncoderModel, "llama": LlamaModel, "llava": LlavaModel, "qwen2_5_vl_text": Qwen2_5_VLTextModel}
     encoder = kinds[recipe.states](first)
-    if recipe.states != "t5":
-        encoder = _without_norm(encoder)
-    return encoder, (T5EncoderModel if recipe.second == "byt5" else CLIPTextModel)(other)
+    return _cut(encoder, recipe), (T5EncoderModel if recipe.second == "byt5" else CLIPTextModel)(other)
 
 
 def _random_shapes(config: TextConfig) -> tuple[Any, Any]:  # of the classes that the recipe names
+    states = recipe_of(config).states
     if recipe_of(config).second == "byt5":
         return _random_qwen(config), random_shape(
             replace(glyph_reader_of(config), num_heads=math.gcd(config.num_heads, config.glyph_dim))
         )
-    clip, states = _random_clip(config), recipe_of(config).states
+    clip = _random_clip(config)
     if states == "t5":
         return random_shape(config), clip
+    if states == "qwen2_5_vl_text":
+        return _random_qwen(config), clip
     llama = _random_llama(config)
     return (llama if states == "llama" else random_llava(llama, config, token=_BYTES)), clip
 
@@ -397,13 +407,18 @@ def _shapes(config: TextConfig) -> tuple[Any, Any]:  # of classes that their fil
     from transformers import AutoConfig
 
     first = AutoConfig.from_pretrained(text_folder(config), local_files_only=True)
+    if recipe_of(config).picture is None:
+        first = getattr(first, "text_config", first)  # of a model that sees pictures, too, the part that reads text
     if skipped := recipe_of(config).skipped_layers:
         _add_layers(first, -skipped)
     clip = AutoConfig.from_pretrained(second_text_folder(config), local_files_only=True)
     return first, getattr(clip, "text_config", clip)  # the whole of a CLIP may lie there
 
 
-def _without_norm(model: nn.Module) -> nn.Module:
+def _cut(model: nn.Module, recipe: TextRecipe) -> nn.Module:
+    """Without its final norm, where the recipe leaves that out."""
+    if recipe.states == "t5" or recipe.final_norm:
+        return model
     language: Any = getattr(model, "language_model", model)  # its norm is of a class, and becomes another
     language.norm = nn.Identity()  # its states go on as they are
     return model
@@ -426,7 +441,7 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     # silent about weights of the layers that they lack
-    missing = [r"layers\.\d+\.", r"lm_head", r"rotary_emb", r"position_ids"]
+    missing = [r"layers\.\d+\.", r"lm_head", r"rotary_emb", r"position_ids", r"visual\."]
 
     class Shortened(LlamaModel):  # type: ignore[no-untyped-call]  # Transformers' own hook for subclasses
         _keys_to_ignore_on_load_unexpected = missing
@@ -448,11 +463,11 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
 
     def read(dtype: torch.dtype) -> nn.Module:
         if recipe.states == "llama":
-            return _without_norm(_loaded(Shortened, first, shape, dtype))
+            return _cut(_loaded(Shortened, first, shape, dtype), recipe)
         if recipe.states == "qwen2_5_vl_text":
-            return _without_norm(_loaded(ShortenedQwen, first, shape, dtype))
+            return _cut(_loaded(ShortenedQwen, first, shape, dtype, _QWEN_NAMES), recipe)
         if recipe.states == "llava":
-            return _without_norm(_loaded(ShortenedLlava, first, shape, dtype).model)  # without its head
+            return _cut(_loaded(ShortenedLlava, first, shape, dtype).model, recipe)  # without its head
         encoder: nn.Module = _loaded(T5EncoderModel, first, shape, dtype)
         return encoder
 
@@ -508,7 +523,10 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, recipe: TextRecipe, config: 
         )
 
 
-def _loaded(kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype) -> T:
+def _loaded(
+    kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype, names: dict[str, str] | None = None
+) -> T:
+    """`names`: what names of weights in the files match -> what stands there in those of the class."""
     check_files(folder)
     loaded: Any = kind.from_pretrained(  # with its report, which the annotation leaves out
         folder,
@@ -518,6 +536,7 @@ def _loaded(kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.d
         use_safetensors=True,
         variant=variant_of(folder),
         output_loading_info=True,
+        key_mapping=names,
     )
     model: T
     model, report = loaded
@@ -547,5 +566,10 @@ def text_classes(config: TextConfig) -> dict[str, str]:
     folders = text_parts(config)
     for part in tokenizers:
         settings = folders[part] / "tokenizer_config.json"
-        names[part] = read_json(settings).get("tokenizer_class", names[part]) if settings.is_file() else names[part]
+        told = read_json(settings) if settings.is_file() else {}
+        # where what prepares pictures lies there, too, its pipeline calls both as one
+        whole = (folders[part] / "preprocessor_config.json").is_file()
+        names[part] = told.get("processor_class" if whole else "tokenizer_class", _PROCESSOR if whole else names[part])
+    if read_json(folders[recipe.states_parts[0]] / "config.json").get("model_type") == "qwen2_5_vl":
+        names[recipe.states_parts[0]] = "Qwen2_5_VLForConditionalGeneration"
     return names
