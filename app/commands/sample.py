@@ -60,7 +60,7 @@ def sample(
     decode_noise_scale: Annotated[
         float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
     ] = None,
-    negative_prompt: Annotated[str, typer.Option()] = "",
+    negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[
         float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")

@@ -94,6 +94,7 @@ class ClipSettings:
             fps=config.model.dit.clip_rate or sample.fps,
             seed=sample.seed,
             sampler=sampler,
+            negative_prompt=sample.negative_prompt,
             decode_timestep=sample.decode_timestep,
             decode_noise_scale=sample.decode_noise_scale,
         )

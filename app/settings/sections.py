@@ -43,6 +43,7 @@ class SampleConfig:
     prompts: tuple[str, ...] = ()  # or a text file with one on each line
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
+    negative_prompt: str = ""  # what guidance moves away from
     every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
     # Of the run's time that samples may take during training, beside the gaps that plans leave idle.
     share: float = 0.05

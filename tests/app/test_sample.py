@@ -260,6 +260,14 @@ def test_a_prompt_that_is_too_long_is_cut_or_refused() -> None:
     assert prompt_notes(prompts, TextConfig(max_length=13), "refuse") == []
 
 
+def test_guidance_moves_away_from_the_negative_prompt_of_the_run_where_none_is_given() -> None:
+    config = tiny_run()
+    settings = ClipSettings.of(replace(config, sample=replace(config.sample, negative_prompt="blurred")))
+    assert settings.negative_prompt == settings.changed(ClipChanges()).negative_prompt == "blurred"
+    assert settings.changed(ClipChanges(negative_prompt="")).negative_prompt == ""
+    assert ClipSettings.of(config).negative_prompt == ""
+
+
 def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Path) -> None:
     config = tiny_run()
     config = replace(config, model=replace(config.model, text=replace(config.model.text, max_length=16)))
