@@ -104,7 +104,10 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
         return
     family, without = FAMILIES[config.model.dit.architecture], "vae=None"
     if family.needs_vae:
-        without = f"vae={family.vae.name}(latent_channels={vae.channels}, ...) of any weights"
+        without = (
+            f"vae={family.vae.name}(latent_channels={vae.channels}, spatial_compression_ratio={vae.spatial}, "
+            f"temporal_compression_ratio={vae.temporal}, ...) of any weights"
+        )
     parts.notes.append(
         f"the haar codec is Heddle's own and not loadable by Diffusers: load the pipeline with {without}, ask "
         f"for output_type='latent', and decode with ops.models.haar.HaarVAE."

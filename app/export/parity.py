@@ -122,4 +122,5 @@ def our_velocity(module: nn.Module, sample: ParitySample) -> Tensor:
 def their_velocity(reference: nn.Module, config: DiTConfig, sample: ParitySample) -> Tensor:
     """[C_out, t, h, w] by the class of Diffusers."""
     family = FAMILIES[config.architecture]
-    return family.parity_output(reference(**family.parity_inputs(config, sample)).sample[0], sample)
+    with family.parity_mode():
+        return family.parity_output(reference(**family.parity_inputs(config, sample)).sample[0], sample)

@@ -353,18 +353,30 @@ def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> l
         ]
     first = 1 - 1 / config.num_train_timesteps if config.whole_times else 1.0
     flow_shift = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
-    sigmas = sigma_schedule(config.steps, flow_shift, first, config.spacing)
+    sigmas = sigma_schedule(config.steps, flow_shift, first, config.spacing, config.num_train_timesteps)
     times = [sigma * config.num_train_timesteps for sigma in sigmas]
     times = [math.floor(time) for time in times] if config.whole_times else times
     return [(time, 1.0, after - sigma) for time, (sigma, after) in zip(times, pairwise(sigmas))]
 
 
-def sigma_schedule(steps: int, flow_shift: float, first: float = 1.0, spacing: Spacing = "even") -> list[float]:
-    """steps + 1 sigmas from `first` down to 0 for Euler sampling, spaced as named and then shifted like in training."""
+def sigma_schedule(
+    steps: int, flow_shift: float, first: float = 1.0, spacing: Spacing = "even", times: int = 1000
+) -> list[float]:
+    """steps + 1 sigmas from `first` down to 0 for Euler sampling, spaced as named and then shifted like in training,
+    which had this number of `times`."""
     if steps < 1:
         raise ValueError(f"{steps} sampling steps; at least 1 is needed.")
-    done = [index / steps for index in range(steps + 1)] if spacing == "even" else _linear_then_quadratic(steps)
+    if spacing == "to_least":
+        done = _to_least(steps, shift(1 / times, flow_shift))
+    else:
+        done = [index / steps for index in range(steps + 1)] if spacing == "even" else _linear_then_quadratic(steps)
     return [shift(first * (1 - share), flow_shift) for share in done]
+
+
+def _to_least(steps: int, least: float) -> list[float]:
+    """How far each step has come, from 0 to 1: all but the last are of one size and end at the level `least`."""
+    size = (1 - least) / max(steps - 1, 1)
+    return [*(size * index for index in range(steps)), 1.0]
 
 
 def _linear_then_quadratic(steps: int) -> list[float]:

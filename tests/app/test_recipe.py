@@ -27,6 +27,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
     "runs/hunyuan-i2v-13b-lora-80gb": {"shift": 7.0},
     "runs/hunyuan1.5-8b-lora-80gb": {"shift": 5.0},
     "runs/hunyuan1.5-i2v-8b-lora-80gb": {"shift": 5.0},
+    "runs/kandinsky5-lite-lora-80gb": {"shift": 5.0},
     "runs/flux.1-dev-lora-80gb": {"use_dynamic_shifting": True, "base_image_seq_len": 256, "max_image_seq_len": 4096},
     "models/flux.1-schnell": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/ltx-2b-lora-24gb": {
@@ -45,6 +46,7 @@ USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all ot
     "wan": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
     "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)", "train.flow.flow_shift 5.0"),
+    "kandinsky": ("model.text.kind kandinsky (here t5)", "max_length 512 (here 226)", "train.flow.flow_shift 5.0"),
     "flux": (
         "model.text.kind flux (here t5)",
         "train.flow.token_shift {law: line, base_tokens: 256, max_tokens: 4096, base: 0.5, max: 1.15} (here null)",

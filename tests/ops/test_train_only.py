@@ -33,7 +33,9 @@ def gradients(config: DiTConfig) -> dict[str, torch.Tensor | None]:
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("patterns", [("*.bias",), ("*.to_q", "*.qkv", "*.norm?"), ("*blocks.0", "proj_out")])
+@pytest.mark.parametrize(
+    "patterns", [("*.bias",), ("*.to_q", "*.to_query", "*.qkv", "*.norm?"), ("*blocks.0", "proj_out")]
+)
 @pytest.mark.parametrize("case", VARIANTS)
 def test_gradients_of_trained_weights_are_those_of_a_whole_training(case: str, patterns: tuple[str, ...]) -> None:
     config = VARIANTS[case]

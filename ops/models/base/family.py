@@ -10,6 +10,7 @@ Imports neither torch nor Ray; the callables that need them import them when cal
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Never
 
@@ -325,6 +326,8 @@ class Family:
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     # (config of this family, sample) -> what the Diffusers class takes
     parity_inputs: Callable[[Any, ParitySample], Mapping[str, object]] = no_class
+    # within this the class computes in the dtype of its inputs, where it rounds on its way
+    parity_mode: Callable[[], AbstractContextManager[object]] = nullcontext
     # what that class gives back, without its batch -> [C_out, t, h, w]
     parity_output: Callable[[Tensor, ParitySample], Tensor] = lambda output, sample: output
     parity_text: Callable[[Any], int] = lambda config: 7  # text rows that the Diffusers class is compared with
