@@ -45,7 +45,7 @@ from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.families import test_cogvideox, test_flux, test_hunyuan15, test_stdit3
+from tests.families import test_cogvideox, test_flux, test_hunyuan15, test_kandinsky, test_stdit3
 from tests.families.kit import SmallPipeline
 from tests.families.registry import CASES
 from tests.families.test_wan import DIT, publish
@@ -552,6 +552,27 @@ def test_a_hunyuan15_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -
     pipeline.system_message, pipeline.prompt_template_encode_start_idx = system, int(crop)
     pipeline.tokenizer_max_length = int(most)
     ours, theirs = latent_of(run, PIPELINES["hunyuan15"].request), test_hunyuan15.clip(pipeline)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def test_a_kandinsky_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -> None:
+    """With the random pair of text encoders, set up as the notes say; its class counts sizes by an autoencoder."""
+    text = TextConfig(kind="kandinsky", d_model=16, num_heads=2, num_layers=1, pooled_dim=12, max_length=16)
+    config = haar_run()
+    dit = replace(test_kandinsky.DIT, text_dim=16, pooled_dim=12)
+    flow = replace(config.train.flow, flow_shift=5.0)
+    train = replace(config.train, flow=flow)
+    config = replace(config, model=replace(config.model, dit=dit, vae=VAEConfig(channels=4), text=text), train=train)
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    strides = "spatial_compression_ratio=8, temporal_compression_ratio=4"
+    assert any(f"vae=AutoencoderKLHunyuanVideo(latent_channels=4, {strides}, ...)" in note for note in exported.notes)
+    (note,) = [note for note in exported.notes if "prompt_template" in note]
+    template, crop = re.search(r"prompt_template to '(.*)' and .* to (\d+); call it with .*=16\.", note).groups()  # type: ignore[union-attr]
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", vae=test_kandinsky.vae())
+    assert type(pipeline).__name__ == "Kandinsky5T2VPipeline"
+    pipeline.prompt_template, pipeline.prompt_template_encode_start_idx = template, int(crop)
+    ours, theirs = latent_of(run, PIPELINES["kandinsky"].request), test_kandinsky.clip(pipeline)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
 
 

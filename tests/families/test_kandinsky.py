@@ -408,6 +408,11 @@ def test_a_published_pipeline_is_sampled_with_its_negative_prompt(folder: Path) 
     assert sample.negative_prompt.startswith("Static, 2D cartoon")
 
 
+def test_a_patch_that_its_pipeline_does_not_count_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"patch \[1, 1, 1\]: Kandinsky5T2VPipeline counts tokens of 2x2 latents"):
+        replace(DIT, patch=(1, 1, 1))
+
+
 def test_a_vae_of_latents_that_are_not_square_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model\.vae makes latents of 8x16 pixels"):
         DIT.fitted(4, (4, 8, 16), 24, 0)
