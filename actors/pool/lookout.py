@@ -139,7 +139,10 @@ class Lookout:
                 Arrival(worker=number, node=info.node, gpu=info.place.index or 0),
                 LoadedWorker(worker=number, info=info),
             ]
-        return events + [self._failed_start(failed) for failed in news.failed]
+        for failed in news.failed:
+            self._monitor.remove.remote(failed.worker)  # it may have sent heartbeats
+            events.append(self._failed_start(failed))
+        return events
 
     def _failed_start(self, failed: FailedStart) -> Event:
         self._failed_starts += 1

@@ -51,9 +51,9 @@ class Heartbeat:
     heartbeat.idle()
     """
 
-    def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox, *, waits_on_device: bool) -> None:
-        """`waits_on_device`: waits for NCCL happen on the device, where only the time-out in `beat` ends them."""
-        self._worker, self._config, self._monitor, self._waits_on_device = worker, config, monitor, waits_on_device
+    def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox) -> None:
+        self._worker, self._config, self._monitor = worker, config, monitor
+        self.waits_on_device = False  # waits for NCCL happen there, where only the time-out in `beat` ends them
         self.leaving = False  # a preemption notice has come
         self.groups: Groups | None = None  # of the running generation
         self.on_device: Callable[[], Launched | None] = lambda: None  # the cascade that the device is in
@@ -152,7 +152,7 @@ class Heartbeat:
     def _looked(self, look: Callable[[], Progress], otherwise: Callable[[], Progress]) -> Progress:
         """What `look` finds, or `otherwise` does while the device does not answer: a heartbeat does not wait for it,
         which may be until another worker joins a collective (`ops.waiting.has_passed`)."""
-        if not self._waits_on_device:
+        if not self.waits_on_device:
             return look()
         if self._looking is not None and self._looking.is_alive():
             return otherwise()
@@ -209,7 +209,7 @@ class Heartbeat:
 
     def _hangs(self, progress: Progress) -> bool:
         waited = time.monotonic() - self._since
-        return self._waits_on_device and progress.activity != "idle" and waited > self._patience.limit_s
+        return self.waits_on_device and progress.activity != "idle" and waited > self._patience.limit_s
 
 
 def _with_collectives(progress: Progress, groups: Groups) -> Progress:

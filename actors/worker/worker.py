@@ -107,8 +107,7 @@ class Worker:
         torch.set_num_threads(settings.workers.torch_threads)
         allow_tf32(settings.train.allows_tf32)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.device = device_of(settings.workers, self._here)
-        self.heartbeat = Heartbeat(name, settings.workers, monitor, waits_on_device=self.device.type == "cuda")
+        self.heartbeat = Heartbeat(name, settings.workers, monitor)
         self._home = HomeMemory()
         self._rank = 0
         self._last: Snapshot | None = None  # of the state in this worker, once others know of it
@@ -117,7 +116,9 @@ class Worker:
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
-        self.heartbeat.start()
+        self.heartbeat.start()  # before the first call to a GPU, which may not return
+        self.device = device_of(settings.workers, self._here)
+        self.heartbeat.waits_on_device = self.device.type == "cuda"
         self._door = door_at(node_address())
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)

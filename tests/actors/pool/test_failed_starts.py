@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from actors.config import WorkersConfig
-from actors.messages import HostGpu, WorkerSettings
+from actors.messages import FailedStart, HostGpu, Orders, WorkerSettings
 from actors.pool.workers import RayPool, start_monitor
 from actors.ray_calls import node_id, resources
 from actors.worker.loading import GpuUnusable, device_of
+from actors.worker.worker import Worker
 from tests.actors.exactness import MODEL, train_config
 from tests.rays import local_ray
 
@@ -32,6 +36,35 @@ def test_no_worker_takes_a_cpu_in_the_place_of_a_gpu_that_it_was_given(
 def test_auto_without_a_gpu_is_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert device_of(WorkersConfig(device="auto"), HostGpu(host="h")).type == "cpu"
+
+
+def test_a_worker_whose_gpu_does_not_answer_is_heard_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is given up in time: one that was never heard waits for resources."""
+    answers, heard, made = threading.Event(), threading.Event(), list[Worker]()
+
+    def hangs() -> str:
+        assert answers.wait(HANGS_S)
+        return "CUDA error"
+
+    def beat(progress: object) -> None:
+        heard.set()
+        if answers.is_set():
+            threading.Event().wait()  # no more of them
+
+    monkeypatch.setattr("actors.worker.worker.node_id", lambda: "n")
+    monkeypatch.setattr("actors.worker.worker.given_gpu", lambda: "2")
+    monkeypatch.setattr("actors.worker.worker.Worker._on_sigterm", lambda self: None)  # of the main thread alone
+    monkeypatch.setattr("actors.worker.heartbeat.get", lambda reference, timeout: Orders(generation=-1))
+    monkeypatch.setattr("actors.worker.loading.why_unusable", hangs)
+    settings = WorkerSettings(model=MODEL, train=train_config(), workers=WorkersConfig(device="cuda"))
+    monitor: Any = SimpleNamespace(beat=SimpleNamespace(options=lambda **options: SimpleNamespace(remote=beat)))
+    starting = threading.Thread(target=lambda: made.append(Worker("w0", settings, monitor)), daemon=True)
+    starting.start()
+    assert heard.wait(HANGS_S) and not made
+    answers.set()
+    starting.join(HANGS_S)
+    failed = made[0].info()
+    assert isinstance(failed, FailedStart) and failed.where == HostGpu(node="n", host=socket.gethostname(), gpu="2")
 
 
 @pytest.mark.cluster

@@ -192,7 +192,8 @@ def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
 def heartbeat(device: str = "cpu") -> Heartbeat:
     """A heartbeat of a worker in generation 1."""
     config = WorkersConfig(collective_timeout_s=30)
-    made = Heartbeat("w0", config, Handle(), waits_on_device=device == "cuda")  # type: ignore[arg-type]
+    made = Heartbeat("w0", config, Handle())  # type: ignore[arg-type]
+    made.waits_on_device = device == "cuda"
     made.begin(1)
     return made
 
@@ -224,7 +225,7 @@ def test_a_heartbeat_is_not_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
             asked.append(options)
             return self
 
-    sent = Heartbeat("w0", WorkersConfig(), SimpleNamespace(beat=Noted()), waits_on_device=False)  # type: ignore[arg-type]
+    sent = Heartbeat("w0", WorkersConfig(), SimpleNamespace(beat=Noted()))  # type: ignore[arg-type]
     sent.begin(1)
     monkeypatch.setattr(ray, "get", lambda reference, timeout: Orders(generation=1))
     sent.beat()
