@@ -45,7 +45,8 @@ class Quarantine:
             return None
         record = replace(before, ended=before.ended + 1)
         if record.ended >= _IN_A_ROW:
-            rest_s = min(2 * record.rest_s, self._longest_s) if record.rest_s else self._first_s
+            longest_s = self._longest_s if where.node else self._first_s  # it keeps workers from nodes that work
+            rest_s = min(2 * record.rest_s, longest_s) if record.rest_s else self._first_s
             record = replace(record, rest_s=rest_s, until=now + rest_s)
         self._records[key] = record
         return record.rest_s if record.until > now else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors import process
 from actors.config import WorkersConfig
 from actors.memory_kills import in_short
-from actors.messages import IO, SNAPSHOTS, FailedStart, WorkerHandle, WorkerInfo, WorkerSettings
+from actors.messages import IO, SNAPSHOTS, FailedStart, HostGpu, WorkerHandle, WorkerInfo, WorkerSettings
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, nodes_with_room, where
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 _ALLOCATOR = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 _WEIGHT_FILES = (".safetensors", ".bin")
 _ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_ADDRESS = re.compile(r"\bip[=:]\s*([0-9A-Fa-f.:]+)")
 _BARS_S = 1.2  # a process gives Ray the bars of its timeline once a second; what is ended before loses them
 
 
@@ -102,7 +104,7 @@ class Pool(ABC):
                 answer = get(reference)
             except ray.exceptions.RayError as error:
                 del self._members[member.name]
-                failed.append(FailedStart(worker=member.name, why=_cause(error)))
+                failed.append(FailedStart(worker=member.name, why=_cause(error), where=_where(error)))
                 continue
             if isinstance(answer, FailedStart):
                 self.remove(member.name)
@@ -246,6 +248,14 @@ def _cause(error: BaseException) -> str:
     lines = [line.strip() for line in in_short(str(error)).strip().splitlines() if line.strip()]
     raised = [line for line in lines if ": " in line and line.split(": ")[0].endswith(("Error", "Exception"))]
     return (raised or lines or [type(error).__name__])[-1 if raised else 0]
+
+
+def _where(error: BaseException) -> HostGpu:
+    """The node of an actor that died before it could say anything, by the address in Ray's words; of several nodes with
+    that address nobody knows which."""
+    told = _ADDRESS.search(str(error))
+    here = [node for node in nodes() if told is not None and node["Alive"] and node["NodeManagerAddress"] == told[1]]
+    return HostGpu(node=here[0]["NodeID"], host=here[0]["NodeManagerHostname"]) if len(here) == 1 else HostGpu()
 
 
 def weights_bytes(model: ModelConfig) -> int:

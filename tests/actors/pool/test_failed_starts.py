@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -67,23 +68,44 @@ def test_a_worker_whose_gpu_does_not_answer_is_heard_meanwhile(monkeypatch: pyte
     assert isinstance(failed, FailedStart) and failed.where == HostGpu(node="n", host=socket.gethostname(), gpu="2")
 
 
+class Raises(Worker):
+    def __init__(self, name: str, settings: WorkerSettings, monitor: Any) -> None:
+        raise ImportError("no module named av")
+
+
+class Dies(Worker):
+    def __init__(self, name: str, settings: WorkerSettings, monitor: Any) -> None:
+        os._exit(1)
+
+
 @pytest.mark.cluster
-def test_the_pool_learns_the_gpu_and_gives_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray has a GPU that PyTorch does not see."""
+def test_the_pool_learns_where_it_was_and_gives_the_gpu_back() -> None:
+    """Ray has a GPU that PyTorch does not see; the constructor fails or the process dies before it could say that."""
+    host = socket.gethostname()
     with local_ray(num_cpus=2, num_gpus=1, log_to_driver=False):
-        settings = WorkerSettings(
-            model=MODEL, train=train_config(), workers=WorkersConfig(device="auto", cpus_per_worker=0.5)
-        )
-        pool = RayPool("run", settings, start_monitor("run"))
-        pool.start(1)
-        until = time.monotonic() + HANGS_S
-        while not (news := pool.poll()).failed:
-            assert time.monotonic() < until and not news.ready
-            time.sleep(0.1)
-        (failed,) = news.failed
-        assert failed.worker == "w0" and failed.where == HostGpu(node=node_id(), host=socket.gethostname(), gpu="0")
-        assert failed.why.startswith(f"GPU 0 of {socket.gethostname()}: PyTorch ")
-        assert pool.names == []
-        while resources(free=True).get("GPU", 0) < 1:
-            assert time.monotonic() < until, "the next worker has no GPU"
-            time.sleep(0.1)
+        for kind, gpu, why in (
+            (Worker, "0", f"GPU 0 of {host}: PyTorch "),
+            (Raises, "", "ImportError: no module named av"),
+            (Dies, "", "The actor died unexpectedly"),
+        ):
+            failed = failed_start(kind)
+            assert failed.worker == "w0" and failed.where == HostGpu(node=node_id(), host=host, gpu=gpu)
+            assert failed.why.startswith(why)
+
+
+def failed_start(kind: type[Worker]) -> FailedStart:
+    settings = WorkerSettings(
+        model=MODEL, train=train_config(), workers=WorkersConfig(device="auto", cpus_per_worker=0.5)
+    )
+    pool = RayPool(kind.__name__, settings, start_monitor("run"), kind)
+    pool.start(1)
+    until = time.monotonic() + HANGS_S
+    while not (news := pool.poll()).failed:
+        assert time.monotonic() < until and not news.ready
+        time.sleep(0.1)
+    assert pool.names == []
+    while resources(free=True).get("GPU", 0) < 1:
+        assert time.monotonic() < until, "the next worker has no GPU"
+        time.sleep(0.1)
+    (failed,) = news.failed
+    return failed

@@ -30,6 +30,7 @@ def test_workers_that_had_been_started_before_a_rest_do_not_make_it_longer() -> 
     quarantine = Quarantine(60.0, 200.0)
     found = [quarantine.ended(HostGpu(), 0.1 * n) for n in range(8)]
     assert found == [None, 60.0, *[None] * 6] and quarantine.resting(1.0) == {""}
+    assert quarantine.ended(HostGpu(), 61.0) == 60.0, "no longer than that where nobody knows the node"
 
 
 @pytest.mark.parametrize(("worked", "rests"), [(BAD, None), (GOOD, 60.0)])
