@@ -14,6 +14,7 @@ import socket
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -23,13 +24,14 @@ from actors.config import PlannerConfig, WorkersConfig
 from actors.messages import HostGpu
 from actors.plan.devices import device_speed
 from actors.pool.workers import uses_gpu
-from actors.ray_calls import cancel, get, given_gpu, remote_of, resources
+from actors.ray_calls import cancel, get, given_gpu, remote_of, resources, wait
 
 log = logging.getLogger(__name__)
 
 DEVICE = "device.json"  # in the folder of a run
 MEASURED_S = 10.0  # of products on a GPU that no table lists
 _LOOK_S = 180.0  # for a task to start, import torch and measure
+_SOON_S = 20.0  # in which it usually has
 _KIND = "accelerator_type:"
 
 
@@ -82,10 +84,14 @@ class WorkersDevice:
 
 
 def workers_device(
-    config: ComputeSettings, folder: Path, look: Callable[[str], SeenGpu | None] | None = None
+    config: ComputeSettings,
+    folder: Path,
+    look: Callable[[str], SeenGpu | None] | None = None,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> WorkersDevice:
     """What a run's workers compute on. GPUs are looked at once, unless the folder knows those that are there now; with
-    a measured profile their names are enough. To be called with Ray connected."""
+    a measured profile their names are enough. To be called with Ray connected. `tell` gets a sentence when that takes
+    long."""
     if not uses_gpu(config.workers):
         return WorkersDevice(name="cpu")
     kinds = gpu_kinds()
@@ -95,7 +101,7 @@ def workers_device(
     if kept is not None and kept.kinds == kinds and kept.name != "cpu" and not kept.assumed:
         return kept
     there = kinds or (("",) if resources(free=False).get("GPU") else ())  # some clusters do not name theirs
-    seen = {kind: (look or look_at)(kind) for kind in there}
+    seen = {kind: (look or partial(look_at, tell=tell))(kind) for kind in there}
     unusable = [gpu.unusable if gpu is not None else "" for gpu in seen.values()]
     if unusable and all(unusable):
         return WorkersDevice(name="cpu", kinds=kinds, unusable=unusable[0])
@@ -114,14 +120,19 @@ def gpu_kinds() -> tuple[str, ...]:
     return tuple(sorted(kind for kind in found if kind.rpartition("-")[0] not in found))
 
 
-def look_at(kind: str, patience_s: float = _LOOK_S) -> SeenGpu | None:
-    """A GPU of this kind ("": of any) of the cluster; None where none is free in time."""
+def look_at(kind: str, patience_s: float = _LOOK_S, tell: Callable[[str], None] = lambda text: None) -> SeenGpu | None:
+    """A GPU of this kind ("": of any) of the cluster; None where none is free in time. `tell` gets a sentence when
+    none is at once."""
     task = remote_of(_seen).options(
         num_cpus=0, num_gpus=1, max_retries=0, name="look at a GPU", **({"accelerator_type": kind} if kind else {})
     )
     answer = task.remote()
     try:
-        found: SeenGpu | None = get(answer, timeout=patience_s)
+        if not wait([answer], timeout=min(_SOON_S, patience_s))[0]:
+            seconds = max(0.0, patience_s - _SOON_S)
+            tell(f"waiting for a GPU{f' {kind}' * bool(kind)} that is free, to see what it is; at most {seconds:.0f} s")
+            wait([answer], timeout=seconds)
+        found: SeenGpu | None = get(answer, timeout=0)
     except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
         cancel(answer)
         log.warning("no GPU %s could be looked at: %s", kind, type(error).__name__)

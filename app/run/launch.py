@@ -152,7 +152,7 @@ def _device(config: RunConfig, folder: Path) -> WorkersDevice:
     from actors.planning.options import assumption
     from actors.pool.device import workers_device
 
-    found = workers_device(config, folder)
+    found = workers_device(config, folder, tell=_note)
     if found.assumed and not config.planner.profile:
         _note(assumption(found.name))
     return found

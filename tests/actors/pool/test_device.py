@@ -198,6 +198,8 @@ def test_a_gpu_is_looked_at_by_a_task_on_it(tmp_path: Path) -> None:
         taken = Taken.remote()
         assert ray.get(taken.here.remote())
         assert look_at("Foo-1", patience_s=1.0) is None
-        found = workers_device(config, tmp_path, lambda kind: look_at(kind, patience_s=1.0))
+        told: list[str] = []
+        found = workers_device(config, tmp_path, lambda kind: look_at(kind, patience_s=1.0, tell=told.append))
+        assert told == ["waiting for a GPU Foo-1 that is free, to see what it is; at most 0 s"]
         assert (found.name, found.unusable) == ("Foo-1", "") and found.assumed
         ray.kill(taken)
