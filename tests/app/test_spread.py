@@ -352,7 +352,7 @@ def test_what_was_stopped_continues_where_it_was(checkpoint, alone, tmp_path) ->
     before = (tmp_path / "x-00.mp4").stat().st_mtime_ns
     told: list[str] = []
     *files, _ = spread(job(checkpoint), PROMPTS, out, 1, tell=told.append)
-    assert told[0] == "note: 1 of 5 clips are there already"
+    assert told[0] == "note: there already: 1 of 5 clips"
     assert files[0].stat().st_mtime_ns == before
     assert_same(files, alone)
 
