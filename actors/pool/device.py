@@ -1,8 +1,8 @@
 """What the workers of a run compute on: GPUs as their driver names them, and how fast those are that no table lists.
 
 Ray knows a GPU by a word of its name ("H100" of an H100 PCIe, too) and the process that plans may have none. So one is
-looked at where it is, by a task on it; what it says is kept in the run's folder, so that a resume on the same kinds of
-GPUs plans with the same figures.
+looked at where it is, by an actor on it; what it says is kept in the run's folder, so that a resume on the same kinds
+of GPUs plans with the same figures.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,14 +25,16 @@ from actors.config import PlannerConfig, WorkersConfig
 from actors.messages import HostGpu
 from actors.plan.devices import device_speed
 from actors.pool.workers import uses_gpu
-from actors.ray_calls import cancel, get, given_gpu, remote_of, resources, wait
+from actors.ray_calls import get, given_gpu, kill, remote_of, resources, wait
 
 log = logging.getLogger(__name__)
 
 DEVICE = "device.json"  # in the folder of a run
 MEASURED_S = 10.0  # of products on a GPU that no table lists
-_LOOK_S = 180.0  # for a task to start, import torch and measure
+_LOOK_S = 180.0  # for an actor to start, import torch and measure
 _SOON_S = 20.0  # in which it usually has
+_MORE = 8  # GPUs that are looked at at the same time where the first cannot be used; that one may be among them again
+_MORE_S = 60.0
 _KIND = "accelerator_type:"
 
 
@@ -121,27 +124,53 @@ def gpu_kinds() -> tuple[str, ...]:
 
 
 def look_at(kind: str, patience_s: float = _LOOK_S, tell: Callable[[str], None] = lambda text: None) -> SeenGpu | None:
-    """A GPU of this kind ("": of any) of the cluster; None where none is free in time. `tell` gets a sentence when
-    none is at once."""
-    task = remote_of(_seen).options(
-        num_cpus=0, num_gpus=1, max_retries=0, name="look at a GPU", **({"accelerator_type": kind} if kind else {})
-    )
-    answer = task.remote()
+    """A GPU of this kind ("": of any) of the cluster, one that can be used if any of several can; None where none is
+    free in time. `tell` gets a sentence when none is at once."""
+    first = next(_looks(kind, 1, patience_s, tell), None)
+    if first is None or not first.unusable:
+        return first
+    log.warning("%s", first.unusable)
+    there = int(resources(free=False).get("GPU", 0))
+    more = _looks(kind, min(_MORE, there), min(_MORE_S, patience_s)) if there > 1 else ()
+    return next((gpu for gpu in more if not gpu.unusable), first)
+
+
+def _looks(
+    kind: str, count: int, patience_s: float, tell: Callable[[str], None] = lambda text: None
+) -> Iterator[SeenGpu]:
+    """As many GPUs of this kind as they are seen, as far as they are free in time. Tasks would be given the same one
+    again and again: an actor holds its own."""
+    kinds = {"accelerator_type": kind} if kind else {}
+    actor = remote_of(_Look).options(num_cpus=0, num_gpus=1, scheduling_strategy="SPREAD", **kinds)
+    looks = [actor.remote() for _ in range(count)]
+    until, left = time.monotonic() + patience_s, [look.at.remote(_seen) for look in looks]
     try:
-        if not wait([answer], timeout=min(_SOON_S, patience_s))[0]:
-            seconds = max(0.0, patience_s - _SOON_S)
+        if not wait(left, timeout=min(_SOON_S, patience_s))[0]:
+            seconds = max(0.0, until - time.monotonic())
             tell(f"waiting for a GPU{f' {kind}' * bool(kind)} that is free, to see what it is; at most {seconds:.0f} s")
-            wait([answer], timeout=seconds)
-        found: SeenGpu | None = get(answer, timeout=0)
-    except (ray.exceptions.GetTimeoutError, ray.exceptions.RayError) as error:
-        cancel(answer)
-        log.warning("no GPU %s could be looked at: %s", kind, type(error).__name__)
-        return None
-    return found
+        while left:
+            ready, left = wait(left, timeout=max(0.0, until - time.monotonic()))
+            if not ready:
+                log.warning("no GPU %s could be looked at within %g s", kind, patience_s)
+                return
+            try:
+                yield get(ready[0])
+            except ray.exceptions.RayError as error:
+                log.warning("no GPU %s could be looked at: %s", kind, type(error).__name__)
+    finally:
+        for look in looks:
+            kill(look)
+
+
+class _Look:
+    """The actor, on a GPU."""
+
+    def at(self, seen: Callable[[], SeenGpu]) -> SeenGpu:
+        return seen()
 
 
 def _seen() -> SeenGpu:
-    """The task, on a GPU."""
+    """The GPU of the process that runs this."""
     import torch
 
     from ops.gpu_check import why_unusable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from actors.planning.learned import refuse_other, setting_of
 from actors.planning.options import profile_of
 from actors.pool import device as device_module
 from actors.pool.device import DEVICE, SeenGpu, WorkersDevice, gpu_kinds, look_at, workers_device
+from actors.ray_calls import given_gpu
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
 from tests.actors.fakes import config_of
@@ -23,6 +25,7 @@ from tests.rays import local_ray
 
 MODEL = ModelConfig()
 H100 = SeenGpu(name="NVIDIA H100 PCIe")
+BROKEN = SeenGpu(name="", unusable="GPU 0 of h: no driver")
 UNLISTED = SeenGpu(name="NVIDIA RTX PRO 7000 Server Edition", tflops=250.0)
 
 
@@ -162,13 +165,40 @@ def test_names_of_several_devices_are_looked_up_one_by_one() -> None:
 
 def test_gpus_are_unusable_when_all_that_were_looked_at_are(cluster: dict[str, float], tmp_path: Path) -> None:
     cluster["accelerator_type:H100"] = cluster["accelerator_type:A100"] = 1.0
-    config, broken = config_of(workers=WorkersConfig(device="cuda")), SeenGpu(name="", unusable="GPU 0 of h: no driver")
-    found = workers_device(config, tmp_path, Looks(H100=broken, A100=broken))
+    config = config_of(workers=WorkersConfig(device="cuda"))
+    found = workers_device(config, tmp_path, Looks(H100=BROKEN, A100=BROKEN))
     assert (found.name, found.unusable) == ("cpu", "GPU 0 of h: no driver")
-    some = workers_device(config, tmp_path, Looks(H100=broken, A100=SeenGpu(name="NVIDIA A100-SXM4-80GB")))
+    some = workers_device(config, tmp_path, Looks(H100=BROKEN, A100=SeenGpu(name="NVIDIA A100-SXM4-80GB")))
     assert (some.name, some.unusable) == ("H100+NVIDIA A100-SXM4-80GB", "")
     found.keep(tmp_path)
     assert workers_device(config, tmp_path, Looks(H100=H100, A100=H100)).name == H100.name, "looked at again"
+
+
+@pytest.mark.parametrize(
+    ("looks", "found", "asked"),
+    [
+        ([[H100]], H100, [1]),
+        ([[BROKEN], [BROKEN, H100, BROKEN]], H100, [1, 8]),  # one of many has failed
+        ([[BROKEN], [BROKEN] * 8], BROKEN, [1, 8]),
+        ([[BROKEN], []], BROKEN, [1, 8]),  # others have the rest
+        ([[]], None, [1]),
+    ],
+)
+def test_a_gpu_that_has_failed_does_not_speak_for_the_others(
+    cluster: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
+    looks: list[list[SeenGpu]],
+    found: SeenGpu | None,
+    asked: list[int],
+) -> None:
+    counts: list[int] = []
+
+    def looked(kind: str, count: int, patience_s: float) -> Iterator[SeenGpu]:
+        counts.append(count)
+        return iter(looks[len(counts) - 1])
+
+    monkeypatch.setattr(device_module, "_looks", looked)
+    assert look_at("H100") == found and counts == asked
 
 
 @pytest.mark.parametrize(("name", "tflops"), [("NVIDIA H100 PCIe", 0.0), ("NVIDIA Foo 1", 123.0)])
@@ -181,7 +211,7 @@ def test_only_a_gpu_that_no_table_lists_is_timed(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.cluster
 @pytest.mark.long
-def test_a_gpu_is_looked_at_by_a_task_on_it(tmp_path: Path) -> None:
+def test_a_gpu_is_looked_at_by_an_actor_on_it(tmp_path: Path) -> None:
     """Ray has a GPU that torch does not see, then one that somebody else has, which leaves a name."""
     config = config_of(workers=WorkersConfig(device="auto"))
     with local_ray(num_cpus=1, num_gpus=1, resources={"accelerator_type:Foo-1": 1}, log_to_driver=False):
@@ -203,3 +233,17 @@ def test_a_gpu_is_looked_at_by_a_task_on_it(tmp_path: Path) -> None:
         assert told == ["waiting for a GPU Foo-1 that is free, to see what it is; at most 0 s"]
         assert (found.name, found.unusable) == ("Foo-1", "") and found.assumed
         ray.kill(taken)
+
+
+def seen_of_three() -> SeenGpu:
+    """A GPU of a node whose first two of three have failed."""
+    gpu = given_gpu()
+    return SeenGpu(name="", unusable=f"GPU {gpu}") if gpu in "01" else SeenGpu(name="NVIDIA H100 PCIe")
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_others_are_looked_at_where_the_first_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "_seen", seen_of_three)
+    with local_ray(num_cpus=1, num_gpus=3, log_to_driver=False):
+        assert look_at("") == H100, "auto would train a whole cluster on CPUs for one GPU"
