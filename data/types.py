@@ -57,6 +57,12 @@ class SampleRef:
         return f"{self.source}/{self.epoch}/{self.row}"
 
 
+def clip_of(draw: str) -> str:
+    """The part of such a key that is the same in every epoch; another name as it is."""
+    source, _, row = draw.split("/") if draw.count("/") == 2 else (draw, "", "")
+    return f"{source}/{row}" if row else source
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataItem:
     """One bucket batch of a step, and how a decoder makes it. `id` is unique in the run: s<step>.<slot>."""

@@ -1,21 +1,22 @@
 """Steps whose gradient is not finite: they change nothing, are counted and named, and too many of them end the run.
 
 Clips are not the only reason: a GPU may compute wrongly, and then losses are not finite on its worker, of other clips
-every time.
+every time, though other workers had clips of the same shapes.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from actors.messages import NOT_FINITE
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.records.events import StepSkipped, events_so_far
-from actors.step import CollectedStep
+from actors.step import CollectedStep, RunningStep
+from data.types import clip_of
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +29,11 @@ class _Skip:
     """Where losses of a skipped step were not finite."""
 
     workers: frozenset[str]
-    of: int  # as many workers ran the step
-    samples: frozenset[str]
+    share: float  # of the step's clips like these, what was on these workers
+    clips: frozenset[str]
 
 
-_UNKNOWN = _Skip(frozenset(), 0, frozenset())
+_UNKNOWN = _Skip(frozenset(), 1.0, frozenset())
 
 
 class Skips:
@@ -67,11 +68,13 @@ class Skips:
         )
         suspect = self._suspect()
         if count > self._limit:
-            remedy = f"All were on {suspect}: its GPU may compute wrongly" if suspect else "Check these clips"
+            remedy = "Check these clips, or lower the learning rate."
+            if suspect:
+                known = sum(bool(skip.workers) for skip in self._steps.values())
+                remedy = f"In {known} of them losses were not finite on {suspect} alone: its GPU may compute wrongly."
             reason = (
                 f"{count} of the last {WINDOW} steps had a non-finite gradient, more than train.max_skipped_steps "
-                f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. {remedy}, or lower the learning "
-                f"rate."
+                f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. {remedy}"
             )
             raise StopRun(Outcome(code=Exit.FAILURE, last_step=committed, reason=reason))
         if suspect:  # what comes now may be of another worker on the same GPU
@@ -80,22 +83,36 @@ class Skips:
 
     def _suspect(self) -> str:
         """The only worker on which losses were not finite in every skipped step in which they were anywhere, if clips
-        make that unlikely: by their number, and as they were others every time."""
+        make that unlikely: they were others every time, and others like them were elsewhere."""
         skips = [skip for skip in self._steps.values() if skip.workers]
         common = frozenset.intersection(*(skip.workers for skip in skips)) if skips else frozenset()
-        if len(common) != 1 or len(frozenset.union(*(skip.samples for skip in skips))) < len(skips):
+        if len(common) != 1 or len(frozenset.union(*(skip.clips for skip in skips))) < sum(len(s.clips) for s in skips):
             return ""
-        chance = math.prod(len(skip.workers) / skip.of for skip in skips[1:])
+        chance = math.prod(sorted(skip.share for skip in skips)[1:])  # the first time it is some worker
         return next(iter(common)) if chance < _CHANCE else ""
 
 
 def _skip_of(done: CollectedStep) -> _Skip:
-    bad = {r.worker: {s for s in r.bad_samples if s.startswith(NOT_FINITE)} for r in done.reports}
+    bad = {rank: {s for s in r.bad_samples if s.startswith(NOT_FINITE)} for rank, r in enumerate(done.reports)}
+    ranks = {rank for rank, samples in bad.items() if samples}
+    keys = {sample.removeprefix(NOT_FINITE) for samples in bad.values() for sample in samples}
     return _Skip(
-        workers=frozenset(worker for worker, samples in bad.items() if samples),
-        of=len(bad),
-        samples=frozenset[str]().union(*bad.values()),
+        workers=frozenset(done.reports[rank].worker for rank in ranks),
+        share=_share(done.running, ranks, keys),
+        clips=frozenset(map(clip_of, keys)),
     )
+
+
+def _share(running: RunningStep, ranks: Set[int], keys: Set[str]) -> float:
+    """Which part of the clips like these, by shape and expert, was on these workers: plans may give all long clips to
+    the same one."""
+    items = running.data.items.items.values()
+    kinds = {one.plan.id: (one.bucket, one.plan.expert) for one in items}
+    wanted = {kinds[one.plan.id] for one in items if any(sample.key in keys for sample in one.samples)}
+    dits = (cascade for cascade in running.assignment.cascades if cascade.module == "dit")
+    alike = [(dit, part.count) for dit in dits for part in dit.parts if kinds[part.item] in wanted]
+    theirs = sum(count for dit, count in alike if not ranks.isdisjoint(dit.workers))
+    return theirs / sum(count for _, count in alike) if alike else 1.0
 
 
 def skipped_before(run_dir: Path) -> list[int]:
