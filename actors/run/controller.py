@@ -266,8 +266,8 @@ class Controller:
         self.generations.finished(done)
         suspect = self.skips.check(done, self.committer.committed)
         self.committer.add(done)
-        if suspect:
-            self.generations.distrust(suspect)
+        if suspect and self.generations.distrust(suspect):
+            self.skips.forget_where()
         tokens = {item.id: item.text_tokens for item in done.running.data.items.planned}
         called = sorted(done.running.finishes.values())  # by themselves; the others' spans are in answers of relays
         spans = [span for rank in called for span in done.reports[rank].spans]

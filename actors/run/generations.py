@@ -164,10 +164,14 @@ class GenerationManager:
             self._proven = done.running.generation
             self.observe(FirstStep())
 
-    def distrust(self, name: str) -> None:
-        """A worker's GPU seems to compute wrongly: it leaves, if the run has enough others."""
-        why = "losses were not finite on it, of other clips in each skipped step"
-        self.observe(Distrust(worker=worker_number(name), reason=why))
+    def distrust(self, name: str) -> bool:
+        """A worker's GPU seems to compute wrongly: it leaves, if the run has enough others. Returns whether it does."""
+        worker, why = worker_number(name), "losses were not finite on it, of other clips in each skipped step"
+        self.observe(Distrust(worker=worker, reason=why))
+        leaves = all(member.leaving for member in self.view.members if member.worker == worker)
+        if not leaves:
+            log.warning("%s stays, as the run has no other for it, though %s", name, why)
+        return leaves
 
     def observe(self, *events: Event) -> None:
         """Pass events of one moment to the membership and carry out its decisions. Raises StopRun when the run cannot

@@ -71,15 +71,17 @@ class Skips:
             remedy = "Check these clips, or lower the learning rate."
             if suspect:
                 known = sum(bool(skip.workers) for skip in self._steps.values())
-                remedy = f"In {known} of them losses were not finite on {suspect} alone: its GPU may compute wrongly."
+                remedy = f"In {known} of them losses were not finite on {suspect} alone: its device may be faulty."
             reason = (
                 f"{count} of the last {WINDOW} steps had a non-finite gradient, more than train.max_skipped_steps "
                 f"{self._limit}; last samples: {', '.join(samples) or 'none named'}. {remedy}"
             )
             raise StopRun(Outcome(code=Exit.FAILURE, last_step=committed, reason=reason))
-        if suspect:  # what comes now may be of another worker on the same GPU
-            self._steps = dict.fromkeys(self._steps, _UNKNOWN)
         return suspect
+
+    def forget_where(self) -> None:
+        """The worker has left: what comes now may be of another one, also on the same GPU."""
+        self._steps = dict.fromkeys(self._steps, _UNKNOWN)
 
     def _suspect(self) -> str:
         """The only worker on which losses were not finite in every skipped step in which they were anywhere, if clips

@@ -6,11 +6,24 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from actors.messages import WorkerInfo
 from actors.outcome import Events
 from actors.plan.types import Cluster
 from actors.pool.membership import Membership
-from actors.pool.membership_types import Decision, Event, Exclusion, Form, Limits, StepDispatch, View
-from actors.records.events import GenerationFormed, WeightsFetched, WorkersLeftOut
+from actors.pool.membership_types import (
+    Arrival,
+    Decision,
+    Event,
+    Exclusion,
+    Form,
+    Limits,
+    LoadedWorker,
+    StepDispatch,
+    View,
+)
+from actors.records.events import GenerationFormed, NodeRests, WeightsFetched, WorkersLeftOut
 from ops.waiting import Patience
 from tests.actors.fakes import Handle, Listening, StateHere, controller_of, pool_here
 
@@ -51,6 +64,22 @@ def test_that_weights_are_fetched_by_itself_is_told_once() -> None:
     assert [type(event) for event in told] == [GenerationFormed, WeightsFetched, GenerationFormed]
     assert [event.parameters for event in told if isinstance(event, GenerationFormed)] == ["node", "node"]
     assert "56.80 GiB" in told[1].describe() and "short runs have done this" in told[1].describe()
+
+
+@pytest.mark.parametrize(("least", "leaves"), [(1, True), (2, False)])
+def test_a_worker_that_computes_wrongly_leaves_where_the_run_has_enough_others(least: int, leaves: bool) -> None:
+    listener, membership = Listening(), Membership(Limits(min=least, max=2))
+    infos = [
+        WorkerInfo(worker=f"w{n}", node="n", host="h", pid=n, device="cuda:0", gpu_memory_gib=80.0, gpu=str(n))
+        for n in (0, 1)
+    ]
+    joining: list[Event] = [Arrival(worker=worker, node=info.node) for worker, info in enumerate(infos)]
+    membership.observe([*joining, *(LoadedWorker(worker=w, info=info) for w, info in enumerate(infos))], 0.0)
+    manager = controller_of(StateHere(), membership=membership, events=Events(listener)).generations
+    assert manager.distrust("w1") == leaves
+    assert [event.describe() for event in listener.told if isinstance(event, NodeRests)] == leaves * [
+        "no worker is started on h for 6 h unless the run needs it: GPU 1 of h seems to compute wrongly"
+    ]
 
 
 def test_who_is_left_out_gives_back_what_it_has_of_the_last_generation() -> None:
