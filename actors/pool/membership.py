@@ -157,6 +157,7 @@ class Membership:
             changed=changed,
             anew=self._anew,
             shunned=self._shunned(),
+            at_rest=tuple(sorted(self._resting - {""})),
         )
 
     # Events -----------------------------------------------------------------------------------------------------

@@ -320,8 +320,8 @@ class Exclusion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeRest:
-    """No worker is started on the node of `where` for so long, but for those that `min` needs; on none where nobody
-    knows which node it is."""
+    """No worker is started on the node of `where` for so long, but for those that `min` needs and no other node has
+    room for; on none where nobody knows which node it is."""
 
     where: HostGpu
     seconds: float
@@ -369,6 +369,7 @@ class View:
     changed: bool  # state, generation or workers differ from the view before
     anew: bool = False  # the generation is to be formed again, of the same workers
     shunned: tuple[str, ...] = ()  # nodes for which no worker is asked: out of reach, or at rest; in order
+    at_rest: tuple[str, ...] = ()  # nodes that come last for workers that `min` needs; in order
 
     @property
     def change_pending(self) -> bool:

@@ -7,7 +7,7 @@ eight inside one. Ray's own strategies deal, or fill a node only half.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from actors.refs import RayNode
@@ -31,21 +31,23 @@ class Need:
         return int(min(shares, default=0.0) + _SLACK)
 
 
-def nodes_with_room(nodes: Iterable[RayNode], taken: Iterable[str], need: Need, count: int) -> list[str | None]:
+def nodes_with_room(
+    nodes: Iterable[RayNode], taken: Iterable[str], need: Need, count: int, last: Collection[str] = ()
+) -> list[str | None]:
     """The nodes for `count` more workers of this run, in order; None for those for which none has room.
 
-    `nodes` as Ray lists them, `taken` the node of each worker there is or is asked
-    for. The node that holds the most workers of this run is filled first, then the one with the most room. What other
+    `nodes` as Ray lists them, `taken` the node of each worker there is or is asked for. The node that holds the most
+    workers of this run is filled first, then the one with the most room; those of `last` after all others. What other
     runs use is not known here, so it is a wish (`where`). One look at the nodes for all: a thousand workers on 128
     nodes would take a thousand.
     """
     held = Counter(taken)
-    ranked: list[tuple[int, int, str]] = []
+    ranked: list[tuple[bool, int, int, str]] = []
     for facts in nodes:
         node, capacity = facts["NodeID"], need.capacity(facts["Resources"])
         if facts["Alive"] and held[node] < capacity:
-            ranked.append((-held[node], -capacity, node))
-    free = (node for mine, capacity, node in sorted(ranked) for _ in range(mine - capacity))
+            ranked.append((node in last, -held[node], -capacity, node))
+    free = (node for _, mine, capacity, node in sorted(ranked) for _ in range(mine - capacity))
     return [next(free, None) for _ in range(count)]
 
 

@@ -67,6 +67,7 @@ class Pool(ABC):
         self._members: dict[str, PoolMember] = {}
         self._serial = 0
         self.shunned: tuple[str, ...] = ()  # ids of nodes for which no worker is asked
+        self.at_rest: tuple[str, ...] = ()  # ids of nodes that come last
         self._resting_since: float | None = None  # monotonic seconds; None while they may work
 
     def taken(self) -> list[str]:
@@ -171,7 +172,7 @@ class RayPool(Pool):
         need = Need(workers.cpus_per_worker, 1.0 if uses_gpu(workers) else 0.0)
         fill = workers.placement == "fill"
         wanted = [node for node in nodes() if node["NodeID"] not in self.shunned] if fill else []
-        wished = nodes_with_room(wanted, self.taken(), need, len(names)) if fill else [None] * len(names)
+        wished = nodes_with_room(wanted, self.taken(), need, len(names), self.at_rest) if fill else [None] * len(names)
         for name, node in zip(names, wished, strict=True):
             handle: WorkerHandle = self._actor.options(
                 name=f"{self._run}/{name}",

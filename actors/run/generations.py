@@ -180,7 +180,7 @@ class GenerationManager:
             return
         self.view, decisions = self.membership.observe(events, self.clock.now())
         self.events.begin(self.view.generation)
-        self.pool.shunned = self.view.shunned
+        self.pool.shunned, self.pool.at_rest = self.view.shunned, self.view.at_rest
         for decision in decisions:
             self._apply(decision)
 

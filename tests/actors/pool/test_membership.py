@@ -157,7 +157,9 @@ def test_a_run_that_needs_a_worker_asks_for_it_anywhere() -> None:
     pool.see(FirstStep(), failed(3), failed(4), failed(5, HostGpu()), failed(6, HostGpu()))
     assert pool.view.shunned == ("n1",) and of(Request, pool.see(Resources(available=1))) == []
     assert [r.count for r in of(Request, pool.see(Death(worker=1)))] == [1], "below min"
-    assert pool.view.shunned == ()
+    assert pool.view.shunned == () and pool.view.at_rest == ("n1",)
+    pool.see(Tick(), after=60)
+    assert pool.view.at_rest == ()
 
 
 @pytest.mark.parametrize(("steps", "gpu", "rests"), [(False, "1", True), (True, "1", False), (False, "", False)])

@@ -54,6 +54,13 @@ def test_the_roomiest_node_is_begun_first() -> None:
     assert requested([node("small", 2), node("large", 8)], 10) == ["large"] * 8 + ["small"] * 2
 
 
+def test_nodes_at_rest_come_last() -> None:
+    """The free GPU of a full node is the one that has failed: three starts there would end the run."""
+    two = [node("full", 8), node("empty", 8)]
+    asked = nodes_with_room(two, ["full"] * 7, GPU_WORKER, 9, last=["full"])
+    assert asked == ["empty"] * 8 + ["full"]
+
+
 def test_nodes_that_are_gone_or_have_no_gpu_are_not_asked() -> None:
     assert requested([node("dead", 8, alive=False), node("head", 0), node("few-cpus", 8, cpus=1)], 1) == [None]
 
