@@ -20,7 +20,7 @@ def why_unusable() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         found = torch.arange(_NUMBERS, device="cuda").sum().item()
-    except RuntimeError as error:
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:  # which is no RuntimeError
         told = first_line(error).removesuffix(".")
         return f"PyTorch {torch.__version__} of CUDA {torch.version.cuda} cannot use it: {told}"
     right = _NUMBERS * (_NUMBERS - 1) // 2

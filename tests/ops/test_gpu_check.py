@@ -37,8 +37,9 @@ def test_a_build_without_cuda_says_what_to_install(monkeypatch: pytest.MonkeyPat
     )
 
 
-def test_the_words_of_pytorch_are_kept(gpu: dict[str, Any]) -> None:
-    gpu["error"] = RuntimeError(f"{TOO_OLD}\nC++ CapturedTraceback: ...")
+@pytest.mark.parametrize("kind", [RuntimeError, torch.cuda.DeferredCudaCallError])
+def test_the_words_of_pytorch_are_kept(gpu: dict[str, Any], kind: type[Exception]) -> None:
+    gpu["error"] = kind(f"{TOO_OLD}\nC++ CapturedTraceback: ...")
     assert why_unusable() == f"PyTorch {torch.__version__} of CUDA 13.0 cannot use it: {TOO_OLD.removesuffix('.')}"
 
 
