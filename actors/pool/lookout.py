@@ -139,16 +139,14 @@ class Lookout:
                 Arrival(worker=number, node=info.node, gpu=info.place.index or 0),
                 LoadedWorker(worker=number, info=info),
             ]
-        for failed in news.failed:
-            self._monitor.remove.remote(failed.worker)  # it may have sent heartbeats
-            events.append(self._failed_start(failed))
-        return events
+        return events + [self._failed_start(failed) for failed in news.failed]
 
     def _failed_start(self, failed: FailedStart) -> Event:
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
             self.hopeless = f"{counted(self._failed_starts, 'worker')} in a row failed to start: {failed.why}"
         log.warning("worker %s did not start: %s", failed.worker, failed.why)
+        self._monitor.remove.remote(failed.worker)  # it may have sent heartbeats
         self._tell(WorkerLost(worker=failed.worker, why=failed.why))
         return Shortfall(count=1, failed=failed)
 
@@ -160,7 +158,6 @@ class Lookout:
             seen = report.seen.get(name)
             if seen is not None and seen.progress.activity == LOADING and report.now - seen.since > self._start_s:
                 self._pool.remove(name)
-                self._monitor.remove.remote(name)
                 why = f"it still loads its modules after {self._start_s:.0f} s (workers.start_s)"
                 events.append(self._failed_start(FailedStart(worker=name, why=why)))
         return events

@@ -135,7 +135,8 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
     lookout = Lookout(CONFIG, pool, handle, silent)
     for _ in range(3):
         assert Shortfall(count=1, failed=FAILED) in lookout.look()
-    assert "CUDA error" in lookout.hopeless and handle.remove.asked == [("w5",)] * 3
+    assert "CUDA error" in lookout.hopeless
+    assert handle.remove.asked == [("w5",)] * 3, "heddle workers list does not show it for ever"
     lookout.try_again()
     assert not lookout.hopeless
     lookout.look()
