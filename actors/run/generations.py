@@ -166,7 +166,7 @@ class GenerationManager:
 
     def distrust(self, name: str) -> bool:
         """A worker's GPU seems to compute wrongly: it leaves, if the run has enough others. Returns whether it does."""
-        worker, why = worker_number(name), "losses were not finite on it, of other clips in each skipped step"
+        worker, why = worker_number(name), "losses were not finite on it alone, of various clips"
         self.observe(Distrust(worker=worker, reason=why))
         leaves = all(member.leaving for member in self.view.members if member.worker == worker)
         if not leaves:

@@ -85,12 +85,16 @@ class Skips:
 
     def _suspect(self) -> str:
         """The only worker on which losses were not finite in every skipped step in which they were anywhere, if clips
-        make that unlikely: they were others every time, and others like them were elsewhere."""
+        make that unlikely: others like them were elsewhere. A step with a clip of an earlier one says nothing more."""
         skips = [skip for skip in self._steps.values() if skip.workers]
         common = frozenset.intersection(*(skip.workers for skip in skips)) if skips else frozenset()
-        if len(common) != 1 or len(frozenset.union(*(skip.clips for skip in skips))) < sum(len(s.clips) for s in skips):
+        if len(common) != 1:
             return ""
-        chance = math.prod(sorted(skip.share for skip in skips)[1:])  # the first time it is some worker
+        seen, shares = set[str](), list[float]()
+        for skip in skips:
+            shares += [skip.share] if skip.clips.isdisjoint(seen) else []
+            seen |= skip.clips
+        chance = math.prod(sorted(shares)[1:])  # the first time it is some worker
         return next(iter(common)) if chance < _CHANCE else ""
 
 

@@ -121,6 +121,13 @@ def test_a_clip_that_comes_in_each_epoch_is_one_clip() -> None:
         assert skips.check(bad, committed=epoch) == ""
 
 
+def test_clips_of_a_small_data_set_come_again_and_say_nothing() -> None:
+    skips = quiet(10)
+    clips = (f"0/{n // 4}/{n % 4}" for n in range(6))
+    found = [skips.check(step(n, False, NOT_FINITE + c, at=("w5",), of=8), committed=n) for n, c in enumerate(clips)]
+    assert found == ["", "", "", "w5", "w5", "w5"]
+
+
 def test_a_clip_among_others_of_its_cascade_is_no_other_clip() -> None:
     skips = quiet(10)
     for n in range(5):
