@@ -193,7 +193,7 @@ def test_a_gpu_that_has_failed_does_not_speak_for_the_others(
 ) -> None:
     counts: list[int] = []
 
-    def looked(kind: str, count: int, patience_s: float) -> Iterator[SeenGpu]:
+    def looked(kind: str, count: int, patience_s: float, tell: object = None) -> Iterator[SeenGpu]:
         counts.append(count)
         return iter(looks[len(counts) - 1])
 
