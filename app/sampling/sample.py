@@ -62,9 +62,7 @@ def run(
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
     _check_settings(settings, config, geometry)
     first = first_frames(config, prompts, settings, images, "--image", last_images)
-    notes = prompt_notes(prompts, config.model.text, rule)
-    notes += prompt_notes([settings.negative_prompt], config.model.text, rule) if settings.negative_prompt else []
-    for note in notes:
+    for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")
     if crew is None:
         files = write_clips(out, clips_of(saved, prompts, settings, first), prompts, settings.fps)

@@ -51,7 +51,7 @@ def sample_notes(config: RunConfig) -> list[str]:
     except (OSError, ValueError):  # the start refuses this folder with the reason
         return []
     check_decode(config.model.vae, sample)
-    return prompt_notes(sample.prompts, text, sample.long_prompts)
+    return prompt_notes(sample.prompts, text, sample.long_prompts, sample.negative_prompt)
 
 
 def _is_importable(module: str) -> bool:

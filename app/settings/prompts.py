@@ -43,12 +43,12 @@ def with_prompts_of_file(config: Node) -> Node:
     return Node({**config.value, "sample": sample}, config.where)
 
 
-def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts) -> list[str]:
-    """A sentence for each prompt of which the encoder of a resolved config sees only the beginning, and where some have
-    no text, numbered from 0 as the files of their clips. Raises ConfigError for the first that is too long where those
-    are refused."""
+def prompt_notes(prompts: Sequence[str], text: TextConfig, long_prompts: LongPrompts, negative: str = "") -> list[str]:
+    """A sentence for each prompt, the `negative` one among them, of which the encoder of a resolved config sees only
+    the beginning, and where some have no text, numbered from 0 as the files of their clips. Raises ConfigError for the
+    first that is too long where those are refused."""
     found = _empty(prompts)
-    for prompt, tokens in _too_long(prompts, text):
+    for prompt, tokens in _too_long([*prompts, negative], text):
         what = f"prompt {prompt[:40]!r}... has {tokens} tokens"
         if long_prompts == "refuse":
             raise ConfigError(

@@ -284,6 +284,9 @@ def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Pa
     (note,) = sample_notes(replace(config, sample=replace(strict, long_prompts="cut")))
     assert note.endswith("those beyond model.text.max_length 16 are cut.")
     assert sample_notes(replace(config, sample=replace(strict, every=0))) == []
+    away = replace(strict, prompts=("a disc",), negative_prompt="a disc that is far too blurred")
+    with pytest.raises(ConfigError, match=r"prompt 'a disc that is far too blurred'\.\.\. has 31 tokens"):
+        sample_notes(replace(config, sample=away))
 
 
 def test_an_empty_prompt_is_named() -> None:
