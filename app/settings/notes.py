@@ -83,11 +83,11 @@ def _unused_numbers(config: RunConfig) -> list[str]:
             f"model.dit.architecture is {dit.architecture}, and {dit.path} is {true.architecture}: settings that do "
             f"not go with it are found late. Set model.dit.architecture: {true.architecture}."
         ]
-    usual, own = ModelConfig().dit, FAMILIES[dit.architecture].settings()
+    own = FAMILIES[dit.architecture].settings()
     unused = []
     for name in (setting.name for setting in fields(dit) if setting.name != "path"):
         value = getattr(dit, name)
-        if value not in (getattr(usual, name, getattr(own, name)), getattr(true, name, value)):
+        if value not in (getattr(own, name), getattr(true, name, value)):
             unused.append(name)
     return [
         f"model.dit.{name} {getattr(dit, name)} is not used: {dit.path} has {getattr(true, name)}." for name in unused

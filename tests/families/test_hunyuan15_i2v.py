@@ -30,6 +30,7 @@ from app.sampling.model import saved_model
 from app.sampling.published import published_run
 from app.sampling.sample import run
 from app.settings.config import RunConfig
+from app.settings.notes import notes
 from app.settings.sections import RunSection, SampleConfig
 from ops.comm.collectives import Group
 from ops.config import FlowConfig
@@ -293,6 +294,14 @@ def test_a_published_folder_is_sampled_as_its_pipeline_is_called(folder: Path) -
         6.0,
     )
     assert published_run(folder.parent / "t2v", False).model.text.kind == "hunyuan15"
+
+
+def test_a_width_that_nobody_set_is_not_said_to_be_unused(folder: Path) -> None:
+    """Wan, the usual family, has a setting of the same name and another default."""
+    given = RunConfig(run=RunSection(name="tiny"), model=settings(folder))
+    assert not [note for note in notes(given) if "image_dim" in note]
+    (note,) = [note for note in notes(replace(given, model=settings(folder, image_dim=32))) if "image_dim" in note]
+    assert note.startswith("model.dit.image_dim 32 is not used: ") and note.endswith(" has 8.")
 
 
 def test_text_to_video_and_image_to_video_do_not_mix(folder: Path, tmp_path: Path) -> None:
