@@ -376,23 +376,23 @@ def _with_pooled(dit: AnyDiT, text: TextConfig) -> AnyDiT:
 def _with_glyphs(dit: AnyDiT, text: TextConfig) -> AnyDiT:
     if not text.glyph_dim:
         return dit
-    fitted = dit.with_glyphs(text.glyph_dim)
-    if dit.path and fitted != dit:
-        raise ValueError(
-            f"{dit.path} expects states of glyphs of another width than the {text.glyph_dim} that model.text makes. "
-            f"Use both text encoders of the same pipeline."
-        )
-    return fitted
+    return _as_read(
+        dit, dit.with_glyphs(text.glyph_dim), f"states of glyphs of another width than the {text.glyph_dim}"
+    )
 
 
 def _with_vision(dit: AnyDiT, text: TextConfig) -> AnyDiT:
     if not text.vision_dim:
         return dit
-    fitted = dit.with_vision(text.vision_dim)
+    rows = f"rows of the first frame of another width than the {text.vision_dim}"
+    return _as_read(dit, dit.with_vision(text.vision_dim), rows)
+
+
+def _as_read(dit: AnyDiT, fitted: AnyDiT, expected: str) -> AnyDiT:
+    """The settings that fit the encoders. Raises ValueError where a folder's weights are others."""
     if dit.path and fitted != dit:
         raise ValueError(
-            f"{dit.path} expects rows of the first frame of another width than the {text.vision_dim} that model.text "
-            f"makes. Use the encoders of the same pipeline."
+            f"{dit.path} expects {expected} that model.text makes. Use the text encoders of the same pipeline."
         )
     return fitted
 
