@@ -117,7 +117,7 @@ class Worker:
         self._first = FirstWeights(settings.train.seed)
         self._on_sigterm()
         self.heartbeat.start()  # before the first call to a GPU, which may not return
-        self.device = device_of(settings.workers, self._here)
+        self.device = self._device()
         self.heartbeat.waits_on_device = self.device.type == "cuda"
         self._door = door_at(node_address())
         self._place = place_of(self.device)
@@ -423,6 +423,9 @@ class Worker:
                     f"the weights of {part} on {self.name} on {socket.gethostname()} are not those of other workers. "
                     f"Give all nodes the same files there, and --resume."
                 )
+
+    def _device(self) -> torch.device:
+        return device_of(self.settings.workers, self._here)
 
     def _load(self) -> Executor:
         modules = build_modules(self.settings, self.device)

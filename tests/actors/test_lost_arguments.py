@@ -52,6 +52,9 @@ class GpuLikeWorker(Worker):
     """A CPU worker that does what one on CUDA does differently, and whose calls fail where a file says so. It notes
     which encoders it makes."""
 
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
     def _load(self) -> Executor:
         TextConfig.dtype_on = lambda config, device: "bfloat16"  # type: ignore[method-assign]
         for part in ("text", "vae"):
@@ -198,7 +201,7 @@ def start(lab: Lab, name: str, steps: int, workers: int, *, half: bool = True, *
             name,
             model=model,
             train={"steps": steps, **(HALF if half else {})},
-            workers={"min": workers, "max": workers, "device": "auto", "collective_timeout_s": 30.0},
+            workers={"min": workers, "max": workers, "device": "auto" if half else "cpu", "collective_timeout_s": 30.0},
             planner={"strategy": "cascade", "degrees": [1]},  # no bags: results go through the object store
             data={**buckets, **sections.pop("data", {})},
             **sections,

@@ -122,6 +122,9 @@ class SlowSnapshots:
 class LaterWorker(Worker):
     """A CPU worker that hands out its results and its state as one with a GPU does."""
 
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
     def _load(self) -> Executor:
         executor = super()._load()
         executor.sync.state.copy_arrays = SlowSnapshots()  # type: ignore[attr-defined]
