@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("docs/map.md", "docs/settings.md", "docs/words.md", "CONTRIBUTING.md")
+DOCUMENTS = (
+    "docs/map.md",
+    "docs/settings.md",
+    "docs/models.md",
+    "docs/clusters.md",
+    "docs/records.md",
+    "docs/words.md",
+    "CONTRIBUTING.md",
+)
 MOST_STATIONS = 10
 MOST_WORDS = 48
 
@@ -20,6 +28,31 @@ def test_files_and_folders_that_a_document_names_exist(document: str) -> None:
     named = re.findall(r"`((?:app|actors|data|ops|tests|configs|docs)/[\w./-]*)`", text)
     missing = [name for name in named if not (ROOT / name).exists() and "NAME" not in name]
     assert not missing, f"{document} names {missing}"
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    for document in ("README.md", "docs/results.md", *DOCUMENTS):
+        path = ROOT / document
+        text = path.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            file, _, heading = target.partition("#")
+            other = (path.parent / file).resolve() if file else path
+            assert target.startswith("http") or other.exists(), f"{document} leads to {target}"
+            if heading:
+                titles = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+                assert heading in anchors, f"{document} leads to {target}"
+
+
+def test_every_preset_and_every_run_stands_in_models() -> None:
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    named = set(re.findall(r"`([\w.-]+)`", table))
+    small = {"tiny", "latte-tiny", "stdit-tiny"}  # presets of the runs on a CPU
+    presets = {path.stem for path in (ROOT / "configs" / "models").glob("*.yaml")} - small
+    runs = {path.stem for path in (ROOT / "configs" / "runs").glob("*.yaml")} - {"demo", "learn"}
+    assert presets | runs <= named, f"docs/models.md lacks {sorted((presets | runs) - named)}"
+    assert named <= presets | runs, f"docs/models.md names {sorted(named - presets - runs)}"
 
 
 def test_every_station_of_a_walk_is_in_its_file() -> None:

@@ -15,7 +15,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "data", "actors", "app")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/map.md", "docs/settings.md", "docs/words.md", "docs/walks.md")
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/map.md",
+    "docs/settings.md",
+    "docs/words.md",
+    "docs/walks.md",
+    "docs/models.md",
+    "docs/clusters.md",
+    "docs/records.md",
+)
 
 BEHIND = re.compile(r"\bbehind\b", re.IGNORECASE)
 PLACES = re.compile(

@@ -268,7 +268,7 @@ class RayTracker:
         from ray.util.metrics import Gauge
 
         if name not in self._gauges:
-            self._gauges[name] = Gauge(name, description="Heddle: see README.md, Metrics", tag_keys=("run", "of"))
+            self._gauges[name] = Gauge(name, description="Heddle: see docs/records.md, Metrics", tag_keys=("run", "of"))
         self._gauges[name].set(value, tags={"run": self._run, "of": label_of(label)})
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
