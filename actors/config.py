@@ -43,7 +43,7 @@ class WorkersConfig:
     # nodes and speeds counts instead of what the workers report; a file that does not match them ends the run.
     cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
-    torch_threads: int = 1
+    torch_threads: int = 1  # of a worker; what a GPU's worker updates in host memory has its share of the node's cores
     # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
     # tensors of every worker counted.
     memory_gib: float = 0.0

@@ -1,8 +1,8 @@
 """A node's gradient in host memory, for GPUs that cannot reach each other: copied there, and added by the CPU.
 
-Copies follow the backward pass in its stream; a thread waits for each and adds it under the locks of `SharedSum`, while
-the GPU goes on. For 14B parameters that is 29 GB over PCIe and some ten seconds of a core per pass: cascades should
-last longer.
+Copies follow the backward pass in its stream; a thread waits for each and adds it under the locks of `SharedSum`, with
+the worker's share of the node's cores, while the GPU goes on. For 14B parameters that is 29 GB over PCIe and some ten
+seconds of a core per pass: cascades should last longer than its share of the cores takes for that.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from ops.comm.collectives import Group
+from ops.cores import computing_with, host_threads
 from ops.memory.node_memory import RangeLock
 from ops.shards import Bounds, Slot
-from ops.update.node_sum import SharedSum, share
+from ops.update.node_sum import SharedSum, fellows_of, share
 
 _AHEAD_BYTES = 1 << 30  # that copies take in host memory until they are added; more are waited for
 _LOOK_S = 0.05  # between looks whether the generation still lives
@@ -46,11 +47,19 @@ class HostSum(SharedSum):
 
     name = "host memory of the node"
 
-    def __init__(self, total: int, dtype: torch.dtype, copies: HostCopy, *, ahead_bytes: int = _AHEAD_BYTES) -> None:
+    def __init__(
+        self,
+        total: int,
+        dtype: torch.dtype,
+        copies: HostCopy,
+        *,
+        ahead_bytes: int = _AHEAD_BYTES,
+        host_cores: int | None = None,
+    ) -> None:
         """The sum of a flat vector [total] of gradients. Copies that are not added yet take up to `ahead_bytes` before
-        a further one."""
+        a further one. `host_cores`: as `host_threads` in ops.cores."""
         super().__init__(total, dtype)
-        self._copies, self._ahead_bytes = copies, ahead_bytes
+        self._copies, self._ahead_bytes, self._host_cores = copies, ahead_bytes, host_cores
         self._own = torch.empty(0, dtype=dtype)  # pinned
         self._given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -69,7 +78,10 @@ class HostSum(SharedSum):
         if self._own.numel():
             self._copies.pin(self._own)
         self._ahead, self._error = 0, None
-        self._thread = threading.Thread(target=self._add_all, args=(self._given,), name="gradients", daemon=True)
+        threads = host_threads(len(fellows_of(group)), self._host_cores)
+        self._thread = threading.Thread(
+            target=self._add_all, args=(self._given, threads), name="gradients", daemon=True
+        )
         self._thread.start()
 
     def add(self, slot: Slot, gradient: Tensor) -> None:
@@ -111,14 +123,15 @@ class HostSum(SharedSum):
             if self._error is not None:
                 raise self._error
 
-    def _add_all(self, given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None]) -> None:
+    def _add_all(self, given: queue.SimpleQueue[tuple[Slot, Tensor, Callable[[], None]] | None], threads: int) -> None:
         """The thread: in the order of backward. After an error it only empties the queue."""
         while (one := given.get()) is not None:
             slot, copy, arrived = one
             try:
                 if self._error is None:
                     arrived()
-                    super().add(slot, copy)
+                    with computing_with(threads):
+                        super().add(slot, copy)
                     if given.empty():
                         super().flush()
             except BaseException as error:  # raised where the worker waits

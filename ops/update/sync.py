@@ -28,12 +28,13 @@ from torch import Tensor, nn
 
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
+from ops.cores import computing_with, host_threads
 from ops.counted import counted
 from ops.packed.uploads import upload, upload_numbers
 from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.update.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
 from ops.update.gradients import Gradients
-from ops.update.node_sum import exchange
+from ops.update.node_sum import exchange, fellows_of
 from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
 from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameter_places import ParametersOf, node_parameters
@@ -217,6 +218,7 @@ class FlatSync:
         state: StateLocation = "device",
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
+        host_cores: int | None = None,
     ) -> None:
         """`gradients`, `state` and `parameters` name the places where these lie.
 
@@ -229,7 +231,10 @@ class FlatSync:
 
         `parts`: what parameter names begin with, of parts that lie one after the other. Each is trained as if it were
         alone: by the mean over its own samples, clipped by its own norm, with updates that are counted for it. A step
-        without a good sample of it leaves its weights, moments, EMA and count as they are, bit for bit."""
+        without a good sample of it leaves its weights, moments, EMA and count as they are, bit for bit.
+
+        `host_cores`: what GPUs leave to the CPU is computed by a share of these cores of the node (ops.cores). None: of
+        half of all, and on workers without a GPU by the threads that PyTorch has."""
         named = trainable(module)
         _check_alike({p.device for _, p in named})
         self.config = config
@@ -252,6 +257,7 @@ class FlatSync:
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
         # by what was given, so that there is nothing to agree on with workers that name places
+        self._host_cores, self._threads = host_cores, 1
         self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
@@ -269,6 +275,8 @@ class FlatSync:
         self._group = group
         self._bounds = shard_bounds(self.total, group.size)
         self.lo, self.hi = self._bounds[group.rank]
+        if self._device.type == "cuda" or self._host_cores is not None:
+            self._threads = host_threads(len(fellows_of(group)), self._host_cores)
         self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
         self.parameters.form(group, self._bounds, current=shards is None)
@@ -322,7 +330,9 @@ class FlatSync:
         self.parameters.settle()
         count = len(self._parts)
         own_weights = [weight] * count if part_weights is None else part_weights
-        summed = self._sum_scalars(self._own_squares(), *own_weights, loss, weight, bad_weight)
+        with computing_with(self._threads):
+            own_squares = self._own_squares()
+        summed = self._sum_scalars(own_squares, *own_weights, loss, weight, bad_weight)
         squares, weights, (loss, total_weight, bad) = summed[:count], summed[count:-3], summed[-3:]
         check_weight(step, total_weight, bad, planned_weight)
         share = planned_weight / total_weight if total_weight > 0 else math.nan
@@ -338,7 +348,8 @@ class FlatSync:
             phase("update")
             most = self.config.max_grad_norm
             factors = [None if s is None or n is None else s * clip_factor(n, most) for s, n in zip(shares, norms)]
-            self._update(lr, factors)
+            with computing_with(self._threads):
+                self._update(lr, factors)
             phase("gather")
             self.parameters.gather()
         else:
