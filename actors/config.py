@@ -44,6 +44,8 @@ class WorkersConfig:
     cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1  # of a worker; what a GPU's worker updates in host memory has its share of the node's cores
+    # auto: a GPU's worker runs on the cores of the memory node at which its GPU sits, as far as it may use them.
+    numa_binding: Literal["auto", "none"] = "auto"
     # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
     # tensors of every worker counted.
     memory_gib: float = 0.0

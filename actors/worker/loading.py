@@ -225,9 +225,15 @@ def late_sizes(modules: Modules, device: torch.device) -> LateSizes:
     return LateSizes(device=(vae + text * at_home) / _GIB, host=text * (not at_home) / _GIB)
 
 
-def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, least_gib: Sequence[float] = ()) -> Sync:
+def build_sync(
+    dit: nn.Module,
+    train: TrainConfig,
+    device_gib: float = 0.0,
+    least_gib: Sequence[float] = (),
+    host_cores: int | None = None,
+) -> Sync:
     """The sync engine that the settings name, for a device of `device_gib` (0: no limit), of which training needs
-    `least_gib` with each of `TrainConfig.places`."""
+    `least_gib` with each of `TrainConfig.places`. `host_cores`: as `FlatSync`."""
     if train.sync == "deepspeed":
         if len(parts_of(dit)) > 1:
             raise ValueError("train.sync deepspeed updates all weights together; with model.dit.expert both use flat.")
@@ -250,6 +256,7 @@ def build_sync(dit: nn.Module, train: TrainConfig, device_gib: float = 0.0, leas
         state=places.state,
         parameters=places.parameters,
         parts=parts_of(dit),
+        host_cores=host_cores,
     )
 
 

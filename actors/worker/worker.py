@@ -61,6 +61,7 @@ from actors.worker.loading import (
     peak_tflops,
 )
 from actors.worker.meter import GIB, freed, keep, meter_of, peak_rss_gib
+from actors.worker.near_cores import stay_near
 from actors.worker.work_done import FinishedStep
 from data.cache import Cache, CacheWriter
 from data.engines.blocks import as_batch
@@ -68,6 +69,7 @@ from data.types import Batch
 from ops.comm.collectives import free_ended
 from ops.comm.groups import Groups
 from ops.comm.reach import door_at
+from ops.cores import usable_cores
 from ops.heap import give_back
 from ops.memory.node_room import node_room, shared_room
 from ops.models.weights import checksums
@@ -122,6 +124,9 @@ class Worker:
         self._door = door_at(node_address())
         self._place = place_of(self.device)
         self.heartbeat.sits(self._place)
+        self._host_cores = usable_cores() // 2 if self.device.type == "cuda" else None  # of all memory nodes
+        if settings.workers.numa_binding == "auto":
+            stay_near(self._place.numa)
         if self.device.type == "cuda":
             expect(self.device, settings.largest_upload)
         self.executor = self._load()
@@ -431,7 +436,7 @@ class Worker:
         modules = build_modules(self.settings, self.device)
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
-        sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib)
+        sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib, self._host_cores)
         fit_graphs(modules.dit, self.settings, device_gib)
         return Executor(
             modules,

@@ -26,19 +26,26 @@ GradientsOf = Callable[[Sequence[nn.Parameter], Sequence[Slot], torch.dtype], Gr
 _SUM_ELEMENTS = 1 << 21  # of the gradient, whose sum starts together: enough to fill a link, few enough to start early
 
 
-def gradients_in(memory: GradientMemory, sum_elements: int | None = None, gathers: bool | None = None) -> GradientsOf:
+def gradients_in(
+    memory: GradientMemory,
+    sum_elements: int | None = None,
+    gathers: bool | None = None,
+    host_cores: int | None = None,
+) -> GradientsOf:
     """A function that makes gradients lying there. `sum_elements` of own gradients are summed together; None: the usual
-    number. `gathers`: as `OwnGradients`."""
+    number. `gathers`: as `OwnGradients`. `host_cores`: as `HostSum`."""
 
     def made(parameters: Sequence[nn.Parameter], layout: Sequence[Slot], dtype: torch.dtype) -> Gradients:
         if memory == "own":
             return OwnGradients(parameters, layout, dtype, sum_elements or _SUM_ELEMENTS, gathers=gathers)
-        return NodeGradients(parameters, layout, _sums(memory, layout[-1].hi, dtype, parameters[0]))
+        return NodeGradients(parameters, layout, _sums(memory, layout[-1].hi, dtype, parameters[0], host_cores))
 
     return made
 
 
-def _sums(memory: GradientMemory, total: int, dtype: torch.dtype, parameter: nn.Parameter) -> list[NodeSum]:
+def _sums(
+    memory: GradientMemory, total: int, dtype: torch.dtype, parameter: nn.Parameter, host_cores: int | None
+) -> list[NodeSum]:
     device = parameter.device
     if device.type == "cpu" and memory != "host":
         return [SharedSum(total, dtype)]
@@ -52,5 +59,5 @@ def _sums(memory: GradientMemory, total: int, dtype: torch.dtype, parameter: nn.
     if memory != "host":
         found.append(PeerSum(total, dtype, parameter.dtype, CudaPeers(device)))
     if memory != "node":
-        found.append(HostSum(total, dtype, CudaHostCopy(device)))
+        found.append(HostSum(total, dtype, CudaHostCopy(device), host_cores=host_cores))
     return found

@@ -259,7 +259,7 @@ class FlatSync:
         # by what was given, so that there is nothing to agree on with workers that name places
         self._host_cores, self._threads = host_cores, 1
         self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
-        make = gradients if callable(gradients) else gradients_in(gradients, sum_elements)
+        make = gradients if callable(gradients) else gradients_in(gradients, sum_elements, host_cores=host_cores)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._received_hook(index))
@@ -435,7 +435,9 @@ class FlatSync:
             self.gradients.release()
             del self.gradients  # before the other ones take memory
             self._memory = gradients
-            self.gradients = gradients_in(gradients)(self._parameters, self.layout, self._state_dtype)
+            self.gradients = gradients_in(gradients, host_cores=self._host_cores)(
+                self._parameters, self.layout, self._state_dtype
+            )
 
     def _received_hook(self, index: int) -> Callable[[Tensor], None]:
         # A parameter's hooks are no part of what the garbage collector sees: one that held the engine, which holds the
