@@ -137,11 +137,15 @@ class CudaHostCopy:
 
     def to_host(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """As `HostCopy.to_host`: in the current stream, into pinned memory that PyTorch keeps for the next copies."""
-        copy = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True)
+        copy = self.room(gradient)
         copy.copy_(gradient, non_blocking=True)
         arrived = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # its waiter adds, and spins on no core
         arrived.record(torch.cuda.current_stream(self.device))
         return copy, arrived.synchronize
+
+    def room(self, like: Tensor) -> Tensor:
+        """As `HostCopy.room`."""
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
 
     def pin(self, memory: Tensor) -> None:
         """As `pin`."""

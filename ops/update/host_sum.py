@@ -35,6 +35,10 @@ class HostCopy(Protocol):
         """A copy in host memory, and what returns when it is there."""
         ...
 
+    def room(self, like: Tensor) -> Tensor:
+        """New host memory of this shape and type that the device reads and writes itself."""
+        ...
+
     def pin(self, memory: Tensor) -> None:
         """The device reads this host memory itself from now on, if it can."""
         ...

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -79,3 +81,45 @@ def adamw_(
         eps=config.adam_eps,
         maximize=False,
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainedRange:
+    """Elements [lo, hi) of the flat vector that change together in an update, the `updates`-th of them, by `factor`
+    times their gradient."""
+
+    lo: int
+    hi: int
+    factor: float
+    updates: int
+
+    def of(self, first: int, values: Tensor) -> Tensor:
+        """What of it lies in `values`, which begin at element `first` of the flat vector."""
+        return values[max(0, self.lo - first) : max(0, self.hi - first)]
+
+
+def update_range(
+    config: OptimizerConfig,
+    lr: float,
+    trained: TrainedRange,
+    first: int,
+    state: Mapping[str, Tensor],
+    gradient: Tensor,
+) -> None:
+    """Update in place what of `trained` lies in these arrays, which begin at element `first` of the flat vector: AdamW,
+    and EMA where there is one."""
+    master = trained.of(first, state["master"])
+    if not len(master):
+        return
+    adamw_(
+        config,
+        master=master,
+        grad=trained.of(first, gradient),
+        exp_avg=trained.of(first, state["exp_avg"]),
+        exp_avg_sq=trained.of(first, state["exp_avg_sq"]),
+        updates=trained.updates,
+        lr=lr,
+        factor=trained.factor,
+    )
+    if "ema" in state:
+        trained.of(first, state["ema"]).lerp_(master, 1.0 - ema_decay_at(config, trained.updates))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -30,12 +30,14 @@ from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.cores import computing_with, host_threads
 from ops.counted import counted
+from ops.memory.cuda_memory import CudaHostCopy
 from ops.packed.uploads import upload, upload_numbers
 from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
 from ops.update.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
 from ops.update.gradients import Gradients
+from ops.update.host_sum import HostCopy
 from ops.update.node_sum import exchange, fellows_of
-from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.update.optimizer import TrainedRange, clip_factor, lr_at, update_range
 from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameter_places import ParametersOf, node_parameters
 from ops.update.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
@@ -49,7 +51,7 @@ StateLocation = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
-_BUCKET_CUDA = 1 << 26
+_BUCKET_CUDA = 1 << 25
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
 
@@ -219,6 +221,8 @@ class FlatSync:
         parameters: ParameterMemory | ParametersOf = "replicated",
         parts: Sequence[str] = ("",),
         host_cores: int | None = None,
+        copies: HostCopy | None = None,
+        update_elements: int | None = None,
     ) -> None:
         """`gradients`, `state` and `parameters` name the places where these lie.
 
@@ -234,7 +238,9 @@ class FlatSync:
         without a good sample of it leaves its weights, moments, EMA and count as they are, bit for bit.
 
         `host_cores`: what GPUs leave to the CPU is computed by a share of these cores of the node (ops.cores). None: of
-        half of all, and on workers without a GPU by the threads that PyTorch has."""
+        half of all, and on workers without a GPU by the threads that PyTorch has. `copies` bring a GPU's gradients to
+        state in host memory, and make room there for what goes back (None: as that GPU does it); `update_elements` are
+        updated together (None: the usual number)."""
         named = trainable(module)
         _check_alike({p.device for _, p in named})
         self.config = config
@@ -250,8 +256,11 @@ class FlatSync:
         first = self._parameters[0]
         self._device = first.device
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self._host = state == "host"
-        self._state_device = torch.device("cpu") if self._host else self._device
+        self._state_device = torch.device("cpu") if state == "host" else self._device
+        between = self._device.type == "cuda" and self._state_device.type == "cpu"
+        self._copies = copies or (CudaHostCopy(self._device) if between else None)
+        # What stays in a core's cache from one array to the next; a device has none that would matter.
+        self._piece = update_elements or (_BUCKET_CPU if self._state_device.type == "cpu" else _BUCKET_CUDA)
         self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
         self._module, self._named = module, named
         self._take_parameters(parameters)
@@ -527,53 +536,74 @@ class FlatSync:
             self._part_updates[number] += factor is not None
         bucket = self._bucket()
         longest = max(hi - lo for lo, hi in self._bounds)
-        for start in range(0, longest, bucket):
-            pieces = [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
-            lo, hi = pieces[self._group.rank]
-            state = self.state.bring(slice(lo - self.lo, hi - self.lo))
-            trained = [
-                (slice(max(lo, first) - lo, min(hi, last) - lo), factor, updates)
-                for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
-                if factor is not None and max(lo, first) < min(hi, last)
-            ]
-            for part, factor, updates in trained:
-                self._update_range({n: array[part] for n, array in state.items()}, lo + part.start, lr, factor, updates)
+        buckets = [
+            [(min(hi, lo + start), min(hi, lo + start + bucket)) for lo, hi in self._bounds]
+            for start in range(0, longest, bucket)
+        ]
+        own = [pieces[self._group.rank] for pieces in buckets]
+        for pieces, (lo, hi), gradient in zip(buckets, own, self._gradients_of(own), strict=True):
+            trained = self._trained_in(lo, hi, factors)
+            fresh = self._fresh(lo, hi)
+            for first in range(lo, hi, self._piece):
+                last = min(hi, first + self._piece)
+                state = self.state.bring(slice(first - self.lo, last - self.lo))
+                for part in trained:
+                    update_range(self.config, lr, part, first, state, gradient[first - lo : last - lo])
+                    if fresh is not None:
+                        part.of(first, fresh[first - lo : last - lo]).copy_(part.of(first, state["master"]))
+            if fresh is not None:
+                self._give(lo, fresh, trained)
             if lo < hi:
                 self.gradients.used(lo, hi)
             self.parameters.changed(pieces)
-            if "ema" in state:
-                for part, _, updates in trained:
-                    state["ema"][part].lerp_(state["master"][part], 1.0 - ema_decay_at(self.config, updates))
         self.state.close()
 
-    def _update_range(self, state: Mapping[str, Tensor], lo: int, lr: float, factor: float, updates: int) -> None:
-        """Update the state from element `lo` of the flat vector on; gives the parameters there their new values."""
-        master = state["master"]
-        adamw_(
-            self.config,
-            master=master,
-            grad=self._gradient_of(lo, lo + len(master)),
-            exp_avg=state["exp_avg"],
-            exp_avg_sq=state["exp_avg_sq"],
-            updates=updates,
-            lr=lr,
-            factor=factor,
-        )
-        if self._is_master:
-            return
-        target = self.parameters.own[lo - self.lo : lo - self.lo + len(master)]
-        if self._host and target.device.type != "cpu":  # rounded before it goes there, by memory that the device reads
-            master = torch.empty_like(master, dtype=target.dtype, pin_memory=True).copy_(master)
-        target.copy_(master)
+    def _trained_in(self, lo: int, hi: int, factors: Sequence[float | None]) -> list[TrainedRange]:
+        """What of [lo, hi) changes."""
+        return [
+            TrainedRange(lo=max(lo, first), hi=min(hi, last), factor=factor, updates=updates)
+            for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
+            if factor is not None and max(lo, first) < min(hi, last)
+        ]
 
-    def _gradient_of(self, lo: int, hi: int) -> Tensor:
-        """The sum of [lo, hi), a part of the own range, where its state is; may be overwritten."""
+    def _fresh(self, lo: int, hi: int) -> Tensor | None:
+        """Where new parameters of [lo, hi) are written, rounded: their own memory or, where they lie on another device
+        than their state, memory which that device reads. None where they are the master copy."""
+        if self._is_master or lo == hi:
+            return None
+        target = self.parameters.own[lo - self.lo : hi - self.lo]
+        return target if self._copies is None or target.device != self._device else self._copies.room(target)
+
+    def _give(self, lo: int, fresh: Tensor, trained: Sequence[TrainedRange]) -> None:
+        """Parameters from element `lo` on get their new values, if these were written elsewhere."""
+        target = self.parameters.own[lo - self.lo : lo - self.lo + len(fresh)]
+        if fresh.data_ptr() != target.data_ptr():
+            for part in trained:
+                part.of(lo, target).copy_(part.of(lo, fresh), non_blocking=True)
+
+    def _gradients_of(self, ranges: Sequence[tuple[int, int]]) -> Iterator[Tensor]:
+        """The sum of each range, a part of the own one, where its state is; may be overwritten. Where a device has to
+        bring it to the host, the next one is on its way while one is used."""
+        coming = self._gradient_of(*ranges[0]) if ranges else None
+        for following in [*ranges[1:], None]:
+            assert coming is not None
+            gradient, arrived = coming
+            coming = None if following is None else self._gradient_of(*following)
+            arrived()
+            yield gradient
+
+    def _gradient_of(self, lo: int, hi: int) -> tuple[Tensor, Callable[[], None]]:
+        """The sum of [lo, hi) where its state is, and what returns when it is there."""
+        if lo == hi:
+            return torch.empty(0, dtype=self._state_dtype), _at_once
         gradient = self.gradients.part(lo, hi)
-        if gradient.device == self._state_device:
-            return gradient
-        if gradient.device.type == "cpu":
-            return gradient.to(self._state_device)
-        return torch.empty_like(gradient, device=self._state_device, pin_memory=True).copy_(gradient)
+        if self._copies is not None and gradient.device == self._device:
+            return self._copies.to_host(gradient)
+        return gradient.to(self._state_device), _at_once
+
+
+def _at_once() -> None:
+    """What is there already is not waited for."""
 
 
 class ReplicatedParameters:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-import ops.update.sync as sync_module
+import ops.update.optimizer as optimizer_module
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.cores import computing_with, host_threads, usable_cores
@@ -85,7 +85,7 @@ def test_an_update_takes_its_share_of_the_cores_and_gives_the_same_bits(monkeypa
         seen.append(torch.get_num_threads())
         adamw_(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sync_module, "adamw_", watched)
+    monkeypatch.setattr(optimizer_module, "adamw_", watched)
     alone = updated(None)
     assert set(seen) == {1}  # the process's own number
     seen.clear()

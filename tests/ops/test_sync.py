@@ -39,7 +39,7 @@ from ops.update.sync import FlatSync, StateLocation, StepIncomplete, Sync, initi
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
 from tests.ops.exported import own_shard
-from tests.ops.peers import in_host, in_peers
+from tests.ops.peers import HostCopies, in_host, in_peers
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -252,9 +252,11 @@ MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    state: StateLocation = "host" if "host" in memory else "device"
+    beside: dict[str, Any] = (
+        {"state": "host", "copies": HostCopies(), "update_elements": 32} if "host" in memory else {}
+    )
     syncs = [
-        FlatSync(model, case.config, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, gradients=gradients, state=state)
+        FlatSync(model, case.config, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, gradients=gradients, **beside)
         for model in models
     ]
     records: list[dict[str, float]] = []
@@ -419,7 +421,9 @@ def test_deepspeed_generations_do_not_pile_up_descriptors(deepspeed_folder: Path
     assert counts[-1] <= counts[0] + 12, f"open files after each case: {counts}"
 
 
-@pytest.mark.parametrize("memory", ["own", "two nodes"])
+@pytest.mark.parametrize(
+    "memory", ["own", "two nodes", "own, state in host memory", "three nodes of GPUs, state in host memory"]
+)
 def test_bfloat16_parameters_accumulate_and_update_in_fp32(memory: str) -> None:
     case = FLAT_ONLY["four workers"]
     outcome = run_flat(case, torch.bfloat16, memory)
@@ -428,6 +432,21 @@ def test_bfloat16_parameters_accumulate_and_update_in_fp32(memory: str) -> None:
     rounded = torch.from_numpy(master).bfloat16().double().numpy()
     np.testing.assert_array_equal(outcome.weights[0], rounded)
     np.testing.assert_allclose(outcome.weights[0], reference(case).weights[0], atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
+def test_what_a_device_gets_back_leaves_a_part_alone_that_saw_nothing() -> None:
+    """The room for what goes back to a device has other values before."""
+    model = copy.deepcopy(START).bfloat16()
+    sync = FlatSync(
+        model, FULL, TOTAL_STEPS, state="host", copies=HostCopies(), update_elements=13, parts=("stem", "left", "right")
+    )
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    model.left(torch.relu(model.stem(X[0].bfloat16()))).square().sum().backward()
+    sync.finish_step(0, 1.0, 1.0, 1.0, phase=lambda name: None, part_weights=[1.0, 1.0, 0.0])
+    first = dict(copy.deepcopy(START).bfloat16().named_parameters())
+    moved = {name: not torch.equal(now, first[name]) for name, now in trainable(model)}
+    assert moved == {name: not name.startswith("right") for name in moved}
 
 
 @pytest.mark.parametrize("gradients", ["own", "node"])
