@@ -21,6 +21,7 @@ from app.bench.gpu import (
 )
 from app.bench.gpu.ceilings import Ceilings
 from app.bench.gpu.copies import SnapshotCopies
+from app.bench.gpu.host_update import HostUpdate
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.push import PushedAddition
@@ -53,6 +54,7 @@ def catalogue(place: Place) -> list[Measurement]:
         OneSidedAddition(),
         PushedAddition(),
         SnapshotCopies(),
+        HostUpdate(),
         *large[2:],
         *ops[FEW - 1 :],
         *attention[FEW:],

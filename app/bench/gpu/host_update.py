@@ -1,0 +1,66 @@
+"""The update of optimizer state in host memory: by one core in large pieces, by one in pieces that stay in its cache,
+by a worker's share of the cores and by half of them. State on the device has to give the same weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
+from app.bench.timing import Timing
+from ops.comm.collectives import Group
+from ops.config import OptimizerConfig
+from ops.cores import usable_cores
+from ops.update.sync import FlatSync
+
+WEIGHTS = 1 << 28  # their state takes 4 GiB of the host
+_WORKERS = 8  # of a node, whose cores they share
+_LARGE = 1 << 26  # elements
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostUpdate:
+    """Billions of weights a second of the end of a step, the copies over PCIe included."""
+
+    name: str = "update.host"
+    estimate_s: float = 25.0
+
+    def why_not(self, place: Place) -> str | None:
+        return None
+
+    def run(self, place: Place, earlier: Earlier) -> NamedFigures:
+        count, share = place.pick(WEIGHTS, 1 << 12), max(1, usable_cores() // 2)
+        ways: dict[str, dict[str, Any]] = {
+            "one core, large pieces": {"host_cores": 1, "update_elements": _LARGE},
+            "one core": {"host_cores": 1},
+            "a share of the cores": {"host_cores": max(1, share // _WORKERS)},
+            "half of the cores": {"host_cores": share},
+        }
+        figures: dict[str, float | int | bool] = {"cores": usable_cores()}
+        on_device, _ = _updated(count, place, state="device")
+        for way, settings in ways.items():
+            weights, timing = _updated(count, place, state="host", **settings)
+            figures[f"{way}, G weights/s"] = count / timing.seconds / 1e9
+            figures[f"{way}, error"] = relative_error(weights, on_device)
+        return figures
+
+
+def _updated(count: int, place: Place, **settings: Any) -> tuple[torch.Tensor, Timing]:
+    """The weights after as many updates in every way, and the seconds of one."""
+    module = nn.Linear(count, 1, bias=False, device=place.device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        module.weight.copy_(torch.linspace(-1, 1, count, device=place.device)[None])
+    sync = FlatSync(module, OptimizerConfig(learning_rate=1e-2), total_steps=1000, **settings)
+    sync.form(Group.solo(), None)
+    step = iter(range(1000))
+
+    def end() -> None:
+        sync.begin_step()
+        sync.gradient().copy_(torch.linspace(1, -1, count, device=place.device))
+        sync.finish_step(next(step), 1.0, 1.0, 1.0, phase=lambda name: None)
+
+    timing = place.seconds(end, place.pick(3, 1))
+    return module.weight.detach().flatten().clone(), timing
