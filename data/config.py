@@ -54,7 +54,7 @@ class SourceConfig:
     # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs, mds: the folder.
     # Several as A::B; PyArrow URIs too
     path: str
-    kind: SourceKind = "webdataset"
+    kind: SourceKind = "auto"  # by its files
     name: str = ""  # shown in reports; empty: the last part of the path
     media: str = ""  # folder of the videos a table names; empty: beside the table
     caption: str = "txt|json:caption"  # members or JSON fields tried in order; `a+b` offers several, one is drawn
@@ -78,7 +78,7 @@ class SourceConfig:
             raise ValueError(
                 f"data.sources index {self.index!r} is a URI; an index is a local or shared folder. Give its path."
             )
-        if self.synthetic and (self.kind != "webdataset" or "/shards/" not in self.path):
+        if self.synthetic and (self.kind not in ("auto", "webdataset") or "/shards/" not in self.path):
             raise ValueError(
                 f"data.sources path {self.path!r}: a synthetic source is of kind webdataset, its path "
                 f"FOLDER/shards/{{00000..00003}}.tar."

@@ -1,4 +1,5 @@
-"""The kinds of sources by name: the files of readers/kinds/, which are not loaded to be named."""
+"""The kinds of sources by name: the files of readers/kinds/, which are not loaded to be named; `auto` is the kind that
+a source's files have."""
 
 from __future__ import annotations
 
@@ -11,5 +12,5 @@ KINDS = tuple(sorted(module.name for module in iter_modules([str(Path(__file__).
 if TYPE_CHECKING:
     SourceKind = str
 else:
-    SourceKind = Literal[KINDS]
+    SourceKind = Literal["auto", *KINDS]
     """For configs: their reader refuses other names and offers the nearest."""

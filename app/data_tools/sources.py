@@ -35,10 +35,11 @@ def sources_of(
         data = from_here(RunConfig.load(config, overrides or [])).data
         return data.sources, data.limits
     path = "::".join(paths or [])  # a shell expands braces and globs before we see them
-    if kind and kind not in KINDS:
-        raise typer.BadParameter(f"--kind {kind} is not one of {', '.join(KINDS)}")
+    if kind not in ("", "auto", *KINDS):
+        raise typer.BadParameter(f"--kind {kind} is not one of auto, {', '.join(KINDS)}")
     check_no_secret(path)
-    source = SourceConfig(path=path, kind=kind or guess_kind(path), media=media)
+    guessed = guess_kind(path) if kind in ("", "auto") else kind
+    source = SourceConfig(path=path, kind=guessed, media=media)
     return (replace(source, caption=caption) if caption else source,), LimitsConfig()
 
 

@@ -63,7 +63,7 @@ _TABLES: tuple[tuple[list[str], SettingKind], ...] = (
 )
 KINDS: dict[str, SettingKind] = {name: kind for names, kind in _TABLES for name in names}
 
-MOVABLE = ("path", "media", "index", "name", "synthetic")  # of a source
+MOVABLE = ("path", "kind", "media", "index", "name", "synthetic")  # of a source
 RUNTIME = (
     "path",
     "gradient_checkpointing",

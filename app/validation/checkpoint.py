@@ -21,7 +21,6 @@ from app.validation.clips import held_out_clips
 from app.validation.live import measured, why_none
 from app.validation.work import HeldOutPart
 from data.config import SourceConfig
-from data.readers.registry import guess_kind
 from ops.counted import counted
 from ops.typed import ConfigError
 
@@ -73,7 +72,7 @@ def validate(
 def _of_command(config: RunConfig, sources: tuple[str, ...], clips: int | None, draws: int | None) -> RunConfig:
     validation = config.validation
     if sources:
-        given = tuple(SourceConfig(path=path, kind=guess_kind(path)) for path in sources)
+        given = tuple(SourceConfig(path=path) for path in sources)
         validation = replace(validation, sources=given)
     validation = replace(validation, clips=clips or validation.clips, draws=draws or validation.draws)
     changed = from_here(replace(config, validation=validation))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from app.settings.config import RunConfig
 from data.config import BatchConfig, DataConfig, SourceConfig
 from data.dataset.dataset import Dataset
+from data.readers.registry import with_kind
 from data.storage import absolute, expand
 from data.types import DecodeJob
 from ops.counted import counted
@@ -79,7 +80,8 @@ def check_held_out(config: RunConfig) -> str:
 
 def _local_shards(sources: Sequence[SourceConfig]) -> set[str]:
     """The tars of sources on this machine; no remote storage is asked."""
-    tars = [source.path for source in sources if source.kind == "webdataset" and "://" not in source.path]
+    local = [with_kind(source) for source in sources if "://" not in source.path]
+    tars = [source.path for source in local if source.kind == "webdataset"]
     return {absolute(shard) for path in tars for shard in expand(path, (".tar",))}
 
 

@@ -23,7 +23,7 @@ from data.dataset.index import Index, IndexedPart
 from data.errors import DataError, DataIOError
 from data.ledger import Ledger, Reason
 from data.readers.part import VERSION, IndexPart, PartMeta, PartWriter, read_meta
-from data.readers.registry import reader_of
+from data.readers.registry import reader_of, with_kind
 from ops.counted import counted
 
 log = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ def build_index(
     """
     limits = limits or LimitsConfig()
     folder = cache_dir or index_folder(source)
+    source = with_kind(source)
     located = replace(source, path=storage.absolute(source.path), media=storage.absolute(source.media))
     reader = reader_of(located, limits)
     settings = _settings(located, limits)

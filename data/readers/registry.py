@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Protocol
 
@@ -30,6 +31,11 @@ def reader_of(config: SourceConfig, limits: LimitsConfig) -> SourceReader:
     return reader
 
 
+def with_kind(config: SourceConfig) -> SourceConfig:
+    """The source with the kind that its files have, where it is `auto`. Raises DataError where nothing is there."""
+    return replace(config, kind=guess_kind(config.path)) if config.kind == "auto" else config
+
+
 def guess_kind(path: str) -> str:
     """The kind of a source from its files: tars, MosaicML's shards, tables with Koala's or Panda's columns,
     other tables, or media."""
@@ -44,9 +50,11 @@ def guess_kind(path: str) -> str:
         return "webdataset"
     if "index.json" in names and any(".mds" in name for name in names):
         return "mds"
-    tables = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
     if any(name in FOLDER_TABLES for name in names):
         return "manifest"
+    clips = {name.rpartition(".")[0] for name in names if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    here = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
+    tables = [uri for uri in here if storage.name_of(uri).rpartition(".")[0] not in clips]  # else its caption
     if tables and not any(media.suffix_of(name) == "txt" for name in names):
         return _table_kind(tables[0])
     return "pairs"

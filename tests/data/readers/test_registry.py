@@ -13,8 +13,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from app.settings.config import RunConfig
 from data import storage
 from data.config import LimitsConfig, SourceConfig
+from data.dataset.index_build import build_index
 from data.errors import DataError, DataIOError
 from data.kinds import KINDS
+from data.ledger import Ledger
 from data.readers.registry import guess_kind, reader_of
 from data.storage import ByteRange, ReadFile, expand, list_files, read_range, retried, stat
 from ops.typed import ConfigError
@@ -283,6 +285,8 @@ def test_several_captions_by_policy(tmp_path):
         ({"Koala_36M_1.csv": b"videoID,url,timestamp,caption\nx_1,u,\"['0:00:01', '0:00:02']\",c\n"}, "koala"),
         ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
         ({"a.mp4": b"", "a.txt": b""}, "pairs"),
+        ({"a.mp4": b"", "a.json": b"{}", "b.MOV": b"", "b.json": b"{}"}, "pairs"),  # these are captions
+        ({"a.mp4": b"", "clips.json": b"[]"}, "manifest"),
         ({"list.csv": b"path,text\n"}, "manifest"),
     ],
 )
@@ -310,6 +314,17 @@ def test_a_kind_is_a_file_that_a_config_may_name(kind: str) -> None:
     config = SourceConfig(path="clips", kind=kind)
     assert reader_of(config, LimitsConfig()).config is config
     assert RunConfig.load(DEMO, [f"data.sources=[{{path: clips, kind: {kind}}}]"]).data.sources[0].kind == kind
+
+
+def test_a_source_of_no_kind_is_what_its_files_are(tmp_path: Path) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    (folder / "a.txt").write_text("a caption")
+    given = build_index(SourceConfig(path=str(folder), kind="pairs"), tmp_path / "cache", Ledger())
+    assert build_index(SourceConfig(path=str(folder)), tmp_path / "cache", Ledger()).config == given.config
+    with pytest.raises(DataError, match="nowhere does not exist: neither a shard nor a folder of them"):
+        build_index(SourceConfig(path=str(tmp_path / "nowhere")), tmp_path / "cache", Ledger())
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_the_nearest() -> None:
