@@ -4,7 +4,6 @@ by a worker's share of the cores and by half of them. State on the device has to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from app.bench.timing import Timing
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.cores import usable_cores
-from ops.update.sync import FlatSync
+from ops.update.sync import FlatSync, StateLocation
 
 WEIGHTS = 1 << 28  # their state takes 4 GiB of the host
 _WORKERS = 8  # of a node, whose cores they share
@@ -32,28 +31,31 @@ class HostUpdate:
         return None
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
-        count, share = place.pick(WEIGHTS, 1 << 12), max(1, usable_cores() // 2)
-        ways: dict[str, dict[str, Any]] = {
-            "one core, large pieces": {"host_cores": 1, "update_elements": _LARGE},
-            "one core": {"host_cores": 1},
-            "a share of the cores": {"host_cores": max(1, share // _WORKERS)},
-            "half of the cores": {"host_cores": share},
+        count, cores = place.pick(WEIGHTS, 1 << 12), max(1, usable_cores() // 2)
+        ways = {  # cores, and how many weights are updated together: None is the usual number
+            "one core, large pieces": (1, _LARGE),
+            "one core": (1, None),
+            "a share of the cores": (max(1, cores // _WORKERS), None),
+            "half of the cores": (cores, None),
         }
         figures: dict[str, float | int | bool] = {"cores": usable_cores()}
-        on_device, _ = _updated(count, place, state="device")
-        for way, settings in ways.items():
-            weights, timing = _updated(count, place, state="host", **settings)
+        on_device, _ = _updated(count, place, "device")
+        for way, (host_cores, elements) in ways.items():
+            weights, timing = _updated(count, place, "host", host_cores, elements)
             figures[f"{way}, G weights/s"] = count / timing.seconds / 1e9
             figures[f"{way}, error"] = relative_error(weights, on_device)
         return figures
 
 
-def _updated(count: int, place: Place, **settings: Any) -> tuple[torch.Tensor, Timing]:
+def _updated(
+    count: int, place: Place, state: StateLocation, host_cores: int | None = None, elements: int | None = None
+) -> tuple[torch.Tensor, Timing]:
     """The weights after as many updates in every way, and the seconds of one."""
     module = nn.Linear(count, 1, bias=False, device=place.device, dtype=torch.bfloat16)
     with torch.no_grad():
         module.weight.copy_(torch.linspace(-1, 1, count, device=place.device)[None])
-    sync = FlatSync(module, OptimizerConfig(learning_rate=1e-2), total_steps=1000, **settings)
+    config = OptimizerConfig(learning_rate=1e-2)
+    sync = FlatSync(module, config, 1000, state=state, host_cores=host_cores, update_elements=elements)
     sync.form(Group.solo(), None)
     step = iter(range(1000))
 
