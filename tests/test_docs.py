@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+
+from app.settings.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (
     "docs/map.md",
     "docs/settings.md",
+    "docs/first-lora.md",
     "docs/models.md",
     "docs/clusters.md",
     "docs/records.md",
@@ -42,6 +46,18 @@ def test_links_between_documents_lead_somewhere() -> None:
                 titles = re.findall(r"^#+ (.+)$", other.read_text(encoding="utf-8"), re.MULTILINE)
                 anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
                 assert heading in anchors, f"{document} leads to {target}"
+
+
+@pytest.mark.parametrize(
+    ("document", "place", "name"), [("README.md", "configs/runs", "my-run"), ("docs/first-lora.md", "", "my-lora")]
+)
+def test_the_run_file_of_a_document_is_one(document: str, place: str, name: str, tmp_path: Path) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (written,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    file = tmp_path / place / "my.yaml"
+    file.write_text(written, encoding="utf-8")
+    assert RunConfig.load(file, []).run.name == name
 
 
 def test_every_preset_and_every_run_stands_in_models() -> None:

@@ -216,7 +216,8 @@ def test_files_that_the_readme_names_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/settings.md", "docs/models.md", "docs/clusters.md", "docs/records.md"]
+    "document",
+    ["README.md", "docs/settings.md", "docs/first-lora.md", "docs/models.md", "docs/clusters.md", "docs/records.md"],
 )
 def test_commands_that_a_document_names_exist(document: str) -> None:
     from typer.main import get_command

@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/settings.md",
     "docs/words.md",
     "docs/walks.md",
+    "docs/first-lora.md",
     "docs/models.md",
     "docs/clusters.md",
     "docs/records.md",
