@@ -13,6 +13,10 @@ Spacing = Literal["even", "linear_quadratic", "to_least"]
 level of the training after the shift, as FlowMatchEuler has it where a pipeline passes no levels."""
 
 
+FrameLevels = Literal["one", "independent", "rising"]
+"""How the noise levels of a clip's latent frames are drawn."""
+
+
 @dataclass(frozen=True, slots=True)
 class Diffusion:
     """A transformer trained by diffusion over whole times 0 .. 999 instead of a flow.
@@ -82,6 +86,10 @@ class FlowConfig:
     # given frames get noise as well: of a level drawn evenly below the clip's own, and cut at this one. LTX-Video was
     # trained with small random ones (HaCohen et al. 2024, section 2.4), finetrainers cuts at 0.25; 0 gives them clean
     first_frame_noise: float = 0.0
+    # diffusion forcing: the noise levels of a clip's latent frames. one: the same for all; independent: each draws its
+    # own (Chen et al. 2024); rising: none is below that of the frame before it, as SkyReels-V2 was trained
+    # (arXiv 2504.13074), by the rule of AR-Diffusion (`ops.flow.objective.draw_frame_sigmas`)
+    frame_levels: FrameLevels = "one"
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
 
     def __post_init__(self) -> None:
@@ -102,6 +110,11 @@ class FlowConfig:
                 f"train.flow.first_frame_noise is {self.first_frame_noise:g}, and no first frame is given: "
                 f"train.flow.first_frame is 0. Set that above 0, or leave the noise out."
             )
+
+    @property
+    def by_frame(self) -> bool:
+        """Whether each latent frame of a clip has a level of its own."""
+        return self.frame_levels != "one"
 
     def shift_at(self, tokens: int) -> float:
         """The flow shift of a clip of `tokens` video tokens."""

@@ -340,10 +340,11 @@ class Forecasts:
 
         dtype = getattr(torch, train.parameter_dtype)
         precision = Precision(parameters=dtype, autocast=train.autocast == "bfloat16", cuda=self._cuda)
-        key = model.dit, model.text, model.image, tuple(degrees), precision
+        by_frame = train.flow.by_frame
+        key = model.dit, model.text, model.image, tuple(degrees), precision, by_frame
         if key not in self._dit:
             self._dit[key] = Needs()
-            predict_dit(self._dit[key], model, self._geometry, self._clips, degrees, precision)
+            predict_dit(self._dit[key], model, self._geometry, self._clips, degrees, precision, by_frame)
         frozen = model.vae, model.text, model.image, FirstFrame.of(model)
         if frozen not in self._encoders:
             self._encoders[frozen] = self._of_encoders(model)
@@ -354,7 +355,7 @@ class Forecasts:
         graphs = self._cuda and model.dit.cuda_graphs and model.dit.compiles and 1 in degrees
         return replace(
             sizes,
-            graphs_gib=graphs_gib(model, self._geometry, self._clips, sizes, precision) if graphs else 0.0,
+            graphs_gib=graphs_gib(model, self._geometry, self._clips, sizes, precision, by_frame) if graphs else 0.0,
             vae_gib=encoders.vae_gib,
             text_gib=encoders.text_gib,
             image_gib=encoders.image_gib,
@@ -399,7 +400,12 @@ class Forecasts:
 
 
 def graphs_gib(
-    model: ModelConfig, geometry: Geometry, clips: Sequence[PixelShape], sizes: MemoryForecast, precision: Precision
+    model: ModelConfig,
+    geometry: Geometry,
+    clips: Sequence[PixelShape],
+    sizes: MemoryForecast,
+    precision: Precision,
+    by_frame: bool = False,
 ) -> float:
     """GiB of the CUDA graphs of small passes: what one block of the largest computes with, the gradients of a block,
     and what goes into graphs and comes out of them; of each expert. As many clips of one shape as a small pass takes,
@@ -410,7 +416,7 @@ def graphs_gib(
     from ops.packed.packing import Sequence as PackedSequence
 
     text, images = model.text.most_tokens, FirstFrame.of(model).image_tokens
-    shapes = [PackedSequence(geometry.token_grid(*clip), text, images) for clip in clips]
+    shapes = [PackedSequence(geometry.token_grid(*clip), text, images, frame_times=by_frame) for clip in clips]
     passes = [(most_in_small_pass(model.dit, one), one) for one in shapes]
     count, one = max(passes, key=lambda found: found[0] * (found[1].tokens + found[1].text_tokens))
     if not count:
@@ -447,9 +453,10 @@ def predict_dit(
     clips: Sequence[PixelShape],
     degrees: Sequence[int],
     precision: Precision,
+    by_frame: bool = False,
 ) -> None:
     """Two sizes alone, one of them with the longest caption, too; one size at the lowest and the highest degree, and
-    the smallest one at the highest.
+    the smallest one at the highest. `by_frame`: each frame has a time of its own, and with it rows of the modulation.
 
     Captions are of any length, and a row of text takes less than one of video (where text is only attended to, a
     thirtieth), so a line through clips with one caption would be below those with a shorter one. A rank of a bag holds
@@ -467,8 +474,8 @@ def predict_dit(
     t, h, w = geometry.token_grid(*by_size[-1])
     images = FirstFrame.of(model).image_tokens
     longest = max(model.text.most_tokens, 2)
-    large, small = (PackedSequence((t, h, size), 1, images) for size in (max(w, 2), max(w, 2) // 2))
-    least = PackedSequence(geometry.token_grid(*by_size[0]), 1, images)
+    grids = [(t, h, max(w, 2)), (t, h, max(w, 2) // 2), geometry.token_grid(*by_size[0])]
+    large, small, least = (PackedSequence(grid, 1, images, frame_times=by_frame) for grid in grids)
     told = replace(small, text_tokens=longest)
     many, few, with_text = (dit_need_gib(model.dit, [s], 1, precision) for s in (large, small, told))
     slope = (many - few) / (large.tokens - small.tokens)

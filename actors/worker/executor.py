@@ -397,10 +397,10 @@ class Executor:
             measure.received(inputs.bytes_received, inputs.bytes_fetched, fetch_s)
             texts, pooled = split(inputs.text, modules.config.text)
             inputs = replace(inputs, text=texts)
-            images = self.frame.image_tokens
+            images, by_frame = self.frame.image_tokens, self.train.flow.by_frame
             layout = Layout(
                 [
-                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s), s.frame_rate)
+                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s), s.frame_rate, by_frame)
                     for s, text in zip(task.samples, inputs.text)
                 ],
                 group.size,

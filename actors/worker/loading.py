@@ -178,6 +178,11 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
             f"train.flow.first_frame {settings.train.flow.first_frame:g} gives some first frames, and the transformer "
             f"of model.dit is given that of every clip. Set it to 0."
         )
+    if settings.train.flow.by_frame and not model.dit.levels_by_frame:
+        raise ValueError(
+            f"train.flow.frame_levels {settings.train.flow.frame_levels} gives each latent frame a noise level of its "
+            f"own, and the transformer of model.dit takes one for all of a clip. Set it to one."
+        )
     if settings.train.picture_noise and not FirstFrame.of(model).is_told:
         raise ValueError(
             "train.picture_noise is set, and the transformer of model.dit is not given pictures that the VAE encodes "

@@ -314,7 +314,8 @@ class Bench:
         bucket, patch, group = shape.bucket, self.geometry.patch, self.group
         grid = self.geometry.token_grid(bucket.frames, bucket.height, bucket.width)
         generator = torch.Generator().manual_seed(0)
-        sequences = [Sequence(grid, shape.text_tokens, self.frame.image_tokens)] * shape.batch
+        images, by_frame = self.frame.image_tokens, self.config.train.flow.by_frame
+        sequences = [Sequence(grid, shape.text_tokens, images, frame_times=by_frame)] * shape.batch
         place, recurs = (group.size, group.rank, self.device), self.model.text.is_padded
         layout = Layout(sequences, *place, recurs, in_halves=self.model.dit.in_halves)
         width = self.model.dit.out_channels * patch[0] * patch[1] * patch[2]
@@ -323,7 +324,7 @@ class Bench:
         text = torch.randn(shape.batch * shape.text_tokens, self.model.dit.text_dim, generator=generator).to(
             self.device
         )
-        times = torch.full((shape.batch,), 500.0, device=self.device)
+        times = torch.full((layout.num_times,), 500.0, device=self.device)
         weights = torch.full((shape.batch,), 1.0 / shape.batch, device=self.device)
         dtype = next(dit.parameters()).dtype
         image = pooled = None

@@ -175,6 +175,11 @@ def check_sample(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
             f"of a clip; set it to 0."
         )
+    if known and flow.by_frame and not dit.levels_by_frame:
+        raise ConfigError(
+            f"train.flow.frame_levels is {flow.frame_levels}, and the transformer of model.dit takes one noise level "
+            f"for all of a clip; set it to one."
+        )
     if flow.first_frame and dit.gives_first_frame:
         raise ConfigError(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "

@@ -215,7 +215,8 @@ class _EncodedClip:
         model, flow, key = self.modules.config, self.train.flow, self.clip.key
         frame = FirstFrame.of(model)
         clean = clean_frames(frame, flow, SEED, draw, key, self.grid)
-        sequence = PackedSequence(self.grid, len(self.text), frame.image_tokens, clean, self.clip.own_rate)
+        rate, images = self.clip.own_rate, frame.image_tokens
+        sequence = PackedSequence(self.grid, len(self.text), images, clean, rate, flow.by_frame)
         experts = [expert.sigmas for expert in model.dit.experts]
         expert = draw_expert(flow, SEED, draw, key, sequence.tokens, experts)
         dit = transformers(self.modules.dit)[expert]

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -29,6 +30,8 @@ TIMES = 1000  # of diffusion
 _BETAS = (0.00085, 0.012)  # of Stable Diffusion, evenly spaced in their square roots
 _NOISE_BETAS = (0.0001, 0.02)  # of Ho et al. 2020, evenly spaced
 _TRIES = 10_000
+_NORMAL = NormalDist()
+_LEAST_PLACE = 2.0**-53  # of a normal number: 8.2 deviations from the middle
 
 
 class Objective(Protocol):
@@ -39,8 +42,12 @@ class Objective(Protocol):
         `sigmas`."""
         ...
 
-    def noisy(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
-        """What the transformer is given; all of one shape."""
+    def draw_frames(self, seed: int, step: int, key: str, tokens: int, frames: int) -> list[float]:
+        """The level of each of the `frames` latent frames of that sample, where frames have levels of their own."""
+        ...
+
+    def noisy(self, level: float | Tensor, clean: Tensor, noise: Tensor) -> Tensor:
+        """What the transformer is given; all of one shape. Of a flow the level may be that of each row, [n, 1]."""
         ...
 
     def target(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
@@ -65,7 +72,10 @@ class FlowObjective:
     def draw(self, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float]) -> float:
         return draw_sigma(self.flow, seed, step, key, tokens, sigmas)
 
-    def noisy(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
+    def draw_frames(self, seed: int, step: int, key: str, tokens: int, frames: int) -> list[float]:
+        return draw_frame_sigmas(self.flow, seed, step, key, tokens, frames)
+
+    def noisy(self, level: float | Tensor, clean: Tensor, noise: Tensor) -> Tensor:
         return (1 - level) * clean + level * noise
 
     def target(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
@@ -87,8 +97,11 @@ class DiffusionObjective:
     def draw(self, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float]) -> float:
         return float(generator(seed, step, key).integers(TIMES))
 
-    def noisy(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
-        a, b = self._parts(level)
+    def draw_frames(self, seed: int, step: int, key: str, tokens: int, frames: int) -> list[float]:
+        raise AssertionError("no family of diffusion has times by frame")
+
+    def noisy(self, level: float | Tensor, clean: Tensor, noise: Tensor) -> Tensor:
+        a, b = self._parts(float(level))
         return a * clean + b * noise
 
     def target(self, level: float, clean: Tensor, noise: Tensor) -> Tensor:
@@ -138,6 +151,27 @@ def draw_sigma(
     )
 
 
+def draw_frame_sigmas(config: FlowConfig, seed: int, step: int, key: str, tokens: int, frames: int) -> list[float]:
+    """The noise level of each latent frame of the sample `key`, of `tokens` tokens, at `step`: in [0, 1], after the
+    shift.
+
+    `independent` levels are each drawn from the density. `rising` ones never fall from frame to frame: one of the
+    frames, chosen evenly, has a level of the density, and all rising sequences through it are equally likely. That is
+    FoPP (Sun et al. 2025, AR-Diffusion, arXiv 2503.07418), which counts sequences of whole times that are drawn evenly;
+    of many times these are the frames before as an ordered draw from below that time, those after from above it. Here
+    the place of a level in the density stands for the time, so that any density and shift keep the rule. A clip of one
+    frame has a level of the density either way.
+    """
+    numbers, flow_shift = generator(seed, step, key, "frame levels"), config.shift_at(tokens)
+    places = [float(place) for place in numbers.random(frames)]
+    if config.frame_levels == "rising":
+        chosen, place = int(numbers.integers(frames)), float(numbers.random())
+        below = sorted(place * one for one in places[:chosen])
+        above = sorted(place + (1 - place) * one for one in places[chosen + 1 :])
+        places = [*below, place, *above]
+    return [shift(level_at(config, place), flow_shift) for place in places]
+
+
 def draw_expert(
     config: FlowConfig, seed: int, step: int, item: str, tokens: int, experts: Sequence[tuple[float, float]]
 ) -> int:
@@ -179,6 +213,16 @@ def density(config: FlowConfig, numbers: np.random.Generator) -> float:
     if config.weighting_scheme == "mode":
         return 1 - u - config.mode_scale * (math.cos(math.pi * u / 2) ** 2 - 1 + u)
     return u
+
+
+def level_at(config: FlowConfig, place: float) -> float:
+    """The unshifted sigma below which a share `place`, from 0 to 1, of the configured density lies."""
+    if config.weighting_scheme == "logit_normal":
+        normal = _NORMAL.inv_cdf(min(max(place, _LEAST_PLACE), 1 - _LEAST_PLACE))
+        return 1 / (1 + math.exp(-(config.logit_mean + config.logit_std * normal)))
+    if config.weighting_scheme == "mode":
+        return place - config.mode_scale * (math.sin(math.pi * place / 2) ** 2 - place)
+    return place
 
 
 def shift(sigma: float, flow_shift: float) -> float:

@@ -57,7 +57,7 @@ class PassResult:
 class HeldOutLoss:
     """The loss of one clip at one noise level."""
 
-    level: float  # as the objective draws it
+    level: float  # as the objective draws it; the mean over frames with a loss, where they have their own
     loss: float  # mean squared error over its tokens but those of clean frames
 
 
@@ -105,15 +105,20 @@ def held_out_pass(
 class _Drawn:
     """What chance makes of the clips of a pass."""
 
-    levels: list[float]
+    levels: list[float]  # of each clip; where its frames have their own, their mean over those with a loss
     tokens: Tensor  # [n, P], noisy
     target: Tensor  # [n, C]
-    times: Tensor  # [S]
-    first_times: Tensor | None  # [S], of first frames that are given, where some have noise
+    times: Tensor  # [S], or of each frame of each sequence
+    first_times: Tensor | None = None  # [S], of first frames that are given, where some have noise
     weights: Tensor  # [S]
 
 
 def _draw(clips: Sequence[PassClip], layout: Layout, settings: PassSettings) -> _Drawn:
+    return (_draw_frames if layout.has_frame_times else _draw_clips)(clips, layout, settings)
+
+
+def _draw_clips(clips: Sequence[PassClip], layout: Layout, settings: PassSettings) -> _Drawn:
+    """With one level for all frames of a clip but those that are given."""
     objective, seed, step, width = settings.objective, settings.seed, settings.step, settings.latent_width
     levels, first_levels, noisy, target = [], [], [], []
     for i, clip in enumerate(clips):
@@ -136,6 +141,31 @@ def _draw(clips: Sequence[PassClip], layout: Layout, settings: PassSettings) -> 
         target=torch.cat(target),
         times=objective.times(drawn),
         first_times=objective.times(drawn_first) if any(first_levels) else None,
+        weights=weights,
+    )
+
+
+def _draw_frames(clips: Sequence[PassClip], layout: Layout, settings: PassSettings) -> _Drawn:
+    """With a level for each frame of a clip; those that are given have their own as well."""
+    objective, seed, step, width = settings.objective, settings.seed, settings.step, settings.latent_width
+    levels, means, noises = [], [], []
+    for i, (clip, sequence) in enumerate(zip(clips, layout.sequences, strict=True)):
+        drawn = objective.draw_frames(seed, step, clip.key, sequence.tokens, sequence.grid[0])
+        given, others = sequence.clean_frames, drawn[sequence.clean_frames :]
+        first = objective.draw_first(seed, step, clip.key, min(others)) if given else 0.0
+        levels += [first] * given + others
+        means.append(sum(others) / len(others))
+        noises.append(rows(NoiseKey.of(seed, step, clip.key), layout.chunk(i), width, layout.device))
+    of_frames, weights = upload_numbers([levels, [clip.weight for clip in clips]], settings.dtype, layout.device)
+    noise, all_rows = torch.cat(noises).to(settings.dtype), torch.cat([clip.rows for clip in clips])
+    clean, told = all_rows.split((width, all_rows.shape[1] - width), dim=1)
+    of_rows = of_frames[layout.time_index, None]
+    mixed = objective.noisy(of_rows, clean, noise)
+    return _Drawn(
+        levels=means,
+        tokens=torch.cat([mixed, told], dim=1) if told.shape[1] else mixed,
+        target=objective.target(0.0, clean, noise),
+        times=objective.times(of_frames),
         weights=weights,
     )
 

@@ -248,8 +248,10 @@ def _layout_read(sequences: Sequence[PackedSequence], degree: int) -> Layout:
         "positions",
         "text_segments",
         "local_text_segments",
-        "joint_segments",
         "stream_segments",
+        "table_sequences",
+        "time_index",
+        *([] if layout.has_frame_times else ["joint_segments"]),
     ):
         getattr(layout, part)
     return layout

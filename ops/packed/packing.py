@@ -34,7 +34,8 @@ class Sequence:
     """One sample: its token grid (t, h, w), and the numbers of its text tokens and rows of an image embedding.
 
     The first `clean_frames` of the grid are given to the transformer: as they are, at time 0, or with a little noise,
-    at a small time of their own; in any case without a loss.
+    at a small time of their own; in any case without a loss. With `frame_times` every frame has a time of its own,
+    those that are given, too.
     """
 
     grid: tuple[int, int, int]
@@ -42,6 +43,7 @@ class Sequence:
     image_tokens: int = 0
     clean_frames: int = 0
     frame_rate: float = 0.0  # of the clip (1/s), for families that take it; 0: that of their settings
+    frame_times: bool = False  # of all sequences of a layout, or of none
 
     @property
     def tokens(self) -> int:
@@ -113,6 +115,8 @@ class Layout:
                 raise ValueError(f"{sequence} is empty; every sequence needs a grid of at least 1x1x1.")
             if not 0 <= sequence.clean_frames < sequence.grid[0]:
                 raise ValueError(f"{sequence} has no frame that is not given; leave at least one.")
+        if len({sequence.frame_times for sequence in sequences}) > 1:
+            raise ValueError("sequences with a time for each frame and others in one layout; give them layouts apart.")
         self.sequences = tuple(sequences)
         self.degree, self.rank, self.device = degree, rank, torch.device(device)
         self.in_halves = in_halves
@@ -125,6 +129,7 @@ class Layout:
         self.local_tokens = int(self._chunks[rank].sum())
         self.local_text_tokens = int(self._text_chunks[rank].sum())
         self.has_clean_frames = any(sequence.clean_frames for sequence in sequences)
+        self.has_frame_times = self.sequences[0].frame_times
         self._made: dict[FamilyPart, object] = {}  # used
         self._sent: dict[FamilyPart, object] = {}  # beforehand, and not used yet
         if (parts := list(beforehand)) and self.device.type != "cpu":
@@ -180,13 +185,38 @@ class Layout:
         """int64 [n]: the sequence of each local row."""
         return self._there(_tensor(np.repeat(np.arange(len(self)), self._chunks[self.rank])))
 
+    @property
+    def num_times(self) -> int:
+        """Times that a transformer is given: one of each sequence, or of each of its frames, sequence by sequence."""
+        return sum(sequence.grid[0] for sequence in self.sequences) if self.has_frame_times else len(self)
+
+    @property
+    def num_tables(self) -> int:
+        """Rows of the modulation tables, as `times` has them."""
+        apart = self.has_clean_frames and not self.has_frame_times
+        return 2 * len(self) if apart else self.num_times
+
+    @cached_property
+    def table_sequences(self) -> Tensor:
+        """int64 [num_tables]: the sequence of each row of the modulation tables."""
+        order = np.arange(len(self))
+        if self.has_frame_times:
+            return self._there(_tensor(np.repeat(order, [sequence.grid[0] for sequence in self.sequences])))
+        return self._there(_tensor(np.tile(order, self.num_tables // len(self))))
+
+    @cached_property
+    def time_index(self) -> Tensor:
+        """int64 [n]: the row of the modulation tables of each local row."""
+        lengths, tables = self._runs
+        return self._there(_tensor(np.repeat(tables, lengths)))
+
     @cached_property
     def segments(self) -> Segments:
         """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
-        if not self.has_clean_frames:
+        if self.num_tables == len(self) and not self.has_frame_times:
             return self.sequence_segments
         lengths, tables = self._runs
-        return self._there(Segments.packed(lengths, tables, 2 * len(self)))
+        return self._there(Segments.packed(lengths, tables, self.num_tables))
 
     @cached_property
     def sequence_segments(self) -> Segments:
@@ -195,8 +225,10 @@ class Layout:
 
     @property
     def _runs(self) -> tuple[list[int], list[int]]:
-        """The local rows of each sequence in two runs, those of clean frames, then the others: (their number, their row
-        of the modulation tables), as `times` has them."""
+        """The local rows of each sequence in runs, one for each frame with a time of its own, else those of clean
+        frames, then the others: (their number, their row of the modulation tables), as `times` has them."""
+        if self.has_frame_times:
+            return self._frame_runs, list(range(self.num_times))
         rows, order = self._chunks[self.rank], np.arange(len(self))
         if not self.has_clean_frames:
             return rows.tolist(), order.tolist()
@@ -205,10 +237,20 @@ class Layout:
         tables = np.stack([len(self) + order, order], axis=1)
         return lengths.ravel().tolist(), tables.ravel().tolist()
 
+    @property
+    def _frame_runs(self) -> list[int]:
+        """The number of local rows of each frame of each sequence."""
+        found = []
+        for index, sequence in enumerate(self.sequences):
+            chunk, plane = self.chunk(index), sequence.grid[1] * sequence.grid[2]
+            ends = np.arange(sequence.grid[0] + 1) * plane
+            found += np.diff(np.clip(ends, chunk.start, chunk.stop)).tolist()
+        return found
+
     def times(self, timesteps: Tensor, first: Tensor | None = None) -> Tensor:
         """The time of each row of the modulation tables: that of each sequence [S], and, where there are clean frames,
-        that of those of each sequence, `first` [S] or 0: [2 S]."""
-        if not self.has_clean_frames:
+        that of those of each sequence, `first` [S] or 0: [2 S]; with times by frame, those as they are."""
+        if not self.has_clean_frames or self.has_frame_times:
             return timesteps
         return torch.cat([timesteps, torch.zeros_like(timesteps) if first is None else first])
 
@@ -255,10 +297,10 @@ class Layout:
     @cached_property
     def joint_segments(self) -> Segments:
         """The modulation row of each local row of joint attention, video rows first."""
+        assert not self.has_frame_times, "text has the time of its sequence"
         lengths, tables = self._runs
         lengths += self._text_chunks[self.rank].tolist()
-        rows = 2 * len(self) if self.has_clean_frames else len(self)
-        return self._there(Segments.packed(lengths, [*tables, *range(len(self))], rows))
+        return self._there(Segments.packed(lengths, [*tables, *range(len(self))], self.num_tables))
 
     @cached_property
     def stream_segments(self) -> Segments:

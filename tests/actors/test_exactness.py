@@ -16,7 +16,7 @@ from actors.messages import OutOfMemory, StaleGeneration
 from actors.plan.places import StatePlace
 from actors.run.communicators import Communicators
 from actors.worker.work_done import WorkDone
-from ops.config import FlowConfig, OptimizerConfig, PictureNoise
+from ops.config import FlowConfig, FrameLevels, OptimizerConfig, PictureNoise
 from ops.update.node_routes import peers
 from ops.update.parameter_places import ParametersOf
 from ops.update.parameters import ParameterMemory
@@ -168,6 +168,35 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
         losses.append(loss(hosts))
     noisy, clean, little = losses
     assert abs(noisy - clean) > 1e-3 * noisy and abs(clean - little) > 1e-4 * clean
+
+
+@pytest.mark.parametrize("family", ["wan", "ltx"])
+@pytest.mark.parametrize(("levels", "first_frame"), [("independent", 0.0), ("rising", 0.5)])
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))
+def test_any_legal_plan_gives_the_gradient_of_one_worker_with_levels_by_frame(
+    family: str, levels: FrameLevels, first_frame: float, seed: int, world: int
+) -> None:
+    flow = FlowConfig(frame_levels=levels, first_frame=first_frame, first_frame_noise=first_frame / 4)
+    train, rng = train_config(flow=flow), np.random.default_rng(seed)
+    items = items_of(rng, 3)
+    reference = make_hosts(1, torch.float64, train, config=MODELS[family])
+    hosts = make_hosts(world, torch.float64, train, config=MODELS[family])
+    run_step(reference, items, one_worker(items), finish=False)
+    run_step(hosts, items, random_cascades(rng, items, world), finish=False)
+    expected = gradient(reference)
+    assert (gradient(hosts) - expected).norm() / expected.norm() < FP64
+    assert loss(hosts) == pytest.approx(loss(reference), rel=FP64)
+
+
+def test_levels_by_frame_are_another_loss() -> None:
+    items = [item for item in items_of(np.random.default_rng(5), 6) if item.frames > 1][:1]
+    losses = []
+    for levels in ("one", "independent", "rising"):
+        hosts = make_hosts(1, torch.float64, train_config(flow=FlowConfig(frame_levels=levels)))
+        run_step(hosts, items, one_worker(items), finish=False)
+        losses.append(loss(hosts))
+    assert len(set(losses)) == 3
 
 
 @pytest.mark.parametrize("family", ["cogvideox 5b i2v", "wan flf2v", "hunyuan i2v token_replace"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ops.flow.objective import (
     FlowObjective,
     ddim_steps,
     density,
+    draw_frame_sigmas,
     draw_picture_sigma,
     draw_sigma,
     generator,
@@ -56,6 +58,62 @@ def test_the_noise_of_first_frames_is_below_that_of_their_clips_and_cut() -> Non
     assert all(flow.draw_first(0, step, "clip", 0.1) < 0.1 for step in range(50))
     assert drawn[7] == flow.draw_first(0, 7, "clip", 0.8) != flow.draw_first(0, 7, "other", 0.8)
     assert FlowObjective(FlowConfig(first_frame=0.1)).draw_first(0, 1, "clip", 0.8) == 0.0
+
+
+PERCENTS = np.arange(1, 100) / 100
+DENSITIES = {
+    "uniform": FlowConfig(weighting_scheme="uniform", flow_shift=1.0),
+    "logit_normal": FlowConfig(logit_mean=0.3, logit_std=0.8, flow_shift=3.0),
+    "mode": FlowConfig(weighting_scheme="mode", mode_scale=1.1, flow_shift=2.0),
+}
+
+
+@pytest.mark.parametrize("scheme", DENSITIES)
+def test_a_level_of_each_frame_has_the_density_of_one_for_all(scheme: str) -> None:
+    flow = replace(DENSITIES[scheme], frame_levels="independent")
+    drawn = np.array([draw_frame_sigmas(flow, 0, step, "clip", 1, 5) for step in range(1500)])
+    one = [draw_sigma(flow, 0, step, "clip", 1) for step in range(7500)]
+    assert np.abs(np.quantile(drawn, PERCENTS) - np.quantile(one, PERCENTS)).max() < 0.04
+    assert np.abs(np.corrcoef(drawn.T) - np.eye(5)).max() < 0.1
+    assert draw_frame_sigmas(flow, 0, 7, "clip", 1, 5) == drawn[7].tolist()
+    assert draw_frame_sigmas(flow, 0, 7, "other", 1, 5) != drawn[7].tolist()
+
+
+def rising_times(numbers: np.random.Generator, frames: int, times: int) -> list[int]:
+    """FoPP of AR-Diffusion by its own counts of sequences: a frame and its time evenly, then frame by frame each time
+    as likely as there are non-decreasing sequences through it."""
+    ending = np.ones((frames, times))  # sequences of the frames up to this one, which has this time
+    for frame in range(1, frames):
+        ending[frame] = np.cumsum(ending[frame - 1])
+    starting = ending[::-1, ::-1]
+    found, chosen = [0] * frames, int(numbers.integers(frames))
+    found[chosen] = int(numbers.integers(times))
+    for frame in range(chosen - 1, -1, -1):
+        weights = ending[frame, : found[frame + 1] + 1]
+        found[frame] = int(numbers.choice(len(weights), p=weights / weights.sum()))
+    for frame in range(chosen + 1, frames):
+        weights = starting[frame, found[frame - 1] :]
+        found[frame] = found[frame - 1] + int(numbers.choice(len(weights), p=weights / weights.sum()))
+    return found
+
+
+def test_rising_levels_are_those_of_ar_diffusion() -> None:
+    """Each frame's levels, and how they go together."""
+    flow = replace(DENSITIES["uniform"], frame_levels="rising")
+    drawn = np.array([draw_frame_sigmas(flow, 0, step, "clip", 1, 4) for step in range(4000)])
+    numbers, times = np.random.default_rng(0), 400
+    theirs = (np.array([rising_times(numbers, 4, times) for _ in range(4000)]) + 0.5) / times
+    assert (np.diff(drawn, axis=1) >= 0).all()
+    assert np.abs(np.quantile(drawn, PERCENTS, axis=0) - np.quantile(theirs, PERCENTS, axis=0)).max() < 0.05
+    assert np.abs(np.corrcoef(drawn.T) - np.corrcoef(theirs.T)).max() < 0.05
+
+
+@pytest.mark.parametrize("scheme", DENSITIES)
+def test_a_picture_has_a_level_of_the_density_where_levels_rise(scheme: str) -> None:
+    flow = replace(DENSITIES[scheme], frame_levels="rising")
+    drawn = [draw_frame_sigmas(flow, 0, step, "clip", 1, 1)[0] for step in range(4000)]
+    one = [draw_sigma(flow, 0, step, "clip", 1) for step in range(4000)]
+    assert np.abs(np.quantile(drawn, PERCENTS) - np.quantile(one, PERCENTS)).max() < 0.05
 
 
 def test_levels_of_noise_on_pictures_are_exp_of_normal_numbers() -> None:

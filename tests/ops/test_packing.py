@@ -122,6 +122,36 @@ def test_clean_frames_have_table_rows_of_their_own_and_no_loss(degree: int) -> N
     assert layouts[0].times(times, times / 10).tolist() == pytest.approx([5, 6, 7, 0.5, 0.6, 0.7])
 
 
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_every_frame_may_have_a_table_row_of_its_own(degree: int) -> None:
+    grids, clean = [(3, 2, 2), (1, 1, 3), (2, 2, 1)], (1, 0, 0)
+    sequences = [Sequence(grid, 1, clean_frames=count, frame_times=True) for grid, count in zip(grids, clean)]
+    layouts = [Layout(sequences, degree, rank) for rank in range(degree)]
+    found: list[list[int]] = [[], [], []]
+    for layout in layouts:
+        assert layout.num_times == layout.num_tables == layout.segments.num_mods == 6
+        assert layout.segments.run2mod[layout.segments.run.long()].tolist() == layout.time_index.tolist()
+        for row, sequence in zip(layout.time_index.tolist(), layout.seq_index.tolist()):
+            found[sequence].append(row)
+    assert found == [[0] * 4 + [1] * 4 + [2] * 4, [3] * 3, [4] * 2 + [5] * 2]
+    assert layouts[0].table_sequences.tolist() == [0, 0, 0, 1, 2, 2]
+    times = torch.arange(6.0)
+    assert layouts[0].times(times) is times
+    assert layouts[0].token_counts.tolist() == [8, 3, 4]
+
+
+def test_the_sequence_of_a_table_row_is_known_without_times_by_frame_too() -> None:
+    plain, clean = Sequence((2, 1, 1), 1), Sequence((2, 1, 1), 1, clean_frames=1)
+    assert Layout([plain, plain]).table_sequences.tolist() == [0, 1]
+    assert Layout([plain, clean]).table_sequences.tolist() == [0, 1, 0, 1]
+    assert Layout([plain, clean]).time_index.tolist() == [0, 0, 3, 1]
+
+
+def test_times_by_frame_are_of_all_sequences_of_a_layout_or_of_none() -> None:
+    with pytest.raises(ValueError, match="give them layouts apart"):
+        Layout([Sequence((2, 1, 1), 1), Sequence((2, 1, 1), 1, frame_times=True)])
+
+
 def test_a_clip_of_clean_frames_alone_is_refused() -> None:
     with pytest.raises(ValueError, match="has no frame that is not given"):
         Layout([Sequence((1, 2, 2), 1, clean_frames=1)])

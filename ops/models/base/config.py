@@ -298,6 +298,11 @@ class DiTConfig:
         """Whether frames of a clip may have times of their own, and so a first frame be given clean."""
         return False
 
+    @property
+    def levels_by_frame(self) -> bool:
+        """Whether every latent frame of a clip may have a noise level of its own (diffusion forcing)."""
+        return False
+
     def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
         """The same for a VAE of these latent channels and strides over t, h, w, and for encoders of these widths (0: no
         image encoder). Raises ValueError for an image encoder that this transformer does not listen to."""

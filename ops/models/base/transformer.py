@@ -44,7 +44,7 @@ class TextBlockInputs(NamedTuple):
     """What all blocks of one forward share, of families whose blocks have a cross-attention to the text."""
 
     text: Tensor  # [T, D]
-    modulation: Tensor  # [S, 6, D], or [2 S, 6, D] where frames are clean (`Layout.times`)
+    modulation: Tensor  # [num_tables, 6, D]: a row of each sequence, of each frame, or [2 S] (`Layout.times`)
     cos: Tensor  # [n, d / 2]; [n, D / 2] where heads are turned apart
     sin: Tensor
     layout: Layout
@@ -81,7 +81,8 @@ class PackedTransformer(nn.Module):
     ) -> Tensor:
         """tokens [n, C * patch], timesteps [S], text [sum text_tokens, text_dim] -> [n, C_out * patch].
 
-        `timesteps` are sigma * num_train_timesteps, one per sequence. Features are channel first on both sides, as
+        `timesteps` are sigma * num_train_timesteps, one per sequence, or one per frame of each (`Layout.num_times`)
+        where the family takes those. Features are channel first on both sides, as
         `patchify` makes them. Collective over the group: every rank of the bag calls it (and its backward) for the same
         layouts in the same order, also with n = 0.
         Raises ValueError for shapes that do not fit the layout.
@@ -130,9 +131,14 @@ class PackedTransformer(nn.Module):
         return call(*inputs)
 
     def _check(self, tokens: Tensor, timesteps: Tensor, text: Tensor, layout: Layout) -> None:
+        if layout.has_frame_times and not self.config.levels_by_frame:
+            raise ValueError(
+                f"a time for each frame: a transformer of architecture {self.config.architecture} and these settings "
+                f"takes one for all of a clip. Set train.flow.frame_levels to one."
+            )
         wanted = {
             "tokens": (tokens, (layout.local_tokens, self.config.in_channels * self.patch_size)),
-            "timesteps": (timesteps, (len(layout),)),
+            "timesteps": (timesteps, (layout.num_times,)),
             "text": (text, (sum(layout.text_lengths), text.shape[-1])),
         }
         for name, (tensor, shape) in wanted.items():

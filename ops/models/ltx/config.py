@@ -57,6 +57,10 @@ class LTXConfig(DiTConfig):
         return True
 
     @property
+    def levels_by_frame(self) -> bool:
+        return True
+
+    @property
     def clip_rate(self) -> float:
         return self.frame_rate
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WanConfig(DiTConfig):
-    """Wan2.1 and 2.2: text to video, and image to video with the first frame as further input channels."""
+class WanBlocksConfig(DiTConfig):
+    """What all transformers of Wan's blocks have: text to video, and image to video with the first frame as further
+    input channels. A base; `WanConfig` is Wan's own."""
 
-    architecture: Literal["wan"] = "wan"
     cross_attn_norm: bool = True
     # channels: the latent of (first frame, then grey) and a mask of its frames are joined to the noisy latent, as in
     # Wan's image-to-video weights; none: text to video
@@ -25,21 +25,11 @@ class WanConfig(DiTConfig):
     # Wan2.1-FLF2V: the last frame is given, too; rows of the embeddings of both, each with a trained place (514 as
     # published: 257 of each). 0: the first frame alone
     pos_embed_seq_len: int = 0
-    # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one of
-    # them, or both
-    expert: Literal["none", "high", "low", "both"] = "none"
-    boundary: float = 0.875  # the noise level between them; 0.9 for image to video; a folder's own counts
     image_dim: int = 0  # width of the image encoder's output, whose rows the blocks attend to; follows model.image
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
-        check_numbers(
-            "model.dit",
-            self,
-            image_dim=between(0, 1 << 16),
-            boundary=above(0, 0.999),
-            pos_embed_seq_len=between(0, 1 << 16),
-        )
+        check_numbers("model.dit", self, image_dim=between(0, 1 << 16), pos_embed_seq_len=between(0, 1 << 16))
         if self.pos_embed_seq_len and self.first_frame == "none":
             raise ValueError(
                 f"model.dit.pos_embed_seq_len {self.pos_embed_seq_len} is of transformers that get the first and the "
@@ -55,6 +45,60 @@ class WanConfig(DiTConfig):
         """Wan's 44, 42, 42 of 128: a third of the pairs each for h and w, the rest for t."""
         spatial = 2 * (self.head_dim // 6)
         return self.head_dim - 2 * spatial, spatial, spatial
+
+    @property
+    def image_width(self) -> int:
+        return self.image_dim
+
+    @property
+    def starts_from_image(self) -> bool:
+        return self.first_frame != "none"
+
+    @property
+    def image_rows(self) -> int:
+        return self.pos_embed_seq_len
+
+    @property
+    def takes_last_frame(self) -> bool:
+        return self.pos_embed_seq_len > 0
+
+    @property
+    def frame_times(self) -> bool:
+        return self.first_frame == "none"
+
+    @property
+    def levels_by_frame(self) -> bool:
+        return self.first_frame == "none"
+
+    def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
+        """See the base. Published image-to-video weights: 16 noisy channels, 4 of the mask, 16 of the condition."""
+        if image_dim and self.first_frame == "none":
+            raise ValueError(
+                "model.image makes embeddings of first frames, but model.dit.first_frame is none. Set it to channels, "
+                "or leave model.image out."
+            )
+        told = channels + stride[0] if self.first_frame == "channels" else 0
+        return replace(self, in_channels=channels + told, out_channels=channels, text_dim=text_dim, image_dim=image_dim)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WanConfig(WanBlocksConfig):
+    """Wan2.1 and 2.2."""
+
+    architecture: Literal["wan"] = "wan"
+    # Wan2.2 A14B has a transformer for high noise (transformer/) and one for low (transformer_2/); a run trains one of
+    # them, or both
+    expert: Literal["none", "high", "low", "both"] = "none"
+    boundary: float = 0.875  # the noise level between them; 0.9 for image to video; a folder's own counts
+
+    def __post_init__(self) -> None:
+        WanBlocksConfig.__post_init__(self)
+        check_numbers("model.dit", self, boundary=above(0, 0.999))
+
+    @property
+    def levels_by_frame(self) -> bool:
+        """An expert is for some levels, and those of a clip's frames would be of both."""
+        return self.first_frame == "none" and self.expert == "none"
 
     @property
     def part(self) -> str:
@@ -79,33 +123,3 @@ class WanConfig(DiTConfig):
 
     def of_pipeline(self, index: Json) -> Self:
         return replace(self, boundary=index.get("boundary_ratio") or self.boundary)
-
-    @property
-    def image_width(self) -> int:
-        return self.image_dim
-
-    @property
-    def starts_from_image(self) -> bool:
-        return self.first_frame != "none"
-
-    @property
-    def image_rows(self) -> int:
-        return self.pos_embed_seq_len
-
-    @property
-    def takes_last_frame(self) -> bool:
-        return self.pos_embed_seq_len > 0
-
-    @property
-    def frame_times(self) -> bool:
-        return self.first_frame == "none"
-
-    def fitted(self, channels: int, stride: tuple[int, int, int], text_dim: int, image_dim: int) -> Self:
-        """See the base. Published image-to-video weights: 16 noisy channels, 4 of the mask, 16 of the condition."""
-        if image_dim and self.first_frame == "none":
-            raise ValueError(
-                "model.image makes embeddings of first frames, but model.dit.first_frame is none. Set it to channels, "
-                "or leave model.image out."
-            )
-        told = channels + stride[0] if self.first_frame == "channels" else 0
-        return replace(self, in_channels=channels + told, out_channels=channels, text_dim=text_dim, image_dim=image_dim)

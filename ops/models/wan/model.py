@@ -29,7 +29,7 @@ from ops.models.base.layers import (
     time_and_modulation,
 )
 from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
-from ops.models.wan.config import WanConfig
+from ops.models.wan.config import WanBlocksConfig
 from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout
 from ops.packed.sequence_parallel import sequence_parallel_attention
@@ -38,9 +38,9 @@ from ops.packed.sequence_parallel import sequence_parallel_attention
 class WanDiT(PackedTransformer):
     """See the module docstring for a call."""
 
-    config: WanConfig
+    config: WanBlocksConfig
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanBlocksConfig) -> None:
         super().__init__(config)
         dim = config.dim
         self.patch_embedding = PatchEmbedding(config.in_channels, dim, config.patch)
@@ -52,11 +52,11 @@ class WanDiT(PackedTransformer):
 
     def velocity(self, given: ForwardInputs) -> Tensor:
         """[n, C_out * patch]. Of the C channels the first C_out are noisy; image-to-video weights take a mask and the
-        condition after them (`WanConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`."""
+        condition after them (`WanBlocksConfig.first_frame`), and with an `image_dim` the rows of `conditions.image`."""
         layout = given.layout
         x = self.patch_embedding(given.tokens)
-        times = layout.times(given.timesteps, given.conditions.first_times)
-        time, modulation, text = self.condition_embedder(times, given.text)
+        time, modulation = self.modulation(layout.times(given.timesteps, given.conditions.first_times), layout)
+        text = self.condition_embedder.text_embedder(given.text)
         image = self.condition_embedder.image(given.conditions, layout)
         cos, sin = layout.rope(self.config.rope_split, self.config.rope_theta, time.dtype)
         shared = TextBlockInputs(text, modulation, cos, sin, layout, given.group, image)
@@ -66,11 +66,17 @@ class WanDiT(PackedTransformer):
         out = self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=self.config.eps))
         return out.unflatten(-1, (self.patch_size, -1)).transpose(-1, -2).flatten(-2)  # Wan's head is channel last
 
+    def modulation(self, times: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+        """times [R] of the rows of the tables -> time [R, D], modulation of the blocks [R, 6, D]."""
+        del layout
+        embedder = self.condition_embedder
+        return time_and_modulation(times, embedder.time_embedder, embedder.time_proj)
+
 
 class ConditionEmbedder(nn.Module):
     """Time and text of each sequence, computed in full by every rank."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanBlocksConfig) -> None:
         super().__init__()
         self.time_embedder = TwoLayerMLP(config.freq_dim, config.dim, nn.functional.silu)
         self.time_proj = nn.Linear(config.dim, 6 * config.dim)
@@ -79,10 +85,6 @@ class ConditionEmbedder(nn.Module):
         self.image_embedder = (
             ImageEmbedding(config.image_dim, config.dim, config.pos_embed_seq_len) if config.image_dim else None
         )
-
-    def forward(self, timesteps: Tensor, text: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """timesteps [S], text [T, text_dim] -> time [S, D], modulation [S, 6, D], text [T, D]."""
-        return *time_and_modulation(timesteps, self.time_embedder, self.time_proj), self.text_embedder(text)
 
     def image(self, conditions: Conditions, layout: Layout) -> Tensor | None:
         """[I, D] of the first frames (and the last), where the weights listen to them. Raises ValueError for rows that
@@ -120,7 +122,7 @@ class ImageEmbedding(nn.Module):
 class ContextAttention(Attention):
     """Cross-attention to the text and, in image-to-video weights, to the image: a softmax for each, and their sum."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanBlocksConfig) -> None:
         super().__init__(config.dim, config.head_dim, config.eps)
         self.backend = config.attention
         if config.image_dim:
@@ -142,7 +144,7 @@ class ContextAttention(Attention):
 class WanBlock(nn.Module):
     """Self-attention over the bag, cross-attention to the replicated text, MLP; AdaLN from each row's sequence."""
 
-    def __init__(self, config: WanConfig) -> None:
+    def __init__(self, config: WanBlocksConfig) -> None:
         super().__init__()
         self.eps, self.backend = config.eps, config.attention
         self.attn1 = Attention(config.dim, config.head_dim, config.eps)
