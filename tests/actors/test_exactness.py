@@ -170,7 +170,7 @@ def test_a_first_frame_that_is_given_is_another_loss() -> None:
     assert abs(noisy - clean) > 1e-3 * noisy and abs(clean - little) > 1e-4 * clean
 
 
-@pytest.mark.parametrize("family", ["wan", "ltx"])
+@pytest.mark.parametrize("family", ["wan", "ltx", "skyreels"])
 @pytest.mark.parametrize(("levels", "first_frame"), [("independent", 0.0), ("rising", 0.5)])
 @settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), world=st.integers(2, 4))

@@ -74,6 +74,12 @@ class FeedForward(nn.Module):
         assert isinstance(projection, _Projection)
         return self.net[2](self.activation(projection.proj(x)))
 
+    def precise(self, x: Tensor) -> Tensor:
+        """The same in at least fp32, whatever weights and autocast are."""
+        projection, last = self.net[0], self.net[2]
+        assert isinstance(projection, _Projection) and isinstance(last, nn.Linear)
+        return precise_linear(last, self.activation(precise_linear(projection.proj, x)))
+
 
 class PatchEmbedding(nn.Conv3d):
     """A convolution whose stride is its kernel, applied to tokens that `patchify` already cut: one matrix product."""
