@@ -122,6 +122,38 @@ class FlowConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ForcingSchedule:
+    """How a clip is made by weights that know a noise level for each latent frame, in the words of Diffusers'
+    SkyReelsV2DiffusionForcingPipeline: a long one window after window, frames all at once or block behind block."""
+
+    base_num_frames: int = 97  # of a window; SkyReels-V2's weights for 720P were trained with 121
+    overlap_history: int = 17  # frames that a window takes over, as they are, from the one before; 37 is usual, too
+    # the noise that the transformer sees on these in every step, as a time of 1000; 20 makes seams smoother
+    addnoise_condition: float = 0.0
+    ar_step: int = (
+        0  # steps that a block is behind the one before it, 5 as published; 0: all frames take theirs together
+    )
+    # latent frames of a block; above 1 a frame attends to its own block and those before it. 5 with ar_step 5
+    causal_block_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            "sample.forcing",
+            self,
+            base_num_frames=between(1, 100_000),
+            overlap_history=between(1, 100_000),
+            addnoise_condition=between(0, 1000),
+            ar_step=between(0, 100_000),
+            causal_block_size=between(1, 100_000),
+        )
+        if self.overlap_history >= self.base_num_frames:
+            raise ValueError(
+                f"sample.forcing.overlap_history {self.overlap_history} must be less than base_num_frames "
+                f"{self.base_num_frames}: a window adds what it does not take over."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PictureNoise:
     """Normal noise on the pictures that the VAE encodes of clips which are made from them, in pixels from -1 to 1. Its
     level is exp of a normal number. CogVideoX' I2V was trained with a mean of -3 and a deviation of 0.5 (its trainers,

@@ -60,6 +60,22 @@ def sample(
     decode_noise_scale: Annotated[
         float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
     ] = None,
+    base_num_frames: Annotated[
+        int | None,
+        typer.Option(help="Of weights for diffusion forcing: frames of a window, of which longer clips have several."),
+    ] = None,
+    overlap_history: Annotated[
+        int | None, typer.Option(help="Frames that a window takes over from the one before.")
+    ] = None,
+    addnoise_condition: Annotated[
+        float | None, typer.Option(help="Noise on these as the transformer sees them, as a time of 1000; 20 is usual.")
+    ] = None,
+    ar_step: Annotated[
+        int | None, typer.Option(help="Steps that a block of frames is behind the one before it; 0: all together.")
+    ] = None,
+    causal_block_size: Annotated[
+        int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")
+    ] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,
     fps: Annotated[
@@ -104,6 +120,13 @@ def sample(
     if workers is None and (together or cluster):
         raise typer.BadParameter("--together and --cluster need --workers N.")
     times = _times(timesteps) if timesteps is not None else None
+    forcing = {
+        "base_num_frames": base_num_frames,
+        "overlap_history": overlap_history,
+        "addnoise_condition": addnoise_condition,
+        "ar_step": ar_step,
+        "causal_block_size": causal_block_size,
+    }
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
     out = out or default_out(checkpoint, texts)
     run(
@@ -124,6 +147,7 @@ def sample(
             negative_prompt=negative_prompt,
             decode_timestep=decode_timestep,
             decode_noise_scale=decode_noise_scale,
+            forcing={name: value for name, value in forcing.items() if value is not None},
         ),
         images=images or [],
         last_images=last_images or [],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,9 @@ from app.sampling.pictures import read_pictures
 from app.sampling.prompts import EncodedPrompts
 from app.settings.config import RunConfig
 from ops.comm.collectives import Group
+from ops.config import ForcingSchedule
+from ops.flow.forced_sampling import sample_forced
+from ops.flow.forcing import forwards
 from ops.flow.noise import NoiseKey
 from ops.flow.sampling import SamplerConfig, SampleRequest, sample_latents
 from ops.flow.schedulers import Scheduler
@@ -52,6 +55,7 @@ class ClipChanges:
     negative_prompt: str | None = None
     decode_timestep: float | None = None
     decode_noise_scale: float | None = None  # unset: as large as a given decode_timestep
+    forcing: Mapping[str, float] = field(default_factory=dict)  # settings of `ForcingSchedule`, by their names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +90,7 @@ class ClipSettings:
             spacing=config.model.dit.spacing,
             scheduler=scheduler,
             passes_sigmas=family.passes_sigmas,
+            forcing=sample.forcing,
         )
         return ClipSettings(
             frames=1 if config.model.dit.images_only else sample.frames,
@@ -110,6 +115,9 @@ class ClipSettings:
         spaced = changes.timesteps is None and (changes.steps is not None or shift is not None)
         times = () if spaced else changes.timesteps
         steps = len(changes.timesteps) if changes.timesteps else changes.steps
+        forcing = self.sampler.forcing
+        if changes.forcing:
+            forcing = replace(forcing or ForcingSchedule(), **changes.forcing)  # type: ignore[arg-type]  # by their names
         sampler = replace(
             self.sampler,
             steps=_given(steps, self.sampler.steps),
@@ -121,6 +129,7 @@ class ClipSettings:
             flow_shift=_given(shift, self.sampler.flow_shift),
             token_shift=self.sampler.token_shift if shift is None else None,
             scheduler=scheduler if scheduler is None or shift is None else scheduler.shifted(shift),
+            forcing=forcing,
         )
         return replace(
             self,
@@ -136,6 +145,13 @@ class ClipSettings:
             if changes.decode_timestep is not None
             else _given(changes.decode_noise_scale, self.decode_noise_scale),
         )
+
+    def forwards(self, geometry: Geometry) -> int:
+        """How often a clip goes through the transformer with its prompt."""
+        if self.sampler.forcing is None:
+            return self.sampler.steps
+        frames = geometry.token_grid(self.frames, self.height, self.width)[0]
+        return forwards(self.sampler.forcing, frames, geometry.vae_stride[0], self.sampler.steps)
 
     def decode_noise(self, seed: int) -> DecodeNoise:
         """What a decoder that takes some gets for the clip of this seed."""
@@ -235,18 +251,11 @@ def make_clips(
     dropped = FirstFrame.of(model.config.model).dropped_frames
     clips = []
     for batch in _batches(requests, batch_limit(settings, model.geometry)):
-        latents = sample_latents(
-            model.dit,
-            batch,
-            told.negative.text,
-            model.geometry,
-            settings.sampler,
-            group,
-            progress,
-            model.low,
-            told.negative.vector,
-            half,
-        )
+        given = (model.dit, batch, told.negative.text, model.geometry, settings.sampler, group, progress)
+        if settings.sampler.forcing is None:
+            latents = sample_latents(*given, model.low, told.negative.vector, half)
+        else:
+            latents = sample_forced(*given, told.negative.vector, half)
         noise = [settings.decode_noise(request.seed) for request in batch]
         videos = decode_together(model.vae, latents, group or Group.solo(), model.device, noise)
         clips += [video[dropped:].cpu().numpy() for video in videos]

@@ -59,7 +59,7 @@ class LiveClip:
         )
         of_run = ClipSettings.of(model.config)
         settings = replace(of_run, seed=of_run.seed + self.number)
-        last = settings.sampler.steps
+        last = settings.forwards(model.geometry)
         before("prompt")
         prompts = (self.config.sample.prompts[self.number],)
         told = encode_prompts(

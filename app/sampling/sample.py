@@ -20,7 +20,7 @@ from app.sampling.model import SavedModel, checkpoint_folder, is_folder, one_che
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
 from app.settings.prompts import prompt_notes
-from app.settings.rules import check_decode
+from app.settings.rules import check_decode, check_forcing
 from app.settings.sections import LongPrompts
 from ops.geometry import Geometry
 from ops.ranges import SEED, above, between
@@ -60,7 +60,7 @@ def run(
     if (saved := saved.at_rate(settings.fps)).config != config:
         config = saved.config
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
-    _check_settings(settings, config, geometry)
+    _check_settings(settings, config, geometry, bool(images or config.sample.images))
     first = first_frames(config, prompts, settings, images, "--image", last_images)
     for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")
@@ -112,6 +112,9 @@ def _check_fit(changes: ClipChanges, saved: SavedModel, checkpoint: Path) -> Non
         raise ConfigError(
             f"--timesteps is given, and clips of {checkpoint} are made by a scheduler, which has its own; leave it out."
         )
+    if changes.forcing and not dit.levels_by_frame:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in changes.forcing)
+        raise ConfigError(f"{named}: this transformer takes one noise level for all frames of a clip; leave it out.")
     if changes.guidance_scale_2 is not None and not dit.two_experts:
         raise ConfigError(
             f"--guidance-scale-2 is {changes.guidance_scale_2:g}, of the expert for low noise, and this is one "
@@ -119,13 +122,14 @@ def _check_fit(changes: ClipChanges, saved: SavedModel, checkpoint: Path) -> Non
         )
 
 
-def _check_settings(settings: ClipSettings, config: RunConfig, geometry: Geometry) -> None:
+def _check_settings(settings: ClipSettings, config: RunConfig, geometry: Geometry, from_picture: bool) -> None:
     """Raises ConfigError where clips of this size cannot be made, or cannot be decoded as said."""
     try:
-        geometry.token_grid(settings.frames, settings.height, settings.width)
+        grid = geometry.token_grid(settings.frames, settings.height, settings.width)
     except ValueError as error:
         size = f"{settings.frames} x {settings.height} x {settings.width}"
         raise ConfigError(f"clips of {size} (--frames, --height, --width) cannot be made: {error}") from None
+    check_forcing(settings.sampler.forcing, grid[0], geometry, from_picture)
     told = settings.decode_timestep, settings.decode_noise_scale
     check_decode(config.model.vae, replace(config.sample, decode_timestep=told[0], decode_noise_scale=told[1]))
 

@@ -13,8 +13,9 @@ from app.settings.sections import SampleConfig, ValidationConfig
 from data.config import DataConfig
 from ops.attention.names import CUDA_ONLY, FORWARD_ONLY_ON_CPU
 from ops.attention.table import AttentionTable, name_of
-from ops.config import FlowConfig
+from ops.config import FlowConfig, ForcingSchedule
 from ops.degrees import bags_of
+from ops.flow.forcing import windows_of
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, VAEConfig, geometry
 from ops.models.folders import decodes_in_time
@@ -199,6 +200,11 @@ def check_sample(
             f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
             f"one transformer for all noise levels; leave it out."
         )
+    if known and sample.forcing is not None and not dit.levels_by_frame:
+        raise ConfigError(
+            "sample.forcing is given, and the transformer of model.dit takes one noise level for all of a clip; leave "
+            "it out."
+        )
     if sample.timesteps and dit.diffusion is not None:
         raise ConfigError(
             f"sample.timesteps is {list(sample.timesteps)}, and the transformer of model.dit is sampled by DDIM, which "
@@ -232,9 +238,25 @@ def check_sample(
     if (strides := _geometry(model, read)) is None:
         return
     try:
-        strides.token_grid(sample.frames, sample.height, sample.width)
+        grid = strides.token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
         raise ConfigError(f"sample.frames/height/width cannot be generated: {error}") from None
+    check_forcing(sample.forcing, grid[0], strides, bool(sample.images))
+
+
+def check_forcing(forcing: ForcingSchedule | None, frames: int, geometry: Geometry, from_picture: bool) -> None:
+    """A clip of `frames` latent frames is one of whole blocks, and none of these makes a given picture anew."""
+    if forcing is None:
+        return
+    try:
+        windows_of(forcing, frames, geometry.vae_stride[0])
+    except ValueError as error:
+        raise ConfigError(f"sample.forcing: {error}") from None
+    if from_picture and forcing.causal_block_size > 1:
+        raise ConfigError(
+            f"sample.forcing.causal_block_size is {forcing.causal_block_size}, and a block would make the picture that "
+            f"a clip begins with anew. Set it to 1."
+        )
 
 
 def check_validation(validation: ValidationConfig, checkpoint: CheckpointConfig, data: DataConfig) -> None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 from data.config import SourceConfig, check_weights
+from ops.config import ForcingSchedule
 from ops.counted import counted
 from ops.ranges import SEED, above, between, check_numbers
 
@@ -63,6 +64,8 @@ class SampleConfig:
     # 0.025
     decode_timestep: float = 0.0
     decode_noise_scale: float | None = None
+    # Of weights that know a noise level for each latent frame: long clips window by window, frames block behind block
+    forcing: ForcingSchedule | None = None
     # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
     long_prompts: LongPrompts = "cut"
 

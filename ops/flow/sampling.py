@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm.collectives import Group
-from ops.config import Diffusion, Spacing, TokenShift
+from ops.config import Diffusion, ForcingSchedule, Spacing, TokenShift
 from ops.flow.objective import ddim_steps, generator, shift
 from ops.flow.schedulers import ScheduledClip, Scheduler
 from ops.geometry import Geometry
@@ -50,6 +50,7 @@ class SamplerConfig:
     scheduler: Scheduler | None = None  # by whose steps a clip is made; None: by Euler's, or DDIM's
     passes_sigmas: bool = True  # to `scheduler`, spaced as named; False: it spaces them itself
     timesteps: tuple[float, ...] = ()  # of every one of `steps`, falling, without a shift; (): spaced as named
+    forcing: ForcingSchedule | None = None  # for weights that know a level for each latent frame; None: all at once
 
     def __post_init__(self) -> None:
         if not self.timesteps:
@@ -100,9 +101,9 @@ class LowNoiseExpert:
     boundary: float
 
 
-def initial_noise(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """The noise a request starts from: fp32 on the CPU, equal on every device and rank."""
-    return torch.from_numpy(generator(seed, 0, "", "sample").standard_normal(shape, dtype="float32"))
+def initial_noise(seed: int, shape: tuple[int, ...], window: int = 0) -> Tensor:
+    """The noise a request starts from, in each of its windows: fp32 on the CPU, equal on every device and rank."""
+    return torch.from_numpy(generator(seed, window, "", "sample").standard_normal(shape, dtype="float32"))
 
 
 @torch.no_grad()
@@ -134,7 +135,7 @@ def sample_latents(
     weight = next(dit.parameters())
     device, dtype = weight.device, torch.promote_types(weight.dtype, torch.float32)
     grids = [geometry.token_grid(request.frames, request.height, request.width) for request in requests]
-    guidance = _Guidance.of(dit, requests, grids, negative, negative_pooled, config, group, half)
+    guidance = Guidance.of(dit, requests, grids, negative, negative_pooled, config, group, half)
     layout, own = guidance.prompt.layout, guidance.group
     channels = int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
     start = [_noise_tokens(request, geometry, channels).to(device, dtype) for request in requests]
@@ -144,7 +145,7 @@ def sample_latents(
         steps = _OwnSteps(config, layout, dit.config.diffusion, x)  # type: ignore[union-attr, arg-type]
     else:
         clips = [
-            _scheduled(config, config.scheduler, request, length)
+            scheduled(config, config.scheduler, request, length)
             for request, length in zip(requests, layout.lengths, strict=True)
         ]
         steps = _SchedulerSteps(clips, start, grids, geometry.patch, layout, own)
@@ -156,7 +157,7 @@ def sample_latents(
         x = steps.step(index, x, guidance.velocity(chosen, x, timesteps, scale))
         if progress is not None:
             progress(index + 1)
-    whole = [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(_whole(x, layout, own), grids)]
+    whole = [unpatchify(rows, grid, geometry.patch, channels) for rows, grid in zip(whole_rows(x, layout, own), grids)]
     # without the frames that filled up the first patch
     return [
         latent[:, -geometry.latent_grid(one.frames, one.height, one.width)[0] :] for latent, one in zip(whole, requests)
@@ -190,7 +191,7 @@ class _Halves:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Guidance:
+class Guidance:
     """How the velocity of a batch is predicted: with its prompts alone, or with them and with the negative, in two
     forwards of this rank or in one of each half of the bag."""
 
@@ -210,8 +211,10 @@ class _Guidance:
         config: SamplerConfig,
         group: Group,
         half: Group | None,
-    ) -> _Guidance:
-        """The arguments are those of `sample_latents`, with the token grid of each request."""
+        block_frames: int = 0,
+    ) -> Guidance:
+        """The arguments are those of `sample_latents`, with the token grid of each request. `block_frames`: each frame
+        has a time of its own, and attends to its block of so many and those before."""
         takes_scale = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
         is_guided = config.is_guided and not takes_scale
         halves = _Halves.of(group, half) if is_guided and half is not None else None
@@ -223,14 +226,14 @@ class _Guidance:
             vectors = [request.pooled for request in requests if request.pooled is not None]
             texts = [request.text for request in requests]
             scale = 1000.0 * config.guidance_scale if takes_scale else None
-            return _Prompts.of(grids, requests, texts, vectors, scale, own, device, in_halves)
+            return _Prompts.of(grids, requests, texts, vectors, scale, own, device, in_halves, block_frames)
 
         def with_negative() -> _Prompts:
             vectors = [] if negative_pooled is None else [negative_pooled] * len(requests)
             texts = [negative if request.negative is None else request.negative for request in requests]
-            return _Prompts.of(grids, requests, texts, vectors, None, own, device, in_halves)
+            return _Prompts.of(grids, requests, texts, vectors, None, own, device, in_halves, block_frames)
 
-        return _Guidance(
+        return Guidance(
             prompt=with_prompt() if halves is None or halves.prompted else with_negative(),
             # Two forwards instead of one of twice the length: a rank's rows depend on the place of a sequence in its
             # layout, and the two velocities of a row must meet on one rank.
@@ -278,7 +281,7 @@ class _OwnSteps:
     """Those of Euler or DDIM, on the rows that this rank has."""
 
     def __init__(self, config: SamplerConfig, layout: Layout, diffusion: Diffusion | None, x: Tensor) -> None:
-        schedules = [_steps(config, length, diffusion) for length in layout.lengths]
+        schedules = [steps_of(config, length, diffusion) for length in layout.lengths]
         numbers = torch.tensor(schedules, dtype=torch.float64).to(x.device, x.dtype)  # [S, steps, 3]
         self._times, self._keep, self._change = numbers.permute(2, 1, 0).unbind()
         self._layout = layout
@@ -324,7 +327,7 @@ class _SchedulerSteps:
     def step(self, index: int, x: Tensor, prediction: Tensor) -> Tensor:
         """`x` is what the step before gave back, or the rows of `start`."""
         del x
-        predictions = _whole(prediction, self._layout, self._group)
+        predictions = whole_rows(prediction, self._layout, self._group)
         for number, (clip, grid) in enumerate(zip(self._clips, self._grids, strict=True)):
             rows, channels = self._tokens[number], self._tokens[number].shape[1] // math.prod(self._patch)
             latent, predicted = (unpatchify(one, grid, self._patch, channels) for one in (rows, predictions[number]))
@@ -334,14 +337,14 @@ class _SchedulerSteps:
         return self._layout.local(self._tokens)
 
 
-def _scheduled(config: SamplerConfig, scheduler: Scheduler, request: SampleRequest, tokens: int) -> ScheduledClip:
+def scheduled(config: SamplerConfig, scheduler: Scheduler, request: SampleRequest, tokens: int) -> ScheduledClip:
     sigmas = sigma_schedule(config.steps, 1.0, spacing=config.spacing)[:-1] if config.passes_sigmas else None
     shift_of_clip = config.token_shift.at(tokens) if config.token_shift else config.flow_shift
     log_shift = math.log(shift_of_clip) if scheduler.shifts_by_tokens else None
     return ScheduledClip(scheduler, config.steps, request.seed, sigmas, log_shift)
 
 
-def _steps(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:
+def steps_of(config: SamplerConfig, tokens: int, diffusion: Diffusion | None) -> list[tuple[float, float, float]]:
     """The steps of a clip of `tokens` tokens, each as three numbers: the time, and x becomes keep * x + change *
     prediction."""
     if diffusion is not None:
@@ -409,6 +412,7 @@ class _Prompts:
         group: Group,
         device: torch.device,
         in_halves: bool | None = None,
+        block_frames: int = 0,
     ) -> _Prompts:
         told = [request.condition for request in requests if request.condition is not None]
         images = [request.image for request in requests if request.image is not None]
@@ -417,12 +421,15 @@ class _Prompts:
                 grid,
                 len(text),
                 image_tokens=0 if request.image is None else len(request.image),
-                clean_frames=0 if request.first is None else len(request.first) // (grid[1] * grid[2]),
+                clean_frames=0 if request.first is None or block_frames else given_frames(request, grid),
+                frame_times=block_frames > 0,
             )
             for grid, text, request in zip(grids, texts, requests)
         ]
         place = (group.size, group.rank, device)
-        layout = Layout(sequences, *place, text_recurs=True, in_halves=in_halves)  # texts come again in every step
+        causal = block_frames if block_frames > 1 else 0
+        # texts come again in every step
+        layout = Layout(sequences, *place, text_recurs=True, in_halves=in_halves, block_frames=causal)
         return _Prompts(
             layout=layout,
             text=torch.cat([text.to(device) for text in texts]),
@@ -433,6 +440,11 @@ class _Prompts:
                 guidance=None if guidance is None else torch.full((len(texts),), guidance, device=device),
             ),
         )
+
+
+def given_frames(request: SampleRequest, grid: tuple[int, int, int]) -> int:
+    """Latent frames of the clip that the transformer gets as they are."""
+    return 0 if request.first is None else len(request.first) // (grid[1] * grid[2])
 
 
 def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> Tensor:
@@ -448,7 +460,7 @@ def _noise_tokens(request: SampleRequest, geometry: Geometry, channels: int) -> 
     return tokens
 
 
-def _whole(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:
+def whole_rows(x: Tensor, layout: Layout, group: Group) -> list[Tensor]:
     """Every sequence's full rows on every rank: own rows into zeros, then one sum."""
     whole = [x.new_zeros(length, x.shape[1]) for length in layout.lengths]
     start = 0

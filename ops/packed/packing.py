@@ -7,9 +7,9 @@ sequences or tokens on the host. They are made in host memory and copied to the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar, cast
 
@@ -56,6 +56,15 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
+class CausalBlock:
+    """Neighbouring frames of a packed sequence, which see each other and the frames before them."""
+
+    queries: slice  # their rows among the packed sequences
+    keys: slice  # those and the rows of all frames before
+    lengths: tuple[Lengths, Lengths]  # of both
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
     """How the ranks of a bag turn (own rows, all heads) into (all rows, own heads). Fixed per layout.
 
@@ -71,6 +80,7 @@ class Exchange:
     places: np.ndarray  # int64 [N]: `scatter` on the host
     scores: int  # of a head: the squares of the lengths
     in_halves: bool | None = None  # whether heads travel in two halves (ops.packed.exchange_halves); None: by size
+    blocks: tuple[CausalBlock, ...] = ()  # in the order of the packed rows; (): all of a sequence sees all of it
     _shared: dict[int, HeadShares] = field(default_factory=dict)
 
     @property
@@ -102,10 +112,12 @@ class Layout:
         text_recurs: bool = False,
         beforehand: Iterable[str | FamilyPart] = (),
         in_halves: bool | None = None,
+        block_frames: int = 0,
     ) -> None:
         """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
         `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
-        follow one by one. `in_halves`: whether attention heads travel in two halves; None: where that is worth it."""
+        follow one by one. `in_halves`: whether attention heads travel in two halves; None: where that is worth it.
+        `block_frames`: a frame sees, in self-attention, its own block of so many frames and those before; 0: all."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:
@@ -119,7 +131,9 @@ class Layout:
             raise ValueError("sequences with a time for each frame and others in one layout; give them layouts apart.")
         self.sequences = tuple(sequences)
         self.degree, self.rank, self.device = degree, rank, torch.device(device)
-        self.in_halves = in_halves
+        if block_frames and (odd := next((s for s in sequences if s.grid[0] % block_frames), None)) is not None:
+            raise ValueError(f"{odd.grid[0]} latent frames are not whole blocks of {block_frames}.")
+        self.in_halves, self.block_frames = in_halves, block_frames
         self.lengths = tuple(sequence.tokens for sequence in sequences)
         self.text_lengths = tuple(sequence.text_tokens for sequence in sequences)
         self._chunks = _chunk_lengths(self.lengths, degree)
@@ -159,7 +173,8 @@ class Layout:
     def _on_host(self) -> Layout:
         if self.device.type == "cpu":
             return self
-        return Layout(self.sequences, self.degree, self.rank, text_recurs=self.text_recurs, in_halves=self.in_halves)
+        same = {"text_recurs": self.text_recurs, "in_halves": self.in_halves, "block_frames": self.block_frames}
+        return Layout(self.sequences, self.degree, self.rank, **same)  # type: ignore[arg-type]  # each has its own type
 
     def _send(self, parts: Seq[str | FamilyPart]) -> None:
         host = self._on_host
@@ -339,7 +354,18 @@ class Layout:
     @cached_property
     def video_exchange(self) -> Exchange:
         """Sequence parallelism over the video rows: self-attention."""
-        return exchange_of(self._chunks[:, None], self.rank, self.device, in_halves=self.in_halves)
+        exchange = exchange_of(self._chunks[:, None], self.rank, self.device, in_halves=self.in_halves)
+        return replace(exchange, blocks=tuple(self._causal_blocks())) if self.block_frames else exchange
+
+    def _causal_blocks(self) -> Iterator[CausalBlock]:
+        start = 0
+        for sequence in self.sequences:
+            rows = self.block_frames * sequence.grid[1] * sequence.grid[2]
+            for first in range(start, start + sequence.tokens, rows):
+                queries, keys = slice(first, first + rows), slice(start, first + rows)
+                lengths = tuple(self._there(Lengths.of([part.stop - part.start])) for part in (queries, keys))
+                yield CausalBlock(queries, keys, (lengths[0], lengths[1]))
+            start += sequence.tokens
 
     @cached_property
     def joint_exchange(self) -> Exchange:

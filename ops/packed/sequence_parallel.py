@@ -42,16 +42,29 @@ def sequence_parallel_attention(
             f"{group.rank} of {group.size}. Build the Layout with the bag's degree and rank."
         )
     if exchange.degree == 1 and exchange.in_order:
-        return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
+        return _attended(q, k, v, exchange, backend)
     if q.shape[1] % exchange.degree:
+        if exchange.blocks:
+            raise ValueError(
+                f"attention by blocks of frames in a bag of {exchange.degree}, which does not divide the "
+                f"{q.shape[1]} heads. Use a number of workers that does."
+            )
         return shared_heads_attention(q, k, v, exchange, group, backend)
     if worth_halving(exchange, q.shape[1] // exchange.degree, group):
-        alike = exchange.lengths
-        return attention_in_halves(q, k, v, exchange, group, lambda q, k, v: attention(q, k, v, alike, alike, backend))
+        return attention_in_halves(q, k, v, exchange, group, lambda q, k, v: _attended(q, k, v, exchange, backend))
     q, k, v = RowsToHeads.apply(exchange, group, q, k, v)
-    heads = attention(q, k, v, exchange.lengths, exchange.lengths, backend)
+    heads = _attended(q, k, v, exchange, backend)
     outputs: tuple[Tensor] = HeadsToRows.apply(exchange, group, heads)
     return outputs[0]
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, backend: AttentionSetting) -> Tensor:
+    """Of whole sequences, [N, h, d]: all of a sequence sees all of it, or its blocks see those before them."""
+    if not exchange.blocks:
+        return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
+    # a call for each block: keys and values of those before it lie together already
+    parts = [attention(q[b.queries], k[b.keys], v[b.keys], *b.lengths, backend) for b in exchange.blocks]
+    return torch.cat(parts)
 
 
 def rows_to_heads(tensors: Sequence[Tensor], exchange: Exchange, group: Group) -> tuple[Tensor, ...]:

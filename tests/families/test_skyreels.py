@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKLWan, SkyReelsV2Pipeline, SkyReelsV2Transformer3DModel, UniPCMultistepScheduler
+from diffusers import (
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    SkyReelsV2DiffusionForcingImageToVideoPipeline,
+    SkyReelsV2DiffusionForcingPipeline,
+    SkyReelsV2Pipeline,
+    SkyReelsV2Transformer3DModel,
+    UniPCMultistepScheduler,
+    WanPipeline,
+)
+from diffusers.pipelines.skyreels_v2 import (
+    pipeline_skyreels_v2_diffusion_forcing,
+    pipeline_skyreels_v2_diffusion_forcing_i2v,
+)
+from PIL import Image
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.config import CheckpointConfig
+from app.sampling.clips import ClipChanges, ClipSettings, clip_requests
+from app.sampling.model import saved_model
+from app.sampling.sample import run
 from app.settings.rules import check_sample
 from app.settings.sections import SampleConfig
 from ops.comm.collectives import Group
-from ops.config import FlowConfig
-from ops.flow.sampling import initial_noise
+from ops.config import FlowConfig, ForcingSchedule
+from ops.flow.forced_sampling import history_noise, sample_forced
+from ops.flow.forcing import WAITS, block_steps, windows_of
+from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
+from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, dit_json
@@ -28,6 +51,7 @@ from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError
 from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
+from tests.ops.test_sampling import on_bag
 
 torch.set_num_threads(1)
 DIT = SkyReelsConfig(
@@ -66,11 +90,17 @@ def settings(folder: Path, **dit: object) -> ModelConfig:
     )
 
 
+def prompts(pipeline: DiffusionPipeline, prompt: str, rows: int) -> dict[str, torch.Tensor | None]:
+    """The embeddings by WanPipeline's code, which these pipelines have copied; their own wants the package ftfy."""
+    names = {"prompt_embeds": prompt, "negative_prompt_embeds": ""}
+    encode = WanPipeline._get_t5_prompt_embeds
+    made = {name: encode(pipeline, text, max_sequence_length=rows).detach() for name, text in names.items()}
+    return {"prompt": None, **made}
+
+
 def clip(pipeline: SkyReelsV2Pipeline) -> torch.Tensor:
     return pipeline(
-        prompt="a red disc",
-        negative_prompt="",
-        max_sequence_length=16,
+        **prompts(pipeline, "a red disc", 16),
         height=32,
         width=48,
         num_frames=5,
@@ -173,3 +203,203 @@ def test_a_transformer_with_one_time_for_a_clip_takes_no_layout_with_one_for_eac
     layout = Layout([Sequence((2, 1, 1), 1, frame_times=True)])
     with pytest.raises(ValueError, match=r"a time for each frame: a transformer of architecture hunyuan"):
         model(torch.zeros(2, 16), torch.zeros(2), torch.zeros(1, 24), layout, Group.solo())
+
+
+# Sampling by diffusion forcing ----------------------------------------------------------------------------------------
+
+Sampler = Callable[[Group | None, Group | None], torch.Tensor]
+SIZE = {"height": 32, "width": 48}
+# forcing, and the frames of the clip
+SCHEDULES = {
+    "all at once": ({}, 17),
+    "frame behind frame": ({"ar_step": 2}, 17),
+    "block behind block": ({"ar_step": 1, "causal_block_size": 2}, 13),
+    "blocks at once": ({"causal_block_size": 2}, 13),
+    "three windows": ({"base_num_frames": 13, "overlap_history": 5}, 29),
+    "windows with a little noise": ({"base_num_frames": 13, "overlap_history": 5, "addnoise_condition": 20.0}, 21),
+    "windows of blocks": (
+        {"base_num_frames": 13, "overlap_history": 5, "causal_block_size": 2, "ar_step": 1, "addnoise_condition": 20.0},
+        29,
+    ),
+}
+
+
+def publish_df(base: Path, **dit: object) -> Path:
+    """A small pipeline for diffusion forcing, by UniPC as the published ones."""
+    torch.manual_seed(0)
+    plain = publish(base / "plain")
+    transformer = SkyReelsV2Transformer3DModel(**fields_of(replace(DIT, **dit)))  # type: ignore[arg-type]
+    for parameter in transformer.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+    SkyReelsV2DiffusionForcingPipeline.from_pretrained(plain, transformer=transformer).save_pretrained(base / "df")
+    return base / "df"
+
+
+def give_noise(monkeypatch: pytest.MonkeyPatch, module: ModuleType, seed: int) -> None:
+    """Diffusers' pipeline draws the noise of ours: of a window, and of what it takes over in each forward."""
+    drawn = {"window": -1, "forward": 0}
+
+    def of_window(shape: tuple[int, ...], **kept: object) -> torch.Tensor:
+        drawn.update(window=drawn["window"] + 1, forward=0)
+        return initial_noise(seed, shape[1:], drawn["window"])[None]
+
+    def of_history(like: torch.Tensor) -> torch.Tensor:
+        drawn["forward"] += 1
+        return history_noise(seed, tuple(like.shape[1:]), drawn["window"], drawn["forward"] - 1)[None]
+
+    monkeypatch.setattr(module, "randn_tensor", of_window)
+    monkeypatch.setattr(torch, "randn_like", of_history)
+
+
+def ours_of(
+    folder: Path, frames: int, fps: float | None = None, first: tuple[np.ndarray, ...] = (), **forcing: float
+) -> Sampler:
+    """(group, half of it) -> what `heddle sample` makes before it decodes: four steps, seed 3."""
+    saved = saved_model(folder, device="cpu")
+    changes = ClipChanges(frames=frames, **SIZE, seed=3, steps=4, guidance_scale=3.0, fps=fps, forcing=forcing)
+    settings = ClipSettings.of(saved.config, saved.scheduler).changed(changes)
+    saved = saved.at_rate(settings.fps)
+    told, model = saved.encode(["a dot"], negative="", first=first), saved.load()
+    requests = clip_requests(model, told, settings, first)
+
+    def sampled(group: Group | None, half: Group | None) -> torch.Tensor:
+        given = (model.dit, requests, told.negative.text, model.geometry, settings.sampler, group)
+        return sample_forced(*given, half=half)[0]
+
+    return sampled
+
+
+def theirs_of(folder: Path, pipeline: type, frames: int, **asked: object) -> torch.Tensor:
+    pipe = pipeline.from_pretrained(folder)
+    pipe.set_progress_bar_config(disable=True)
+    made = pipe(
+        **prompts(pipe, "a dot", 512),
+        **SIZE,
+        num_frames=frames,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        output_type="latent",
+        **asked,
+    )
+    latent: torch.Tensor = made.frames[0].detach()
+    return latent
+
+
+@pytest.mark.parametrize("case", SCHEDULES)
+def test_a_clip_by_diffusion_forcing_is_the_one_of_the_pipeline(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forcing, frames = SCHEDULES[case]
+    folder = publish_df(tmp_path)
+    found = ours_of(folder, frames, **forcing)(None, None)
+    give_noise(monkeypatch, pipeline_skyreels_v2_diffusion_forcing, 3)
+    asked = {"base_num_frames": 97, "overlap_history": 17, **forcing}
+    expected = theirs_of(folder, SkyReelsV2DiffusionForcingPipeline, frames, **asked)
+    assert found.shape == expected.shape == (4, (frames - 1) // 4 + 1, 4, 6)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fps", [16.0, 24.0])
+def test_a_clip_gets_its_frame_rate_as_in_the_pipeline(
+    fps: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = publish_df(tmp_path, sample_info=True)
+    found = ours_of(folder, 13, fps=fps)(None, None)
+    give_noise(monkeypatch, pipeline_skyreels_v2_diffusion_forcing, 3)
+    expected = theirs_of(folder, SkyReelsV2DiffusionForcingPipeline, 13, fps=int(fps))
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("windows", [{}, {"base_num_frames": 13, "overlap_history": 5, "addnoise_condition": 20.0}])
+def test_a_clip_that_begins_with_a_picture_is_the_one_of_the_pipeline(
+    windows: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = publish_df(tmp_path)
+    picture = np.random.default_rng(0).integers(0, 256, (32, 48, 3), dtype=np.uint8)
+    found = ours_of(folder, 21, first=(picture[None],), **windows)(None, None)
+    give_noise(monkeypatch, pipeline_skyreels_v2_diffusion_forcing_i2v, 3)
+    asked = {"base_num_frames": 97, "overlap_history": 17, **windows, "image": Image.fromarray(picture)}
+    expected = theirs_of(folder, SkyReelsV2DiffusionForcingImageToVideoPipeline, 21, **asked)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("degree", "halves"), [(2, False), (2, True), (4, True)])
+def test_a_bag_makes_the_clip_of_one_worker(degree: int, halves: bool, tmp_path: Path) -> None:
+    forcing, frames = SCHEDULES["windows of blocks"]
+    sampled = ours_of(publish_df(tmp_path), frames, **forcing)
+    alone = sampled(None, None)
+    for (latent,) in on_bag(degree, halves, lambda group, half: [sampled(group, half)]):
+        torch.testing.assert_close(latent, alone, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_need_a_bag_that_divides_the_heads(tmp_path: Path) -> None:
+    sampled = ours_of(publish_df(tmp_path), 13, causal_block_size=2)
+    with pytest.raises(ValueError, match="in a bag of 3, which does not divide the 2 heads"):
+        on_bag(3, False, lambda group, half: [sampled(group, half)])
+
+
+def test_euler_of_all_frames_at_once_is_sampling_with_one_level() -> None:
+    """By a run of another family, whose own samples take no scheduler."""
+    torch.manual_seed(0)
+    dit, geometry = build_dit(replace(WanConfig(), num_layers=1, text_dim=8), 0), Geometry()
+    requests = [SampleRequest(text=torch.randn(3, 8), frames=9, height=32, width=48, seed=seed) for seed in (0, 1)]
+    config = SamplerConfig(steps=3, guidance_scale=2.0, whole_times=True)
+    expected = sample_latents(dit, requests, torch.zeros(1, 8), geometry, config)
+    forced = replace(config, forcing=ForcingSchedule())
+    for ours, theirs in zip(sample_forced(dit, requests, torch.zeros(1, 8), geometry, forced), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 5])
+@pytest.mark.parametrize("steps", [1, 3, 10])
+@pytest.mark.parametrize("lag", [0, 1, 3, 12])
+@pytest.mark.parametrize("ready", [0, 1])
+@pytest.mark.parametrize("size", [1, 3])
+def test_blocks_take_their_steps_as_in_the_pipeline(blocks: int, steps: int, lag: int, ready: int, size: int) -> None:
+    if ready >= blocks:
+        return
+    times, frames = torch.arange(steps, 0, -1) * 10, blocks * size
+    matrix, _, updates, intervals = SkyReelsV2DiffusionForcingPipeline.generate_timestep_matrix(
+        None, frames, times, frames, lag, ready * size, size
+    )
+    rows = [[step for step in row for _ in range(size)] for row in block_steps(blocks, steps, lag, ready)]
+    of_step = {WAITS: 999, steps: 0, **dict(enumerate(times.tolist()))}
+    assert [[of_step[step] for step in row] for row in rows] == matrix.tolist()
+    assert [[0 <= step < steps for step in row] for row in rows] == updates.tolist()
+    assert set(intervals) == {(0, frames)}
+
+
+def test_windows_that_cannot_be_are_refused_with_what_to_choose() -> None:
+    schedule = ForcingSchedule(base_num_frames=13, overlap_history=5)
+    assert [(one.first, one.frames, one.history) for one in windows_of(schedule, 8, 4)] == [
+        (0, 4, 0),
+        (2, 4, 2),
+        (4, 4, 2),
+    ]
+    assert [(one.first, one.frames, one.history) for one in windows_of(schedule, 3, 4)] == [(0, 3, 0)]
+    with pytest.raises(ValueError, match="both 4 latent frames; a window must add some"):
+        windows_of(replace(schedule, base_num_frames=16, overlap_history=14), 8, 4)
+    with pytest.raises(
+        ValueError, match=r"a window of 4 latent frames is not of whole blocks of 3 \(causal_block_size"
+    ):
+        windows_of(replace(schedule, causal_block_size=3), 8, 4)
+    with pytest.raises(ValueError, match=r"overlap_history 13 must be less than base_num_frames 13"):
+        ForcingSchedule(base_num_frames=13, overlap_history=13)
+
+
+def test_a_long_clip_is_made_by_the_command_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    folder, out = publish_df(tmp_path), tmp_path / "out" / "x.mp4"
+    changes = ClipChanges(frames=29, **SIZE, steps=2, forcing={"base_num_frames": 13, "overlap_history": 5})
+    assert run(folder, ["a dot"], out, changes=changes, device="cpu")[0] == out and out.stat().st_size > 0
+    with pytest.raises(ConfigError, match="a window of 4 latent frames is not of whole blocks of 3"):
+        run(folder, ["a dot"], out, changes=replace(changes, forcing={**changes.forcing, "causal_block_size": 3}))
+    with pytest.raises(ConfigError, match="a block would make the picture that a clip begins with anew"):
+        blocks = replace(changes, forcing={**changes.forcing, "causal_block_size": 2})
+        run(folder, ["a dot"], out, changes=blocks, images=[tmp_path / "x.png"])
+
+
+@pytest.mark.parametrize("dit", [WanConfig(first_frame="channels"), HunyuanConfig(first_frame="token_replace")])
+def test_a_schedule_of_frames_is_refused_where_a_clip_has_one_level(dit: DiTConfig) -> None:
+    sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",), images=("x.png",))
+    with pytest.raises(ConfigError, match=r"sample\.forcing is given, and the transformer of model\.dit"):
+        check_sample(sample, CheckpointConfig(), whole(dit), FlowConfig())

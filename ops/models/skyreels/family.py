@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ops.config import ForcingSchedule
 from ops.models.base.family import Json, ParitySample, PublishedUse
 from ops.models.skyreels.config import FORCING, RATES, SkyReelsConfig
 from ops.models.wan.family import FAMILY as WAN
@@ -29,18 +30,13 @@ def _pipeline_class(config: SkyReelsConfig) -> str:
 def _published(index: Json, fields: Json) -> PublishedUse:
     """As its pipelines are called by default, with 97 frames of 544 x 960 at 24 frames per second, and guidance of 5
     for image to video, as their examples have it. (Its authors make 121 frames of 720 x 1280 with weights for 720P.)"""
-    from_image = fields["in_channels"] > fields["out_channels"]
+    from_image, forced = fields["in_channels"] > fields["out_channels"], FORCING in str(index.get("_class_name"))
+    size: dict[str, object] = {"frames": 97, "height": 544, "width": 960, "fps": 24.0}
+    steps: dict[str, object] = {"steps": 50, "guidance_scale": 5.0 if from_image else 6.0}
     return PublishedUse(
-        clips={
-            "frames": 97,
-            "height": 544,
-            "width": 960,
-            "fps": 24.0,
-            "steps": 50,
-            "guidance_scale": 5.0 if from_image else 6.0,
-        },
+        clips={**size, **steps, **({"forcing": ForcingSchedule()} if forced else {})},
         dit={"first_frame": "channels"} if from_image else {},
-        first_frame=FORCING in str(index.get("_class_name")),
+        first_frame=forced,
     )
 
 
