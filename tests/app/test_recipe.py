@@ -22,6 +22,7 @@ VELOCITIES = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
 PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: what counts of the published files
     "models/wan2.1-i2v-14b-480p": {"flow_shift": 3.0},
     "runs/wan2.1-14b-lora-80gb": {"flow_shift": 3.0},
+    "runs/skyreels-v2-df-1.3b-lora-80gb": {"flow_shift": 8.0},
     "runs/wan2.2-t2v-a14b-both-lora-80gb": {"flow_shift": 3.0},
     "runs/hunyuan-13b-lora-80gb": {"shift": 7.0},
     "runs/hunyuan-i2v-13b-lora-80gb": {"shift": 7.0},
@@ -44,6 +45,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
 }
 USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all other settings
     "wan": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
+    "skyreels": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
     "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)", "train.flow.flow_shift 5.0"),
     "kandinsky": ("model.text.kind kandinsky (here t5)", "max_length 512 (here 226)", "train.flow.flow_shift 5.0"),
