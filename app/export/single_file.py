@@ -75,7 +75,13 @@ def by_diffusers_names(stored: Mapping[str, Tensor], family: Family, where: str)
             f"{where} is not a {family.diffusers_class} of the published sizes in the names of its original code: "
             f"Diffusers' converter ends with {type(error).__name__}: {error}. Is it the file of this config?"
         ) from error
-    return {name: tensor for name, tensor in state.items() if not any(part in name for part in family.surplus)}
+    read = {name: tensor for name, tensor in state.items() if not any(part in name for part in family.surplus)}
+    return {_renamed(name, family.converted): tensor for name, tensor in read.items()}
+
+
+def _renamed(name: str, beginnings: Mapping[str, str]) -> str:
+    theirs = next((theirs for theirs in beginnings if name.startswith(theirs)), "")
+    return beginnings.get(theirs, "") + name.removeprefix(theirs)
 
 
 def _transformer_of(config: Path) -> DiTConfig:

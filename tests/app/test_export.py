@@ -485,7 +485,7 @@ def takes_factors(name: str) -> bool:
 
 
 FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
-FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "ltx")]
+FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "skyreels", "ltx")]
 KINDS = [(*of, False) for of in FILES] + [(*of, True) for of in FILES if of[1].startswith("pytorch")]
 
 

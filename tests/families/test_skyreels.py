@@ -50,7 +50,8 @@ from ops.models.wan.config import WanConfig
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError
-from tests.families.kit import FamilyCases, SmallPipeline, small, their_class, whole
+from tests.families import test_wan
+from tests.families.kit import FamilyCases, OriginalNames, SmallPipeline, small, their_class, whole
 from tests.ops.test_sampling import on_bag
 
 torch.set_num_threads(1)
@@ -123,6 +124,14 @@ CASES = FamilyCases(
     models={"": MODEL, "i2v": whole(replace(NARROW, first_frame="channels"))},
     presets={"skyreels-v2-df-1.3b": 1.43, "skyreels-v2-df-14b": 14.29, "skyreels-v2-t2v-14b": 14.29},
     lora=("ffn.net.2", "attn2.to_out.0"),
+    original=OriginalNames(
+        renames=(
+            *test_wan.ORIGINAL,
+            (r"fps_projection\.net\.0\.proj", "fps_projection.0"),
+            (r"fps_projection\.net\.2", "fps_projection.2"),
+        ),
+        config=replace(DIT, sample_info=True),
+    ),
     pipeline=SmallPipeline(
         publish=publish,
         model=settings,

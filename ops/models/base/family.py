@@ -299,6 +299,9 @@ class Family:
     missing_note: str = ""  # what a user must know of them
     # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
     converter: str = ""
+    converted: Mapping[str, str] = field(
+        default_factory=dict
+    )  # beginnings of names that it leaves -> those in Diffusers
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
     # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
     # stride over time, whether the last frame is there, too) -> the channels of `config.fitted` after the noisy ones,

@@ -77,7 +77,7 @@ FAMILY = replace(
     # attention by blocks of frames, which no published weights were saved with
     fixed_fields={**WAN.fixed_fields, "num_frame_per_block": 1},
     published_heads={},
-    converter="",
+    converted={"fps_projection.0.": "fps_projection.net.0.proj.", "fps_projection.2.": "fps_projection.net.2."},
     published=_published,
     parity_inputs=_parity_inputs,
     index=lambda flow, empty: {},

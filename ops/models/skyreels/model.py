@@ -22,6 +22,8 @@ class SkyReelsDiT(WanDiT):
         if config.sample_info:
             self.fps_embedding = nn.Embedding(len(RATES), config.dim)
             self.fps_projection = FeedForward(config.dim, config.dim, nn.functional.silu, out_dim=6 * config.dim)
+            for weight in (self.fps_embedding.weight, *(w for w in self.fps_projection.parameters() if w.dim() > 1)):
+                nn.init.normal_(weight, std=0.02)
 
     def modulation(self, times: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         """Wan's, and to that of the blocks what the frame rate of each clip adds."""
