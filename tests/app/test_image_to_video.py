@@ -16,6 +16,7 @@ from diffusers import (
     CogVideoXImageToVideoPipeline,
     DiffusionPipeline,
     LTXImageToVideoPipeline,
+    SkyReelsV2ImageToVideoPipeline,
     WanImageToVideoPipeline,
     WanTransformer3DModel,
 )
@@ -46,9 +47,11 @@ from ops.flow.sampling import initial_noise, sample_latents
 from ops.models.cogvideox import family as cogvideox
 from ops.models.cogvideox.config import CogVideoXConfig
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.families import FAMILIES
 from ops.models.folders import dit_json, resolve
 from ops.models.image import random_clip
-from ops.models.wan.config import WanConfig
+from ops.models.skyreels.config import SkyReelsConfig
+from ops.models.wan.config import WanBlocksConfig, WanConfig
 from ops.models.wan.family import FAMILY
 from ops.packed.patches import patchify, unpatchify
 from ops.typed import ConfigError, as_plain
@@ -59,6 +62,7 @@ from tests.families.kit import their_class
 from tests.ops import test_text_picture
 
 DIT = WanConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
+SKYREELS = SkyReelsConfig(num_layers=1, num_heads=2, head_dim=12, ffn_dim=32, freq_dim=16, first_frame="channels")
 IMAGE = ImageConfig(d_model=16, num_layers=2, num_heads=2)
 SHOWN = SampleConfig(prompts=("a disc",), images=("a.png",), steps=2, frames=5, height=32, width=48)
 
@@ -190,13 +194,18 @@ def test_pictures_that_do_not_fit_the_run_are_refused(tmp_path: Path) -> None:
         run(tmp_path / "run", ["a"], tmp_path / "x.mp4", images=[tmp_path / "a.png"])
 
 
+@pytest.mark.parametrize(
+    ("dit", "pipeline"), [(DIT, WanImageToVideoPipeline), (SKYREELS, SkyReelsV2ImageToVideoPipeline)]
+)
 @pytest.mark.parametrize("last", [False, True])
-def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(last: bool, tmp_path: Path) -> None:
+def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(
+    dit: WanBlocksConfig, pipeline: type[DiffusionPipeline], last: bool, tmp_path: Path
+) -> None:
     """From a first frame, or between a first and a last one."""
-    base = publish(tmp_path / "base", last)
+    base = publish(tmp_path / "base", last, dit, pipeline)
     path = str(base)
     model = ModelConfig(
-        dit=WanConfig(path=path),
+        dit=type(dit)(path=path),  # type: ignore[call-arg]  # each has a default of its architecture
         vae=VAEConfig(kind="diffusers", path=path),
         text=TextConfig(path=path, pad_to=512, max_length=512),
         image=ImageConfig(path=path),
@@ -214,13 +223,14 @@ def test_an_exported_pipeline_makes_the_clip_of_heddle_sample(last: bool, tmp_pa
     told = saved.encode(["a disc"], "", [first])
     (clip,) = make_clips(saved.load(), told, settings, [first])
 
-    pipe = WanImageToVideoPipeline.from_pretrained(tmp_path / "out")
+    pipe = pipeline.from_pretrained(tmp_path / "out")
     pipe.set_progress_bar_config(disable=True)
     text, negative = told.prompts[0].text, told.negative.text
     assert text.shape == (512, 16)
     expected = pipe(
         image=Image.open(pictures[0]),
         last_image=Image.open(pictures[1]) if last else None,
+        prompt=None,
         prompt_embeds=text[None],
         negative_prompt_embeds=negative[None],
         height=32,
@@ -487,19 +497,25 @@ def test_a_clip_from_a_picture_is_that_of_diffusers_own_pipeline(
         assert computed.abs().max() > 1e-3 * theirs.abs().max()
 
 
-def publish(base: Path, last: bool = False) -> Path:
+def publish(
+    base: Path,
+    last: bool = False,
+    of: WanBlocksConfig = DIT,
+    pipeline: type[DiffusionPipeline] = WanImageToVideoPipeline,
+) -> Path:
     """A small image-to-video pipeline as Diffusers itself saves it; `last`: its clips have a last frame, too."""
     torch.manual_seed(0)
-    dit = replace(DIT, pos_embed_seq_len=2 * IMAGE.tokens if last else 0).fitted(4, (4, 8, 8), 16, IMAGE.d_model)
+    dit = replace(of, pos_embed_seq_len=2 * IMAGE.tokens if last else 0).fitted(4, (4, 8, 8), 16, IMAGE.d_model)
     fields = {key: value for key, value in dit_json(dit).items() if not key.startswith("_")}
-    transformer = WanTransformer3DModel(**fields)
+    transformer = getattr(diffusers, FAMILIES[of.architecture].diffusers_class)(**fields)
     if last:
         torch.nn.init.normal_(transformer.condition_embedder.image_embedder.pos_embed)
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 1, 1], num_res_blocks=1, latents_mean=[0.0] * 4, latents_std=[1.0] * 4
     )
     scheduler = FAMILY.scheduler(DIT, FlowConfig())
-    WanImageToVideoPipeline(
+    missing = {} if of is DIT else {"image_encoder": None, "image_processor": None}
+    pipeline(
         tokenizer=ByT5Tokenizer(),
         text_encoder=UMT5EncoderModel(
             UMT5Config(vocab_size=384, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -507,6 +523,7 @@ def publish(base: Path, last: bool = False) -> Path:
         vae=vae,
         transformer=transformer,
         scheduler=getattr(diffusers, scheduler.name)(**scheduler.settings),
+        **missing,
     ).save_pretrained(base)
     encoder = random_clip(IMAGE, "cpu")
     encoder.encoder.save_pretrained(base / "image_encoder")

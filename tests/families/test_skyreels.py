@@ -412,3 +412,22 @@ def test_a_schedule_of_frames_is_refused_where_a_clip_has_one_level(dit: DiTConf
     sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",), images=("x.png",))
     with pytest.raises(ConfigError, match=r"sample\.forcing is given, and the transformer of model\.dit"):
         check_sample(sample, CheckpointConfig(), whole(dit), FlowConfig())
+
+
+def test_a_published_clip_of_text_to_video_is_by_the_scheduler_of_its_folder(tmp_path: Path) -> None:
+    folder = publish(tmp_path)
+    saved = saved_model(folder, device="cpu")
+    assert saved.scheduler is not None and saved.config.sample.forcing is None
+    changes = ClipChanges(frames=13, **SIZE, seed=3, steps=4, guidance_scale=3.0)
+    settings = ClipSettings.of(saved.config, saved.scheduler).changed(changes)
+    told, model = saved.encode(["a dot"], negative=""), saved.load()
+    requests = clip_requests(model, told, settings)
+    (found,) = sample_latents(model.dit, requests, told.negative.text, model.geometry, settings.sampler)
+    expected = theirs_of(folder, SkyReelsV2Pipeline, 13, latents=initial_noise(3, (4, 4, 4, 6))[None])
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_published_clip_of_diffusion_forcing_has_the_windows_of_its_weights(tmp_path: Path) -> None:
+    sample = saved_model(publish_df(tmp_path), device="cpu").config.sample
+    assert sample.forcing == ForcingSchedule(base_num_frames=97, overlap_history=17)
+    assert (sample.frames, sample.height, sample.width, sample.fps, sample.guidance_scale) == (97, 544, 960, 24.0, 6.0)
