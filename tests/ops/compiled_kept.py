@@ -30,20 +30,25 @@ from tests.ops.compiled_rank import compiled, gradients
 FP32 = {"atol": 1e-5, "rtol": 1e-5}
 
 
-def run(module: nn.Module, config: DiTConfig, copies: Sequence[bool]) -> tuple[Tensor, list[Tensor]]:
-    """The velocity of copies of a family's sample, whole or their first row of patches, and its gradients."""
+def run(
+    module: nn.Module, config: DiTConfig, copies: Sequence[bool], by_frame: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """The velocity of copies of a family's sample, whole or their first row of patches, and its gradients; with a time
+    for each copy, or for each frame of it."""
     sample = parity_sample(config)
     conditions, sequences, rows = sample.conditions, [], []
     for whole in copies:
         latent = sample.latent if whole else sample.latent[:, :, : config.patch[1]]
         t, h, w = (size // patch for size, patch in zip(latent.shape[1:], config.patch, strict=True))
-        sequences.append(PackedSequence((t, h, w), len(sample.text), 0, sample.clean_frames))
+        sequences.append(PackedSequence((t, h, w), len(sample.text), 0, sample.clean_frames, frame_times=by_frame))
         rows.append(patchify(latent, config.patch))
+    layout = Layout(sequences)
+    times = torch.linspace(1, 2, layout.num_times) if by_frame else torch.ones(len(copies))
     out = module(
         torch.cat(rows),
-        sample.timestep.repeat(len(copies)),
+        sample.timestep * times,
         sample.text.repeat(len(copies), 1),
-        Layout(sequences),
+        layout,
         Group.solo(),
         conditions,
     )

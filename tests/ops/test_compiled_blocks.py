@@ -68,6 +68,19 @@ def test_one_code_serves_any_rows_and_sequences_and_computes_the_same(name: str)
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.timeout(600)
+def test_one_code_serves_any_frames_with_times_of_their_own() -> None:
+    config = replace(VARIANTS["skyreels"], gradient_checkpointing=True)
+    ours, theirs = compiled(build_dit(config, 0)), build_dit(config, 0)
+    for copies in WARM_UP:
+        torch.testing.assert_close(run(ours, config, copies, True), run(theirs, config, copies, True), **FP32)
+    graphs = counters["stats"]["unique_graphs"]
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for copies in AFTER:
+            torch.testing.assert_close(run(ours, config, copies, True), run(theirs, config, copies, True), **FP32)
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_bags_compute_the_same_also_with_ranks_that_have_no_rows(tmp_path: Path) -> None:

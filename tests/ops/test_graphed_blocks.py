@@ -43,21 +43,25 @@ def graphed(config: DiTConfig, capture: Capture, **settings: Any) -> PackedTrans
     return module
 
 
-def run(module: nn.Module, config: DiTConfig, number: int, copies: Sequence[bool] = (True,)) -> Result:
+def run(
+    module: nn.Module, config: DiTConfig, number: int, copies: Sequence[bool] = (True,), by_frame: bool = False
+) -> Result:
     """The velocity of copies of a family's sample, whole or their first row of patches, and its gradients. Rows, times
-    and text are other ones for each `number`."""
+    and text are other ones for each `number`, and times for each frame."""
     sample, factor = parity_sample(config), 1.0 + number / 8
     sequences, rows = [], []
     for whole in copies:
         latent = sample.latent if whole else sample.latent[:, :, : config.patch[1]]
         t, h, w = (size // patch for size, patch in zip(latent.shape[1:], config.patch, strict=True))
-        sequences.append(PackedSequence((t, h, w), len(sample.text), 0, sample.clean_frames))
+        sequences.append(PackedSequence((t, h, w), len(sample.text), 0, sample.clean_frames, frame_times=by_frame))
         rows.append(patchify(latent, config.patch) * factor)
+    layout = Layout(sequences)
+    times = torch.linspace(1, 2, layout.num_times) if by_frame else torch.ones(len(copies))
     out = module(
         torch.cat(rows),
-        sample.timestep.repeat(len(copies)) / factor,
+        sample.timestep / factor * times,
         sample.text.repeat(len(copies), 1) * factor,
-        Layout(sequences),
+        layout,
         Group.solo(),
         sample.conditions,
     )
@@ -101,6 +105,16 @@ def test_passes_that_come_again_compute_the_same(name: str) -> None:
     assert [after - before for before, after in zip([0, *played], played)] == [
         2 * blocks * (number in (1, 3, 4, 5, 6)) for number in range(7)
     ]
+
+
+@pytest.mark.parametrize("name", ["wan", "skyreels df at a frame rate"])
+def test_passes_with_a_time_for_each_frame_compute_the_same_and_are_a_kind_of_their_own(name: str) -> None:
+    config, capture = checkpointed(name), TapeCapture()
+    ours, theirs = graphed(config, capture), build_dit(config, 0)
+    for number, by_frame in enumerate((False, True, True, False, True)):
+        found = run(ours, config, number, (True, False), by_frame)
+        assert_same(ours, found, run(theirs, config, number, (True, False), by_frame))
+    assert capture.captured == 2 * 2 * len(ours.all_blocks())
 
 
 def test_passes_of_a_kind_may_overlap() -> None:
