@@ -124,15 +124,14 @@ class FlowConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForcingSchedule:
     """How a clip is made by weights that know a noise level for each latent frame, in the words of Diffusers'
-    SkyReelsV2DiffusionForcingPipeline: a long one window after window, frames all at once or block behind block."""
+    SkyReelsV2DiffusionForcingPipeline: a long one window after window, frames all at once or block after block."""
 
     base_num_frames: int = 97  # of a window; SkyReels-V2's weights for 720P were trained with 121
     overlap_history: int = 17  # frames that a window takes over, as they are, from the one before; 37 is usual, too
     # the noise that the transformer sees on these in every step, as a time of 1000; 20 makes seams smoother
     addnoise_condition: float = 0.0
-    ar_step: int = (
-        0  # steps that a block is behind the one before it, 5 as published; 0: all frames take theirs together
-    )
+    # steps by which a block begins after the one before it, 5 as published; 0: all frames take theirs together
+    ar_step: int = 0
     # latent frames of a block; above 1 a frame attends to its own block and those before it. 5 with ar_step 5
     causal_block_size: int = 1
 

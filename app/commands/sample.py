@@ -71,7 +71,8 @@ def sample(
         float | None, typer.Option(help="Noise on these as the transformer sees them, as a time of 1000; 20 is usual.")
     ] = None,
     ar_step: Annotated[
-        int | None, typer.Option(help="Steps that a block of frames is behind the one before it; 0: all together.")
+        int | None,
+        typer.Option(help="Steps by which a block of frames begins after the one before it; 0: all together."),
     ] = None,
     causal_block_size: Annotated[
         int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")

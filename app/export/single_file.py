@@ -2,7 +2,8 @@
 
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
-Names are those that Diffusers' own converter makes of the file's: of Wan, HunyuanVideo, FLUX.1, LTX-Video and Mochi.
+Names are those that Diffusers' own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video
+and Mochi.
 A file that has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file
 that holds more than the transformer the rest is left out.
 """

@@ -1,4 +1,4 @@
-"""Sampling where the latent frames of a clip have noise levels of their own: window after window, block behind block
+"""Sampling where the latent frames of a clip have noise levels of their own: window after window, block after block
 (`ops.flow.forcing` says when), by weights that know a level for each frame.
 
     latents = sample_forced(dit, requests, negative, geometry, SamplerConfig(forcing=ForcingSchedule(ar_step=5)), group)
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm.collectives import Group
-from ops.flow.forcing import WAITS, Window, block_steps, windows_of
+from ops.flow.forcing import WAITS, FrameWindow, block_steps, windows_of
 from ops.flow.objective import generator
 from ops.flow.sampling import (
     Guidance,
@@ -60,7 +60,7 @@ def history_noise(seed: int, shape: tuple[int, ...], window: int, step: int) -> 
 
 
 class _Forced:
-    """Clips of one size whose latent frames have times of their own, window after window and block behind block."""
+    """Clips of one size whose latent frames have times of their own, window after window and block after block."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Forced:
         return [unpatchify(frames.flatten(0, 1), self.grid, patch, self.channels) for frames in made]
 
     def guidance(self, grid: tuple[int, int, int]) -> Guidance:
-        """Of a window."""
+        """The guidance of a window."""
         negative, pooled, config, group, half, block = self._guided
         grids = [grid] * len(self.requests)
         return Guidance.of(self.dit, self.requests, grids, negative, pooled, config, group, half, block)
@@ -117,7 +117,7 @@ class _Forced:
 class _Window:
     """The clips of a batch in one window: `frames` [t, h w, P] of each, and what its forwards are (`rows`)."""
 
-    def __init__(self, forced: _Forced, number: int, window: Window, made: Sequence[Tensor]) -> None:
+    def __init__(self, forced: _Forced, number: int, window: FrameWindow, made: Sequence[Tensor]) -> None:
         schedule, config = forced.schedule, forced.config
         self._forced, self._number = forced, number
         self._grid = (window.frames, *forced.grid[1:])
@@ -162,7 +162,7 @@ class _Window:
                     frames[own] = solver.step(step, frames[own], velocities[own])
 
     def _times(self, row: Sequence[int]) -> Tensor:
-        """Of each frame of each clip."""
+        """The time of each frame of each clip, one after the other."""
         config, (device, dtype) = self._forced.config, self._forced.there
         times = [*self._clips[0][0].times, 0.0]
         waiting = config.num_train_timesteps - 1.0

@@ -16,7 +16,7 @@ WAITS = -1  # in a row: the block is noise and has not begun
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FrameWindow:
     """Latent frames that go through the transformer together."""
 
     first: int
@@ -28,7 +28,7 @@ class Window:
         return self.first + self.frames
 
 
-def windows_of(schedule: ForcingSchedule, frames: int, stride: int) -> list[Window]:
+def windows_of(schedule: ForcingSchedule, frames: int, stride: int) -> list[FrameWindow]:
     """The windows of a clip of `frames` latent frames of `stride` frames each. Raises ValueError for windows that are
     not whole blocks."""
     base, history = ((count - 1) // stride + 1 for count in (schedule.base_num_frames, schedule.overlap_history))
@@ -37,10 +37,10 @@ def windows_of(schedule: ForcingSchedule, frames: int, stride: int) -> list[Wind
             f"overlap_history {schedule.overlap_history} and base_num_frames {schedule.base_num_frames} are both "
             f"{base} latent frames; a window must add some. Take over fewer frames."
         )
-    found = [Window(0, min(frames, base), 0)]
+    found = [FrameWindow(0, min(frames, base), 0)]
     while found[-1].end < frames:
         first = found[-1].end - history
-        found.append(Window(first, min(base, frames - first), history))
+        found.append(FrameWindow(first, min(base, frames - first), history))
     size = schedule.causal_block_size
     for window in found:
         if window.frames % size or window.history % size:

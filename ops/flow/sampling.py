@@ -214,7 +214,7 @@ class Guidance:
         block_frames: int = 0,
     ) -> Guidance:
         """The arguments are those of `sample_latents`, with the token grid of each request. `block_frames`: each frame
-        has a time of its own, and attends to its block of so many and those before."""
+        has a time of its own, and attends to its block of this number of frames and those before; 0: neither."""
         takes_scale = bool(dit.config.takes_guidance)  # type: ignore[union-attr]
         is_guided = config.is_guided and not takes_scale
         halves = _Halves.of(group, half) if is_guided and half is not None else None

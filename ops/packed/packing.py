@@ -117,7 +117,8 @@ class Layout:
         """`text_recurs`: its lengths of text come again, because texts are padded or the layout serves many passes.
         `beforehand` are parts that go to the device at once, in one copy: those `asked` of another layout. Others
         follow one by one. `in_halves`: whether attention heads travel in two halves; None: where that is worth it.
-        `block_frames`: a frame sees, in self-attention, its own block of so many frames and those before; 0: all."""
+        `block_frames`: a frame sees, in self-attention, the frames of its own block of this number and of those before;
+        0: all."""
         if not sequences:
             raise ValueError("a layout needs at least one sequence; a worker without work runs no cascade instead.")
         if not 0 <= rank < degree:

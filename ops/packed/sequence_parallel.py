@@ -59,7 +59,7 @@ def sequence_parallel_attention(
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, exchange: Exchange, backend: AttentionSetting) -> Tensor:
-    """Of whole sequences, [N, h, d]: all of a sequence sees all of it, or its blocks see those before them."""
+    """Attention of whole sequences, [N, h, d]: a sequence sees all of itself, or its blocks see those before them."""
     if not exchange.blocks:
         return attention(q, k, v, exchange.lengths, exchange.lengths, backend)
     # a call for each block: keys and values of those before it lie together already

@@ -50,12 +50,12 @@ def in_default_run(*families: str, of: Iterable[str]) -> list[object]:
     return [*kept, *(pytest.param(case, marks=pytest.mark.long) for case in of if case not in kept)]
 
 
-def real_peak(config: DiTConfig, autocast: bool) -> int:
-    """The peak of the same pass on tensors with data."""
+def real_peak(config: DiTConfig, autocast: bool, by_frame: bool = False) -> int:
+    """The peak of the same pass on tensors with data; with a level for each frame."""
     dit = build_dit(config, seed=0).train()
     for parameter in dit.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    sequences = clips_for(config)
+    sequences = [replace(clip, frame_times=by_frame) for clip in clips_for(config)]
     layout, width = Layout(sequences), config.in_channels * math.prod(config.patch)
     clips = [
         PassClip(
@@ -100,6 +100,14 @@ def test_the_prediction_is_what_tensors_with_data_take(case: str, checkpointing:
     predicted, _ = pass_bytes(config, clips_for(config), 1, Precision(autocast=autocast))
     # spatial-temporal: index tensors that NumPy made are counted in the prediction alone
     assert predicted == pytest.approx(real_peak(config, autocast), rel=0.02 if config.spatial_temporal else 0.01)
+
+
+@pytest.mark.parametrize("case", ["ltx", "skyreels df at a frame rate"])
+def test_the_prediction_holds_with_a_level_for_each_frame(case: str) -> None:
+    config = replace(VARIANTS[case], num_layers=2, gradient_checkpointing=True)
+    clips = [replace(clip, frame_times=True) for clip in CLIPS]
+    predicted, _ = pass_bytes(config, clips, 1, Precision())
+    assert predicted == pytest.approx(real_peak(config, False, by_frame=True), rel=0.01)
 
 
 OF_ONE_KIND = [case for case in ONE_EACH if len(VARIANTS[case].block_counts) == 1]
