@@ -44,6 +44,7 @@ from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, dit_json
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_dit
+from ops.models.ltx.config import LTXConfig
 from ops.models.skyreels.config import SkyReelsConfig
 from ops.models.skyreels.family import FAMILY
 from ops.models.wan.config import WanConfig
@@ -347,14 +348,21 @@ def test_blocks_need_a_bag_that_divides_the_heads(tmp_path: Path) -> None:
         on_bag(3, False, lambda group, half: [sampled(group, half)])
 
 
-def test_euler_of_all_frames_at_once_is_sampling_with_one_level() -> None:
-    """By a run of another family, whose own samples take no scheduler."""
+@pytest.mark.parametrize(
+    ("config", "geometry"),
+    [
+        (WanConfig(num_layers=1, text_dim=8), Geometry()),
+        (LTXConfig(num_layers=1, text_dim=8), Geometry(vae_stride=(4, 8, 8), patch=(1, 1, 1))),
+    ],
+)
+def test_euler_of_all_frames_at_once_is_sampling_with_one_level(config: DiTConfig, geometry: Geometry) -> None:
+    """By runs of other families, whose own samples take no scheduler."""
     torch.manual_seed(0)
-    dit, geometry = build_dit(replace(WanConfig(), num_layers=1, text_dim=8), 0), Geometry()
+    dit = build_dit(config, 0)
     requests = [SampleRequest(text=torch.randn(3, 8), frames=9, height=32, width=48, seed=seed) for seed in (0, 1)]
-    config = SamplerConfig(steps=3, guidance_scale=2.0, whole_times=True)
-    expected = sample_latents(dit, requests, torch.zeros(1, 8), geometry, config)
-    forced = replace(config, forcing=ForcingSchedule())
+    sampler = SamplerConfig(steps=3, guidance_scale=2.0, whole_times=True)
+    expected = sample_latents(dit, requests, torch.zeros(1, 8), geometry, sampler)
+    forced = replace(sampler, forcing=ForcingSchedule())
     for ours, theirs in zip(sample_forced(dit, requests, torch.zeros(1, 8), geometry, forced), expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
