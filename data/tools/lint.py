@@ -17,7 +17,7 @@ from av.video.stream import VideoStream
 from data.captions import read_caption
 from data.config import LimitsConfig
 from data.dataset.index import Index
-from data.decode import FRAMES_SHORT_ALLOWED
+from data.decode import FRAMES_SHORT_ALLOWED, decode_clip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung, decode_isolated
 from data.ledger import BadSample, Ledger, Reason
 from data.storage import ByteRange, ReadFile
@@ -82,7 +82,10 @@ def count_long_captions(
 
 
 def verify_clip(clip: Clip, job: DecodeJob) -> np.ndarray:
-    """Decode every frame of a clip and count them. Raises BadSample; the pixel returned means nothing."""
+    """Decode every frame of a clip and count them, or a picture as training does. Raises BadSample; the pixel returned
+    means nothing."""
+    if clip.image:
+        return decode_clip(clip, job)
     try:
         with ReadFile(clip.media, job.limits.retries) as file:
             frames = _count_frames(ByteRange(file, clip.offset, clip.size), clip, job.limits)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import av
 import pytest
+from PIL import Image
 
 from data.config import LimitsConfig
 from data.errors import DataError
@@ -90,6 +91,15 @@ def decode_faults(index) -> dict[str, int]:
     ledger.check()
     assert ledger.pending == 0
     return {str(reason): count for reason, count in ledger.skipped.items()}
+
+
+def test_pictures_are_checked_as_training_reads_them(tmp_path):
+    moving = io.BytesIO()
+    frames = [Image.new("RGB", (64, 48), color) for color in ("red", "green", "blue")]
+    frames[0].save(moving, "webp", save_all=True, append_images=frames[1:])
+    members = [("moving.webp", moving.getvalue()), ("moving.txt", b"its first picture is trained")]
+    index, _ = indexed(tmp_path, shard([*members, *good(1)]))
+    assert index.num_ok == 2 and decode_faults(index) == {}
 
 
 def test_flipped_pixels_are_found_by_the_decoder(tmp_path):
