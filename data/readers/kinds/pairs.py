@@ -13,7 +13,8 @@ from data.readers.catalogue import Catalogue
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.storage import FileStat, read_range
 
-SUFFIXES = media.MEDIA_SUFFIXES | {"txt", "json", "caption"}
+CAPTION_SUFFIXES = ("txt", "caption")
+SUFFIXES = media.MEDIA_SUFFIXES | {*CAPTION_SUFFIXES, "json"}
 RESERVED = frozenset(SCHEMA.names)
 
 
@@ -41,6 +42,10 @@ class PairsReader:
     def read(self, part: IndexPart, writer: PartWriter) -> None:
         """Every media file is a sample."""
         catalogue, keys = self.catalogues[part.uri], set[str]()
+        beside: dict[str, dict[str, FileStat]] = {}  # captions of a key, by their suffix
+        for name, file in catalogue.files().items():
+            if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
+                beside.setdefault(name.rpartition(".")[0], {})[media.suffix_of(name)] = file
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 continue
@@ -53,37 +58,40 @@ class PairsReader:
             )
             keys.add(sample.key)
             try:
-                self._fill(catalogue, file, sample)
+                sample.info = catalogue.probe(file)
+                self._fill(beside.get(sample.key, {}), sample)
             except BadSample as fault:
                 sample.refuse(fault)
             writer.add(sample)
-        captioned = {name.rpartition(".")[0] for name in catalogue.files()}
         for name in catalogue.others:  # a file with a caption was meant to be trained
             stem, _, suffix = name.rpartition(".")
-            if stem in captioned and stem not in keys:
+            if stem in beside and stem not in keys:
+                keys.add(stem)
                 refused = IndexedSample(key=stem, path=storage.join(part.uri, name))
                 writer.add(refused.refuse(BadSample(Reason.NOT_MEDIA, f"suffix {suffix!r}")))
+        for key, files in beside.items():  # its clip is gone, or a link to one that is
+            if key not in keys and not files.keys().isdisjoint(CAPTION_SUFFIXES):
+                refused = IndexedSample(key=key, path=next(iter(files.values())).uri)
+                writer.add(refused.refuse(BadSample(Reason.NO_MEDIA, f"no clip or picture beside {', '.join(files)}")))
 
-    def _fill(self, catalogue: Catalogue, file: FileStat, sample: IndexedSample) -> None:
-        sample.info = catalogue.probe(file)
-        beside = catalogue.files().get(f"{sample.key}.json")
-        about = self._json(beside) if beside else {}
+    def _fill(self, beside: dict[str, FileStat], sample: IndexedSample) -> None:
+        about = self._json(beside["json"]) if "json" in beside else {}
         sample.scores = {name: value for name, value in scores_of(about).items() if name not in RESERVED}
 
         def find(name: str) -> list[str]:
             if name.startswith("json:"):
                 return json_texts(about, name[5:])
-            text = catalogue.files().get(f"{sample.key}.{name}")
-            return [] if text is None else [decode_text(self._content(text, Reason.CAPTION_TOO_LARGE), self.limits)]
+            if name not in beside:
+                return []
+            return [decode_text(self._content(beside[name], Reason.CAPTION_TOO_LARGE), self.limits)]
 
-        for name, position, text in choose(self.policy, find):
+        for name, position, text in choose(self.policy, find) or choose((("caption",),), find):
             in_json = name.startswith("json:")
-            holder = beside if in_json else catalogue.files()[f"{sample.key}.{name}"]
-            assert holder is not None
+            holder = beside["json" if in_json else name]
             where = f"{name[5:]}#{position}" if in_json else ""
             sample.captions.append(Caption.of(text, 0, holder.size, where, holder.uri))
         if not sample.captions:
-            raise BadSample(Reason.NO_CAPTION, f"no {sample.key}.txt with text")
+            raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption} or caption beside it")
 
     def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)

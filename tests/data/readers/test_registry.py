@@ -309,6 +309,27 @@ def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
     assert rejected(ledger) == {"not_media": 1} and [row.key for row in map(index.row, range(2))] == ["a", "scan"]
 
 
+def test_captions_of_pairs_by_suffix_in_any_case(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for stem, suffix in (("a", ".caption"), ("b", ".TXT"), ("c", ".Json")):
+        (folder / f"{stem}.MP4").write_bytes(clip())
+        (folder / f"{stem}{suffix}").write_text('{"caption": "of c"}' if stem == "c" else f"of {stem}")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert not ledger.rejected and [index.caption(row) for row in range(3)] == ["of a", "of b", "of c"]
+
+
+def test_a_caption_whose_clip_is_gone_is_counted(tmp_path):
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    (folder / "a.mp4").write_bytes(clip())
+    (folder / "linked.mp4").symlink_to(tmp_path / "deleted.mp4")
+    for name in ("a.txt", "linked.txt", "gone.caption", "about.json"):  # about.json may be of the whole folder
+        (folder / name).write_text("a caption" if name != "about.json" else "{}")
+    index, ledger = index_of(folder, tmp_path / "cache", kind="pairs")
+    assert index.num_ok == 1 and rejected(ledger) == {"no_media": 2}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_a_file_that_a_config_may_name(kind: str) -> None:
     config = SourceConfig(path="clips", kind=kind)
