@@ -5,6 +5,7 @@ A row that cannot be read is a BadSample in the stream, so that it is counted; t
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
@@ -36,6 +37,8 @@ def read_rows(uri: str, limits: LimitsConfig) -> Iterator[dict[str, object] | Ba
     with ReadFile(uri, limits.retries) as file:
         if file.size == 0:
             raise UnreadableTable("0 bytes")
+        if suffix != "parquet" and file.pread(0, 2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise UnreadableTable("UTF-16; save it as UTF-8")
         if suffix in ("csv", "tsv"):
             yield from _csv_rows(file, "\t" if suffix == "tsv" else ",", limits)
         elif suffix == "parquet":
@@ -56,12 +59,14 @@ def text_stream(file: ReadFile) -> io.TextIOWrapper:
 def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[dict[str, object] | BadSample]:
     csv.field_size_limit(max(limits.max_json_bytes, csv.field_size_limit()))
     with closing(text_stream(file)) as stream:
-        reader = csv.reader(stream, delimiter=delimiter)
+        lines: list[str] = []  # of the row that is read
+        reader = csv.reader(_noted(stream, lines), delimiter=delimiter)
         try:
             header = [name.strip() for name in next(reader)]
         except (csv.Error, StopIteration) as error:
             raise UnreadableTable(f"no header: {error}") from error
         while True:
+            lines.clear()
             try:
                 values = next(reader)
             except StopIteration:
@@ -71,12 +76,24 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
                 continue
             if not values:
                 continue  # an empty line
+            if len(lines) > 1 and sum(line.count('"') for line in lines) % 2:
+                first = reader.line_num - len(lines) + 1
+                why = f"line {first}: a quote that is not closed takes the lines to {reader.line_num} into its field"
+                yield BadSample(Reason.BAD_ROW, why)
+                continue
             if len(values) != len(header):
                 yield BadSample(
                     Reason.BAD_ROW, f"line {reader.line_num}: {len(values)} fields, the header has {len(header)}"
                 )
                 continue
             yield dict(zip(header, values, strict=True))
+
+
+def _noted(stream: io.TextIOWrapper, lines: list[str]) -> Iterator[str]:
+    """The lines of a stream, each of which `lines` then holds, too."""
+    for line in stream:
+        lines.append(line)
+        yield line
 
 
 def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, object] | BadSample]:

@@ -297,9 +297,25 @@ def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
     assert index.num_ok == 2 and ledger.indexed == 9
 
 
+@pytest.mark.parametrize("ends", ["", f'{NAMES[1]},"closed"\n'])
+def test_a_quote_that_is_not_closed_is_counted_with_the_lines_it_takes(folder, tmp_path, ends):
+    lines = [f'{NAMES[0]},"two\nlines, ""quoted"""', f'{NAMES[2]},"not closed', *(f"{NAMES[0]},{i}" for i in range(3))]
+    (folder / "list.csv").write_text("\n".join(["path,text", *lines, ends]))
+    index, ledger = index_of(folder / "list.csv", tmp_path / "cache", kind="manifest")
+    assert rejected(ledger) == {"bad_row": 1} and index.num_ok == 1
+    assert index.caption(0) == 'two\nlines, "quoted"' and "line 4" in index.row(1).detail
+
+
 @pytest.mark.parametrize(
     "name, content",
-    [("a.json", b"{"), ("a.json", b"3"), ("a.parquet", b"PAR1xxxxPAR1"), ("a.csv", b""), ("a.jsonl", b"")],
+    [
+        ("a.json", b"{"),
+        ("a.json", b"3"),
+        ("a.parquet", b"PAR1xxxxPAR1"),
+        ("a.csv", b""),
+        ("a.jsonl", b""),
+        ("a.csv", "path,text\na.mp4,b\n".encode("utf-16")),
+    ],
 )
 def test_unreadable_manifests_are_shard_faults(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
