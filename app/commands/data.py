@@ -202,7 +202,7 @@ def synth(
     clips: Annotated[int | None, typer.Option(help="Video clips.", min=0)] = None,
     images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Another one, other shapes.")] = 0,
     koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
 ) -> None:
     """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table."""

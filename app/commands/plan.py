@@ -32,7 +32,7 @@ def plan(
     ] = "",
     compare: Annotated[str, typer.Option("--compare", help="Several strategies, separated by commas.")] = "",
     budget: Annotated[float | None, typer.Option("--budget", help="Planning seconds per step.", min=0)] = None,
-    steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", min=0)] = 0,
+    steps: Annotated[int, typer.Option(help="With --config: steps planned; default 8.", show_default=False, min=0)] = 0,
     seed: Annotated[int, typer.Option(help="With --config: seed of the drawn buckets.", min=0)] = 0,
     shares: Annotated[
         list[str] | None,

@@ -47,6 +47,7 @@ from ops.ranges import SECONDS
 from ops.typed import ConfigError
 
 PlannedSteps = Sequence[Sequence[Item]]
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,8 @@ def run_plan(
         raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
     if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
         raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
+    if gantt is not None and gantt.suffix.lower() not in PICTURES:
+        raise ConfigError(f"--gantt {gantt} has no name of a picture; give a file that ends in {PICTURES[0]}.")
     for name, path in (("--json", out), ("--gantt", gantt)):
         check_writable([path], name)
     check_page(page, "--html")
@@ -147,6 +150,9 @@ def _from_workload(request: PlanRequest) -> PlanInputs:
         raise ConfigError("--workload needs --profile P.json: the latencies to plan with.")
     if request.from_data:
         raise ConfigError("--from-data takes its items from --config; leave --workload out.")
+    for option, given in (("--set", request.overrides), ("--steps", request.steps)):
+        if given:
+            raise ConfigError(f"{option} is for --config, and a workload has its own steps; leave {option} out.")
     workload = read_workload(request.workload)
     spec = request.cluster or workload.cluster
     if not spec:
