@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,8 @@ if TYPE_CHECKING:
     from data.dataset.dataset import Dataset
     from data.types import Batch, Bucket, DataItem
 
-CAPTION_WIDTH, MARGIN, LINE = 300, 6, 12  # pixels
+CAPTION_WIDTH, MARGIN = 300, 6  # pixels
+SHOWN_LETTERS = 4000  # of a caption, which may have a million: more than there is room for
 SEARCHED_STEPS = 500
 
 
@@ -77,6 +77,8 @@ def _rows(item: DataItem) -> list[tuple[np.ndarray, str]]:
 def _sheet(bucket: Bucket, rows: list[tuple[np.ndarray, str]], frames: int) -> Image:
     from PIL import Image, ImageDraw
 
+    from app.drawing.text import LINE, font_of, lines_of
+
     scale = max(1, round(96 / bucket.height))  # tiny training sizes are enlarged
     height, width = bucket.height * scale, bucket.width * scale
     chosen = np.unique(np.linspace(0, bucket.frames - 1, min(frames, bucket.frames)).round().astype(int))
@@ -89,7 +91,8 @@ def _sheet(bucket: Bucket, rows: list[tuple[np.ndarray, str]], frames: int) -> I
             picture = Image.fromarray(video[frame]).resize((width, height), Image.Resampling.NEAREST)
             sheet.paste(picture, (MARGIN + column * (width + MARGIN), top))
         left = MARGIN + len(chosen) * (width + MARGIN)
-        lines = [line for part in text.split("\n") for line in textwrap.wrap(part, CAPTION_WIDTH // 6)]
-        for number, line in enumerate(lines[: height // LINE]):
-            draw.text((left, top + number * LINE), line.encode("ascii", "replace").decode(), fill="black")
+        text = text[:SHOWN_LETTERS]
+        font = font_of(text)
+        for number, line in enumerate(lines_of(text, CAPTION_WIDTH - MARGIN, font)[: height // LINE]):
+            draw.text((left, top + number * LINE), line, fill="black", font=font)
     return sheet

@@ -12,10 +12,11 @@ import numpy as np
 from av.video.stream import VideoStream
 from PIL import Image, ImageDraw
 
+from app.drawing.text import LINE, font_of, lines_of
+
 _SHEET_FRAMES = 6  # frames of a clip on a contact sheet, evenly spaced from the first to the last
 _MIN_HEIGHT = 96  # small clips are enlarged by a whole factor, so that their pixels stay sharp
 _GAP = 4
-_LINE = 16
 _PAPER, _INK = (250, 250, 250), (30, 30, 30)
 
 
@@ -76,25 +77,15 @@ def _cell(video: np.ndarray, title: str) -> Image.Image:
     frames = [np.repeat(np.repeat(frame, scale, axis=0), scale, axis=1) for frame in sheet_frames(video)]
     height, width, _ = frames[0].shape
     total = len(frames) * (width + _GAP) - _GAP
-    lines = _wrap(title, total)
-    cell = Image.new("RGB", (total, height + _LINE * len(lines)), _PAPER)
+    font = font_of(title)
+    lines = lines_of(title, total, font) or [""]
+    cell = Image.new("RGB", (total, height + LINE * len(lines) + _GAP), _PAPER)
     draw = ImageDraw.Draw(cell)
     for number, line in enumerate(lines):
-        draw.text((2, 2 + _LINE * number), line, fill=_INK)
+        draw.text((2, LINE * number), line, fill=_INK, font=font)
     for index, frame in enumerate(frames):
-        cell.paste(Image.fromarray(frame), (index * (width + _GAP), _LINE * len(lines)))
+        cell.paste(Image.fromarray(frame), (index * (width + _GAP), LINE * len(lines) + _GAP))
     return cell
-
-
-def _wrap(title: str, width: int) -> list[str]:
-    """The title in lines of the cell's width; the default font is about 6 pixels per letter."""
-    limit = max(10, width // 6)
-    lines = [""]
-    for word in title.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > limit:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
 
 
 def _check(video: np.ndarray) -> None:

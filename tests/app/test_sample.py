@@ -13,10 +13,11 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
+from app.drawing.text import font_of, lines_of
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling import model as sampled
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips, sample_run
@@ -193,6 +194,21 @@ def test_contact_sheet_shows_the_frames(tmp_path: Path) -> None:
     contact_sheet(tmp_path / "s.png", videos, ["dark", "bright and a long title " * 20])
     pixels = np.asarray(Image.open(tmp_path / "s.png"))
     assert ((pixels == 10).all(-1).sum(), (pixels == 200).all(-1).sum()) >= (5 * 96 * 64, 5 * 96 * 64)
+
+
+def test_text_of_pictures_has_the_letters_of_a_font_and_keeps_to_its_width() -> None:
+    font = font_of("grünes Квадрат")
+
+    def drawn(letter: str) -> bytes:
+        picture = Image.new("L", (16, 16))
+        ImageDraw.Draw(picture).text((1, 1), letter, fill=255, font=font)
+        return picture.tobytes()
+
+    assert all(drawn(letter) != drawn("\uffff") for letter in "üКа")
+    text = "绿色的方块在黑色背景上移动" * 9 + " a word"
+    lines = lines_of(text, 200, font_of(text))
+    assert all(font_of(text).getlength(line) <= 200 for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "") and lines[-1].endswith("word")
 
 
 def test_contact_sheet_refuses_what_is_no_clip(tmp_path: Path) -> None:
