@@ -124,7 +124,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         print(f"error: {outcome.reason}", file=sys.stderr)
     else:
         print(
-            f"done: {counted(config.train.steps, 'step')}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
+            f"done: {counted(outcome.last_step + 1, 'step')}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
             f"{shlex.join(['heddle', 'sample', '--checkpoint', f'{folder}/checkpoints'])}"
         )
     return outcome.code
