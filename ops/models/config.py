@@ -54,6 +54,11 @@ class VAEConfig:
             raise ValueError(
                 "model.vae.kind diffusers needs model.vae.path: a local Diffusers folder. Or use kind: haar."
             )
+        if self.kind == "haar" and self.path:
+            raise ValueError(
+                f"model.vae.path {self.path} is not read by kind haar, which has no weights. Set model.vae.kind to "
+                f"diffusers, or leave the path out."
+            )
         if self.kind == "haar" and (self.dtype not in ("auto", "float32") or self.compile):
             raise ValueError(
                 f"model.vae.dtype {self.dtype}, compile {self.compile}: the haar codec is one matrix product in "

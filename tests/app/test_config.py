@@ -93,6 +93,7 @@ MISTAKES = {
     "trian: {steps: 3}": "unknown key trian (run.yaml:4); did you mean train?",
     "train: {max_train_steps: 3}": "did you mean train.steps?",
     "train: {lr: 3}": "did you mean train.optimizer.learning_rate?",
+    "model: {vae: {path: models/wan}}": "model.vae.path models/wan is not read by kind haar",
     "train: {keep_last: 3}": "did you mean checkpoint.keep_last?",
     "train: {steps: many}": "train.steps is 'many' (run.yaml:4); expected a whole number.",
     "train: {steps: 2.5}": "train.steps is 2.5 (run.yaml:4); expected a whole number.",
