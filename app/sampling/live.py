@@ -48,21 +48,26 @@ class _Round:
     """The samples of one checkpoint on their way."""
 
     step: int
+    held_at: Path  # links to the checkpoint's files
     began: float
     clips: list[LiveClip]
     shown: dict[int, np.ndarray] = field(default_factory=dict)
 
 
 class LiveSamples:
-    """Wants clips at every checkpoint whose step count is a multiple of `sample.every`; one round at a time."""
+    """Wants clips at every checkpoint whose step count is a multiple of `sample.every`: one round at a time, while
+    at most one waits, that of the newest checkpoint."""
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._given, self._run_dir = config, run_dir
         self._every = config.sample.every if config.sample.prompts else 0
         self._round: _Round | None = None
+        self._next: _Round | None = None
         self._wanted: list[LiveClip] = []
         self._dropped: set[str] = set()
         self._running: ObjectRef[list[str]] | None = None
+        for left in run_dir.glob("samples/.checkpoint*"):  # of a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     # -- as the controller's source of asides --------------------------------------------------------------------------
 
@@ -86,10 +91,10 @@ class LiveSamples:
             except OSError as error:  # a full disk
                 report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
         step, self._dropped = self._round.step, {one.name for one in self._round.clips}
-        self._end_round()
-        self._wanted = []
         if not report.no_room:
+            self._begin_next()
             return SamplesFailed(step=step, why=report.failed)
+        self._let_all_go()  # the task makes those of the newest checkpoint
         when = "" if self._start_task() else " once the run has ended, as its workers hold all GPUs"
         return SamplesFailed(step=step, why=f"by the run's workers: {report.failed} A task of its own makes them{when}")
 
@@ -108,7 +113,7 @@ class LiveSamples:
         now.shown[clip.number] = made.shown
         if len(now.shown) < len(prompts):
             return None
-        self._end_round()
+        self._begin_next()
         _replaced(sheet.with_suffix(".json"), json.dumps(list(prompts)).encode())
         shown = [now.shown[index] for index in range(len(prompts))]
         contact_sheet(sheet, shown, prompts, columns=1 if len(prompts) <= 4 else 2)
@@ -118,14 +123,15 @@ class LiveSamples:
     # -- as the recorder's -------------------------------------------------------------------------------------------
 
     def on_checkpoint(self, step: int) -> RunEvent | None:
-        """Called after the checkpoint of `step` is complete. Returns an event where no samples will come of it."""
+        """Called after the checkpoint of `step` is complete. Returns an event where no samples will come of it, or of
+        an earlier one."""
         if not self._every or (step + 1) % self._every:
             return None
         from actors.state.checkpoint_files import step_folder
         from actors.state.checkpoint_writer import root_of
         from app.sampling.live_clip import LiveClip
 
-        if self._round is not None or (self._running is not None and not self._collect(self._running, 0.0)):
+        if self._running is not None and not self._collect(self._running, 0.0):
             return SamplesFailed(step=step, why="the earlier ones are still being made")
         if self._config.model.dit.lacks_expert:
             self._start_task()
@@ -134,8 +140,11 @@ class LiveSamples:
             first = self._first
         except (ConfigError, OSError) as error:
             return SamplesFailed(step=step, why=str(error))
-        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), self._held_at)
-        self._wanted = [
+        if (late := self._next) is not None:
+            self._let_go(late)
+        held_at = self._run_dir / "samples" / f".checkpoint-{step}"
+        folder = held_checkpoint(step_folder(root_of(self._run_dir), step), held_at)
+        clips = [
             LiveClip(
                 folder=str(folder.resolve()),
                 step=step,
@@ -145,29 +154,41 @@ class LiveSamples:
             )
             for number in range(len(self._config.sample.prompts))
         ]
-        self._round = _Round(step=step, began=time.monotonic(), clips=list(self._wanted))
-        return None
+        self._next = _Round(step=step, held_at=held_at, began=time.monotonic(), clips=clips)
+        if self._round is None:
+            self._begin_next()
+        return None if late is None else SamplesFailed(step=late.step, why="the next are due and they have not begun")
 
     def close(self) -> None:
         """The run is over: wait for the samples that the task makes."""
-        if self._round is not None:
-            left = len(self._round.clips) - len(self._round.shown)
-            log.warning(
-                "not made: %s after %s; make them with `heddle sample`",
-                counted(left, "sample"),
-                counted(self._round.step + 1, "step"),
-            )
-            self._end_round()
+        for one in (self._round, self._next):
+            if one is not None:
+                left = len(one.clips) - len(one.shown)
+                log.warning(
+                    "not made: %s after %s; make them with `heddle sample`",
+                    counted(left, "sample"),
+                    counted(one.step + 1, "step"),
+                )
+        self._let_all_go()
         if self._running is not None and not self._collect(self._running, FINISH_S):
             log.warning("samples are not ready after %.0f s; make them with `heddle sample`", FINISH_S)
 
-    @property
-    def _held_at(self) -> Path:
-        return self._run_dir / "samples" / ".checkpoint"
+    def _begin_next(self) -> None:
+        if self._round is not None:
+            self._let_go(self._round)
+        self._round, self._next = self._next, None
+        self._wanted = list(self._round.clips) if self._round else []
+        if self._round is not None:
+            self._round.began = time.monotonic()
 
-    def _end_round(self) -> None:
-        self._round = None
-        shutil.rmtree(self._held_at, ignore_errors=True)
+    def _let_all_go(self) -> None:
+        for one in (self._round, self._next):
+            if one is not None:
+                self._let_go(one)
+        self._round, self._next, self._wanted = None, None, []
+
+    def _let_go(self, ended: _Round) -> None:
+        shutil.rmtree(ended.held_at, ignore_errors=True)
 
     @cached_property
     def _config(self) -> RunConfig:

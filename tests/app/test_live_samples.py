@@ -48,8 +48,27 @@ def test_clips_are_wanted_at_multiples_of_every_one_round_at_a_time(tmp_path: Pa
     assert live.wanted() == []
     live.on_checkpoint(39)
     assert [(clip.step, clip.number) for clip in live.wanted()] == [(39, 0), (39, 1)]
-    assert live.on_checkpoint(79) == SamplesFailed(step=79, why="the earlier ones are still being made")
-    assert live.wanted() == []
+    assert live.on_checkpoint(79) is None and live.wanted() == []
+
+
+def test_of_checkpoints_that_come_faster_the_newest_waits(tmp_path: Path) -> None:
+    for step in (79, 119):
+        (tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{step}" / "weights").write_text("")
+    (tmp_path / "samples" / ".checkpoint-7").mkdir(parents=True)  # of a run that was killed
+    live = samples(tmp_path)
+    live.on_checkpoint(39)
+    first, second = live.wanted()
+    live.on_checkpoint(79)
+    late = live.on_checkpoint(119)
+    assert late == SamplesFailed(step=79, why="the next are due and they have not begun")
+    assert [path.name for path in (tmp_path / "samples").glob(".*")] == [".checkpoint-119"]
+    live.ended(report(first))
+    assert isinstance(live.ended(report(second)), SamplesMade)
+    waited = live.wanted()
+    assert [(clip.step, clip.number) for clip in waited] == [(119, 0), (119, 1)]
+    assert live.ended(report(waited[0], failed="no")) == SamplesFailed(step=119, why="no")
+    assert live.wanted() == [] and not list((tmp_path / "samples").glob(".*"))
 
 
 def test_files_appear_as_they_are_made_and_the_last_one_is_told(tmp_path: Path) -> None:
