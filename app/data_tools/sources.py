@@ -31,6 +31,11 @@ def sources_of(
 
     if bool(paths) == (config is not None):
         raise typer.BadParameter("give PATH or --config, one of them")
+    for option, value in (("--kind", kind), ("--media", media), ("--caption", caption)):
+        if value and config is not None:
+            raise typer.BadParameter(f"{option} is for PATH; the sources of --config have their own")
+    if overrides and config is None:
+        raise typer.BadParameter("--set is for --config, and PATH has no settings")
     if config is not None:
         data = from_here(RunConfig.load(config, overrides or [])).data
         return data.sources, data.limits

@@ -54,6 +54,8 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "plan-set-of-a-workload": ([*PLAN, "--cluster", "2x8", "--set", "planner.budget_s=3"], 2, "--set is for --config"),
     "plan-steps-of-a-workload": ([*PLAN, "--cluster", "2x8", "--steps", "3"], 2, "--steps is for --config"),
     "plan-gantt-text": ([*PLAN, "--cluster", "2x8", "--gantt", "a.txt"], 2, "give a file that ends in .png"),
+    "lint-caption-of-a-config": (["data", "lint", "--config", DEMO, "--caption", "txt"], 2, "--caption is for PATH"),
+    "index-set-of-a-path": (["data", "index", ".", "--set", "data.fps=16"], 2, "--set is for --config"),
     "plan-missing-workload": (["plan", "--workload", "no.json", "--profile", H100], 2, "no.json does not exist"),
     "plan-workload-folder": (["plan", "--workload", ".", "--profile", H100], 2, "workload . "),
     "plan-empty-workload": (["plan", "--workload", "empty.json", "--profile", H100], 2, "is not valid JSON"),
