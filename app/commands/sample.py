@@ -40,16 +40,20 @@ def sample(
     other: Annotated[
         Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples, of other folders samples/.")
+    ] = None,
     ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
-    frames: Annotated[int | None, typer.Option(min=1)] = None,
-    height: Annotated[int | None, typer.Option(min=1)] = None,
-    width: Annotated[int | None, typer.Option(min=1)] = None,
-    steps: Annotated[int | None, typer.Option(help="Euler steps.", min=1)] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip; default: sample.frames.", min=1)] = None,
+    height: Annotated[int | None, typer.Option(help="Pixels; default: sample.height.", min=1)] = None,
+    width: Annotated[int | None, typer.Option(help="Pixels; default: sample.width.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the sampler; default: sample.steps.", min=1)] = None,
     timesteps: Annotated[
         str | None, typer.Option(help="Instead of --steps: the time of each, falling, with commas; 1000 is pure noise.")
     ] = None,
-    guidance_scale: Annotated[float | None, typer.Option(help="1 switches guidance off.")] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option(help="1 switches it off; default: sample.guidance_scale.")
+    ] = None,
     guidance_scale_2: Annotated[
         float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
     ] = None,
@@ -78,7 +82,7 @@ def sample(
         int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")
     ] = None,
     negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the noise; default: sample.seed.")] = None,
     fps: Annotated[
         float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")
     ] = None,
