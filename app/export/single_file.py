@@ -90,4 +90,4 @@ def _transformer_of(config: Path) -> DiTConfig:
     section = node.value.get("model") if isinstance(node.value, dict) else None
     if not isinstance(section, Node):
         raise ConfigError(f"{config} has no section model; give the config of a model or of a run.")
-    return build(ModelConfig, section, path="model").dit
+    return build(ModelConfig, section, path="model").dit.without_lora()  # whose factors are in no file of weights

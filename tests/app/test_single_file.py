@@ -38,7 +38,7 @@ def test_a_single_file_becomes_the_folder_that_a_run_begins_with(tmp_path: Path)
     state = {name: torch.randn_like(tensor).bfloat16() for name, tensor in state.items()}
     file, config = tmp_path / "wan.safetensors", tmp_path / "wan.yaml"
     save_file({original(name): tensor for name, tensor in state.items()}, file)
-    config.write_text(MODEL.replace("LAYERS", "2"))
+    config.write_text(MODEL.replace("LAYERS", "2, lora_rank: 4"))  # as a run's that trains factors on these weights
     folder = convert(file, config, tmp_path / "out")
     found = read_state(folder)
     assert found.keys() == state.keys() and all(torch.equal(found[name], tensor) for name, tensor in state.items())
