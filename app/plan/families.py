@@ -14,6 +14,7 @@ from app.settings.files import read
 from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
+from ops.models.folders import resolve
 from ops.models.load import num_trained
 from ops.shards import bytes_per_weight
 from ops.typed import ConfigError, Node, build
@@ -25,11 +26,13 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PresetSize:
-    """A model of a config file. `weights` are those of the transformer."""
+    """A model of a config file. `weights` are those of the transformer, `trained` those of them that the config trains,
+    or its factors."""
 
     name: str
     dit: DiTConfig
     weights: int
+    trained: int
 
     @property
     def degrees(self) -> str:
@@ -38,7 +41,7 @@ class PresetSize:
 
     def cells(self) -> tuple[str, ...]:
         """One line of the table, in the order of `HEAD`."""
-        state = self.weights * bytes_per_weight(ema=True)
+        state = self.trained * bytes_per_weight(ema=True)
         return (
             self.name,
             self.dit.architecture,
@@ -68,11 +71,17 @@ def print_families(presets: Sequence[Path]) -> None:
 
 
 def size_of(path: Path) -> PresetSize:
-    """What a config file says of its transformer, without the folders it names. Raises ConfigError for a file without
-    one."""
+    """What a config file says of its transformer, and its folder, where that is there. Raises ConfigError for a file
+    without one."""
     node = read(path)
     section = node.value.get("model") if isinstance(node.value, dict) else None
     if not isinstance(section, Node):
         raise ConfigError(f"{path} has no section model; give a config of a model or of a run.")
-    dit = build(ModelConfig, section, path="model").dit
-    return PresetSize(name=path.stem, dit=dit, weights=num_trained(replace(dit, path=None)))
+    model = build(ModelConfig, section, path="model")
+    try:
+        dit = resolve(model)[0].dit
+    except (OSError, ValueError):  # as the presets' before anything is downloaded
+        dit = model.dit
+    dit = replace(dit, path=None)
+    whole = num_trained(replace(dit.without_lora(), train_only=()))
+    return PresetSize(name=path.stem, dit=dit, weights=whole, trained=num_trained(dit))

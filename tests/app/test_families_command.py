@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from app.plan.families import PRESETS, print_families, size_of
 from ops.models.families import FAMILIES
+from ops.models.folders import dit_json
+from ops.models.wan.config import WanConfig
 from ops.typed import ConfigError
 from tests.families.registry import CASES
 
@@ -34,6 +37,18 @@ def test_every_family_and_every_preset_is_listed(capsys: pytest.CaptureFixture[s
     assert " ".join(row.split()) == "wan2.1-1.3b wan 30 12 1536 1.42 B 2.6 GiB 21.1 GiB 1 2 3 4 6 8 12"
     tiny = {file.stem for file in PRESETS.glob("*tiny.yaml")}  # no model that was published
     assert set(PUBLISHED) == {file.stem for file in PRESETS.glob("*.yaml")} - tiny
+
+
+def test_the_config_of_a_run_has_the_size_of_its_folder_and_the_state_of_what_it_trains(tmp_path: Path) -> None:
+    size = size_of(PRESETS.parent / "runs" / "wan2.1-14b-lora-80gb.yaml")
+    assert size.weights / 1e9 == pytest.approx(PUBLISHED["wan2.1-14b"], rel=0.01) and size.trained < size.weights / 50
+    assert size.cells()[5:8] == ("14.29 B", "26.6 GiB", "1.1 GiB")
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text(json.dumps(dit_json(WanConfig(num_layers=3, text_dim=64))))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{dit: {{path: {tmp_path}}}, vae: {{channels: 16}}, text: {{d_model: 64}}}}"
+    )
+    assert size_of(tmp_path / "run.yaml").dit.block_counts == (3,)
 
 
 def test_a_file_without_a_model_is_one_sentence(tmp_path: Path) -> None:
