@@ -208,7 +208,8 @@ def complete(root: Path) -> list[Path]:
 def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     """Meta and shards of a checkpoint. The arrays are memory-mapped and read-only: bytes are read when touched."""
     if not is_complete(folder):
-        raise CheckpointError(f"{folder} is not a complete checkpoint; choose one that has a {COMPLETE} file.")
+        why = "is not a complete checkpoint" if folder.is_dir() else "is gone: a live run keeps the newest ones"
+        raise CheckpointError(f"{folder} {why}; choose one that has a {COMPLETE} file.")
     files = _listed(folder)
     return _meta(folder, files), [_open_shard(folder / file.name) for file in files if file.name != META]
 

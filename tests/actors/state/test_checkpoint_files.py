@@ -278,6 +278,8 @@ def test_seal_refuses_gaps_overlaps_and_mixed_states(tmp_path: Path) -> None:
 def test_loading_something_else_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         load(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-3 is gone: a live run keeps the newest ones; choose one"):
+        load(tmp_path / "step-3")
     folder = write(tmp_path, 1)
     shard = next(folder.glob("shard-*"))
     shard.write_bytes(b"\xff" * shard.stat().st_size)
