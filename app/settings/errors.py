@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import traceback
 from pathlib import Path
 
@@ -9,6 +10,10 @@ from actors.outcome import Exit
 
 PACKAGES = ("app", "actors", "data", "ops")
 ROOT = Path(__file__).resolve().parents[2]
+
+# what a place on disk does not allow, where Python has no class for it
+NO_PLACE = frozenset((errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP))
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 
 # by class name along the inheritance, so that no layer is imported only for this
 CODES = {"ConfigError": Exit.USAGE, "PlanError": Exit.PLAN, "DataError": Exit.DATA}
@@ -23,20 +28,22 @@ def exit_code(error: BaseException) -> int:
     if type(error).__module__.split(".")[0] in PACKAGES:
         return Exit.FAILURE
     if is_ours(error) and isinstance(error, ValueError | OSError):
-        return Exit.USAGE
+        return Exit.FAILURE if getattr(error, "errno", None) in FULL else Exit.USAGE
     return Exit.FAILURE
 
 
 def is_ours(error: BaseException) -> bool:
     """True for errors whose message is written for the person at the terminal.
 
-    These are our own types, and a ValueError or a missing file raised by a line of ours; anything else is a defect and
-    keeps its traceback.
+    These are our own types, a ValueError raised by a line of ours, and files that are missing or cannot be written;
+    anything else is a defect and keeps its traceback.
     """
     error = unwrap(error)
     if type(error).__module__.split(".")[0] in PACKAGES:
         return True
     if isinstance(error, FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError):
+        return True
+    if isinstance(error, OSError) and error.filename and error.errno in NO_PLACE | FULL:
         return True
     return isinstance(error, ValueError) and _raised_by_us(error)
 
@@ -50,7 +57,11 @@ def unwrap(error: BaseException) -> BaseException:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error without line breaks."""
+    """The message of an error without line breaks; of a place that cannot be written, what to do."""
+    found = unwrap(error)
+    if isinstance(found, OSError) and found.filename and found.errno in NO_PLACE | FULL:
+        remedy = "Free space, or choose another path" if found.errno in FULL else "Choose another path"
+        return f"{found.filename}: {found.strerror}. {remedy}."
     return " ".join(str(unwrap(error)).split()) or type(unwrap(error)).__name__
 
 

@@ -44,10 +44,13 @@ def check_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = Fal
 
 
 def check_place(folder: Path) -> None:
-    """Raises ConfigError when a file stands where a folder above the run's is needed."""
-    for parent in folder.absolute().parents:
-        if parent.exists() and not parent.is_dir():
+    """Raises ConfigError when a file stands where a folder above the run's is needed, or nothing can be made there."""
+    above = [parent for parent in folder.absolute().parents if parent.exists()]
+    for parent in above:
+        if not parent.is_dir():
             raise ConfigError(f"run directory {folder} cannot be made: {parent} is a file; choose another run.dir.")
+    if not os.access(above[0], os.W_OK | os.X_OK):
+        raise ConfigError(f"run directory {folder} cannot be made: {above[0]} is read-only; choose another run.dir.")
 
 
 def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = False) -> Path:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +18,7 @@ from safetensors.torch import save_file
 
 from app.cli import main
 from app.settings.config import RunConfig
-from app.settings.errors import exit_code, is_ours
+from app.settings.errors import exit_code, is_ours, one_line
 from app.settings.run_folder import prepare_run_dir
 from data.errors import DataError
 from ops.models.folders import dit_json
@@ -337,6 +339,17 @@ def test_a_defect_keeps_its_traceback_and_our_errors_do_not() -> None:
     assert is_ours(raised(DataError("x")))
     assert not is_ours(raised(KeyError("x")))
     assert not is_ours(raised(ValueError("from a library")))  # this frame is a test, not one of our packages
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "remedy"),
+    [(errno.EROFS, 2, "Choose another path."), (errno.ENOSPC, 1, "Free space, or choose another path.")],
+)
+def test_a_place_that_cannot_be_written_is_one_sentence(number: int, code: int, remedy: str) -> None:
+    error = raised(OSError(number, os.strerror(number), "ro/clips"))
+    assert is_ours(error) and exit_code(error) == code
+    assert one_line(error) == f"ro/clips: {os.strerror(number)}. {remedy}"
+    assert not is_ours(raised(OSError(number, os.strerror(number)))), "of no file"
 
 
 def test_the_cause_of_a_failed_ray_task_decides() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -198,6 +199,12 @@ def test_a_run_directory_is_made_once(tmp_path: Path) -> None:
     assert RunConfig.load(folder / "config.yaml") == config
     with pytest.raises(ConfigError, match=r"already exists; continue it with --resume"):
         prepare_run_dir(config)
+
+
+def test_a_run_below_a_folder_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=rf"cannot be made: {tmp_path} is read-only; choose another run.dir"):
+        prepare_run_dir(load(tmp_path, "", f"run.dir={tmp_path / 'runs' / 'mine'}"))
 
 
 def test_the_config_of_a_run_says_which_numbers_its_folders_decide(tmp_path: Path) -> None:
