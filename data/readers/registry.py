@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Protocol
 
 from data import media, storage
 from data.config import LimitsConfig, SourceConfig
+from data.errors import DataError
 from data.readers.part import IndexPart, PartWriter
 from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows
 
@@ -38,11 +40,13 @@ def with_kind(config: SourceConfig) -> SourceConfig:
 
 def guess_kind(path: str) -> str:
     """The kind of a source from its files: tars, MosaicML's shards, tables with Koala's or Panda's columns,
-    other tables, or media."""
+    other tables, or media. Raises DataError where there is nothing, or a single clip."""
     path = storage.absolute(path.split("::")[0])
     if path.endswith((".tar", ".tar.gz")):
         return "webdataset"  # also when nothing is there: its reader says so in terms of shards
     if not storage.is_folder(path):
+        if media.suffix_of(path) in media.MEDIA_SUFFIXES:
+            raise DataError(f"{path} is one clip or picture; give the folder of it and its caption, or a table.")
         first = storage.expand(path, TABLE_SUFFIXES)[0]
         return _table_kind(first) if first.endswith((*TABLE_SUFFIXES, ".txt")) else "webdataset"
     names = [storage.name_of(file.uri) for file in storage.list_files(path)]
@@ -52,12 +56,17 @@ def guess_kind(path: str) -> str:
         return "mds"
     if any(name in FOLDER_TABLES for name in names):
         return "manifest"
-    clips = {name.rpartition(".")[0] for name in names if media.suffix_of(name) in media.MEDIA_SUFFIXES}
-    here = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
-    tables = [uri for uri in here if storage.name_of(uri).rpartition(".")[0] not in clips]  # else its caption
-    if tables and not any(media.suffix_of(name) == "txt" for name in names):
-        return _table_kind(tables[0])
-    return "pairs"
+    tables = [file.uri for file in storage.list_files(path, recursive=False) if file.uri.endswith(TABLE_SUFFIXES)]
+    return _table_kind(tables[0]) if tables and not _has_captions(names) else "pairs"
+
+
+def _has_captions(names: Sequence[str]) -> bool:
+    """Whether some of these files are captions of others: of any name, or a JSON with that of a clip or picture."""
+    stems = {name.rpartition(".")[0] for name in names if media.suffix_of(name) in media.MEDIA_SUFFIXES}
+    return any(
+        suffix in ("txt", "caption") or (suffix == "json" and name.rpartition(".")[0] in stems)
+        for name, suffix in ((name, media.suffix_of(name)) for name in names)
+    )
 
 
 def _table_kind(uri: str) -> str:

@@ -286,7 +286,8 @@ def test_several_captions_by_policy(tmp_path):
         ({"panda.csv": b"videoID,url,timestamp,caption\nx,u,\"[['0:00:01', '0:00:02']]\",\"['c']\"\n"}, "panda"),
         ({"a.mp4": b"", "a.txt": b""}, "pairs"),
         ({"a.mp4": b"", "a.json": b"{}", "b.MOV": b"", "b.json": b"{}"}, "pairs"),  # these are captions
-        ({"a.mp4": b"", "clips.json": b"[]"}, "manifest"),
+        ({"a.mp4": b"", "a.caption": b"", "list.csv": b"path,text\n"}, "pairs"),
+        ({"a.mp4": b"", "list.json": b"[]"}, "manifest"),
         ({"list.csv": b"path,text\n"}, "manifest"),
     ],
 )
@@ -295,6 +296,12 @@ def test_kind_is_guessed_from_the_files(tmp_path, files, kind):
         (tmp_path / name).write_bytes(content)
     assert guess_kind(str(tmp_path)) == kind
     shutil.rmtree(tmp_path)
+
+
+def test_a_single_clip_is_no_source(tmp_path):
+    (tmp_path / "a.MP4").write_bytes(clip())
+    with pytest.raises(DataError, match=r"a\.MP4 is one clip or picture; give the folder"):
+        guess_kind(str(tmp_path / "a.MP4"))
 
 
 def test_a_file_with_a_caption_that_cannot_be_trained_is_counted(tmp_path):
