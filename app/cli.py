@@ -11,6 +11,7 @@ import sys
 import typer
 
 from app.commands.bench import app as bench_app
+from app.commands.check import check
 from app.commands.compare import compare
 from app.commands.convert import convert
 from app.commands.data import app as data_app
@@ -33,7 +34,7 @@ app = typer.Typer(
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
     epilog="Add --debug to any command to see the traceback of an error.",
 )
-for _command in (train, plan, profile, sample, validate, export, convert, report, compare, families):
+for _command in (train, check, plan, profile, sample, validate, export, convert, report, compare, families):
     app.command()(_command)
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -71,6 +74,25 @@ def test_two_hosts_that_do_not_reach_each_other_are_not_trained_on_together(
         left = [line for line in host.processes().values() if line.startswith(("ray::Worker", "ray::Keeper"))]
         assert left == [], host.name
         assert host.shared_memory() == []
+
+
+def test_before_a_run_the_check_names_hosts_that_do_not_reach_each_other(place: HostedPlace) -> None:
+    command = place.head.command(sys.executable, "-m", "app.cli", "check", "--json")
+    environment = place.environment()
+
+    def checked() -> tuple[int, dict[str, object]]:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_END_S)
+        assert done.stdout.startswith("{"), done.stdout + done.stderr
+        return done.returncode, json.loads(done.stdout)
+
+    code, told = checked()
+    assert code == 0 and told["findings"] == [], told
+    one, other = place.others[:2]
+    one.deafen([other])
+    code, told = checked()
+    texts = [finding["text"] for finding in told["findings"]]  # type: ignore[attr-defined]
+    assert code == 1 and any(f"{one.name} does not reach {other.name}" in text for text in texts), texts
+    assert told["seen"]["talk"] is None, "nothing is tried that would hang"  # type: ignore[index]
 
 
 def test_a_free_host_takes_the_place_of_one_out_of_reach(tmp_path: Path, truth: Truth) -> None:

@@ -1,0 +1,205 @@
+"""What a node and a GPU say of themselves: the parts of `heddle check` that run where these are."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+LAYERS = ("app", "actors", "data", "ops")
+PACKAGES = ("ray", "torch", "diffusers", "transformers", "numpy", "pyarrow", "av")
+_ROOT = Path(__file__).resolve().parents[2]
+_DRIVER = Path("/sys/module/nvidia/version")
+_PRODUCTS_S = 1.0  # of bf16 products on each GPU
+_TALK_S = 60.0  # that members of a sum wait for each other
+_TALKS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPaths:
+    """The local files of a run that every node has to see alike."""
+
+    marker: str = ""  # a file in the run's folder, or above it, that the command has just written; "": no run
+    run_dir: str = ""
+    sources: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # of models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NodeFacts:
+    """A node as it was seen."""
+
+    node: str  # Ray's name of it
+    host: str
+    software: Mapping[str, str]  # versions by name; "heddle" with a digest of the program's files
+    cores: int  # that processes of Ray may use there
+    room_gib: float  # of memory, before processes are ended for it
+    shared_gib: float | None = None  # of /dev/shm; None: there is none
+    open_files: int = 0  # that a process may have
+    hidden: Mapping[str, str] = field(default_factory=dict)  # what it does not see of the run, by path: why
+    folders: Mapping[str, str] = field(default_factory=dict)  # digest of the names and sizes below each folder
+    disk_gib: float | None = None  # that is free where the run's folder lies
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuFacts:
+    """A GPU as it was seen."""
+
+    host: str
+    index: str  # as Ray counts those of the node
+    name: str = ""
+    total_gib: float = 0.0
+    free_gib: float = 0.0  # before this process took any
+    tflops: float = 0.0  # bf16, measured
+    unusable: str = ""  # why it cannot be used, and what helps
+
+    def __str__(self) -> str:
+        return f"GPU {self.index} of {self.host}"
+
+
+def node_facts(node: str, paths: RunPaths) -> NodeFacts:
+    """The node on which this runs."""
+    from ops.cores import usable_cores
+    from ops.memory.node_room import node_room, shared_room
+
+    shared = shared_room()
+    return NodeFacts(
+        node=node,
+        host=socket.gethostname(),
+        software=software(),
+        cores=usable_cores(),
+        room_gib=node_room() / 2**30,
+        shared_gib=None if shared is None else shared / 2**30,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        hidden=hidden(paths),
+        folders={folder: digest_of(folder) for folder in paths.folders if Path(folder).is_dir()},
+        disk_gib=_free_gib(paths.run_dir) if paths.run_dir else None,
+    )
+
+
+def software(root: Path = _ROOT) -> dict[str, str]:
+    """Versions of what a run computes with, here."""
+    digest = blake2b(digest_size=4)
+    for layer in LAYERS:
+        for path in sorted((root / layer).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    found = {"python": platform.python_version(), "heddle": digest.hexdigest()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    with suppress(OSError):
+        found["driver"] = _DRIVER.read_text().strip()
+    return found
+
+
+def hidden(paths: RunPaths) -> dict[str, str]:
+    """What of a run's files cannot be used here, and why."""
+    from data.errors import DataError
+    from data.storage import check_there
+
+    found = {}
+    if paths.marker:
+        above = Path(paths.marker).parent
+        if not Path(paths.marker).is_file():
+            found[paths.run_dir] = "it is not the folder that the others see"
+        elif not os.access(above, os.W_OK):
+            found[paths.run_dir] = "it cannot be written there"
+    for source in paths.sources:
+        try:
+            check_there(source)
+        except DataError as error:
+            found[source] = str(error).removesuffix(".")
+    return found | {folder: "it is not there" for folder in paths.folders if not Path(folder).is_dir()}
+
+
+def digest_of(folder: str) -> str:
+    """Names and sizes of all files below a folder."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    told = "\n".join(f"{path.relative_to(folder)} {path.stat().st_size}" for path in files)
+    return blake2b(told.encode(), digest_size=4).hexdigest()
+
+
+def gpu_facts(index: str) -> GpuFacts:
+    """The GPU of the process in which this runs."""
+    import torch
+
+    from ops.gpu_check import why_unusable
+    from ops.matmul import matmul_tflops
+
+    host = socket.gethostname()
+    if why := why_unusable():
+        return GpuFacts(host=host, index=index, unusable=why)
+    free, total = torch.cuda.mem_get_info()
+    return GpuFacts(
+        host=host,
+        index=index,
+        name=torch.cuda.get_device_name(0),
+        total_gib=total / 2**30,
+        free_gib=free / 2**30,
+        tflops=matmul_tflops(torch.device("cuda", 0), torch.bfloat16, _PRODUCTS_S),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Talk:
+    """A sum over processes that all of them have made together."""
+
+    members: int
+    right: bool
+    gb_per_s: float  # that each sends, of the sum's ring: 2 (n - 1) / n times its bytes
+
+
+def talk(
+    store: tuple[str, int] | None, own: object, rank: int, nodes: Sequence[int], cuda: bool, num_bytes: int
+) -> Talk:
+    """A sum of `num_bytes` in fp32, as the workers of a run connect and sum. `nodes` of all members by rank. The
+    members meet at `store`, HOST and PORT, or at their `own`. Raises what the library raises, and TimeoutError."""
+    import torch
+    import torch.distributed as dist
+
+    from actors.ray_calls import node_address
+    from ops.comm.groups import Groups
+    from ops.waiting import CancelToken
+
+    meeting = own if store is None else dist.TCPStore(*store, is_master=False)
+    assert isinstance(meeting, dist.Store)
+    device, world = torch.device("cuda:0" if cuda else "cpu"), tuple(range(len(nodes)))
+    if cuda:
+        torch.cuda.set_device(device)
+    groups = Groups(
+        meeting, rank, world, "nccl" if cuda else "gloo", 0, _TALK_S, CancelToken(), node_address(), nodes, device
+    )
+    try:
+        group = groups.world_group()
+        values = torch.full((num_bytes // 4,), float(rank + 1), device=device)
+        group.all_reduce(values)  # which connects
+        right = bool((values == len(world) * (len(world) + 1) / 2).all())
+        seconds = []
+        for _ in range(_TALKS):
+            values.zero_()
+            group.barrier(device)
+            began = time.perf_counter()
+            group.all_reduce(values)
+            if cuda:
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        groups.close()
+    sent = 2 * (len(world) - 1) / len(world) * num_bytes
+    return Talk(members=len(world), right=right, gb_per_s=sent / min(seconds) / 1e9)
+
+
+def _free_gib(folder: str) -> float | None:
+    for above in (Path(folder), *Path(folder).parents):
+        if above.is_dir():
+            return shutil.disk_usage(above).free / 2**30
+    return None
