@@ -27,6 +27,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from app.settings.out_files import check_writable
 
@@ -64,22 +67,21 @@ class Cost:
 
 
 def run(
-    clips: int = 48,
-    rounds: int = 3,
-    height: int = 720,
-    width: int = 1280,
-    frames: int = 144,
-    bucket: str = "81x480x832",
-    batch: int = 2,
-    first_mib: int = 1024,
-    first_bucket: str = "33x480x832",
-    long: int = 10_000,
-    folder: str = "",
-    out: Path | None = None,
-    decoding: bool = True,
+    clips: Annotated[int, typer.Option(help="Made, in two shards.", min=1)] = 48,
+    rounds: Annotated[int, typer.Option(help="Measured turns of every way.", min=1)] = 3,
+    height: Annotated[int, typer.Option(help="Pixels of a clip.", min=16)] = 720,
+    width: Annotated[int, typer.Option(help="Pixels of a clip.", min=16)] = 1280,
+    frames: Annotated[int, typer.Option(help="Of a clip.", min=1)] = 144,
+    bucket: Annotated[str, typer.Option(help="What clips are cut to, FRAMESxHEIGHTxWIDTH.")] = "81x480x832",
+    batch: Annotated[int, typer.Option(help="Clips of a batch.", min=1)] = 2,
+    first_mib: Annotated[int, typer.Option(help="Size of a set whose first batch is timed; 0: none.", min=0)] = 1024,
+    first_bucket: Annotated[str, typer.Option(help="What its clips are cut to.")] = "33x480x832",
+    long: Annotated[int, typer.Option(help="Samples of a set that is indexed; 0: none.", min=0)] = 10_000,
+    folder: Annotated[str, typer.Option(help="Keeps the sets for the next time.")] = "",
+    out: Annotated[Path | None, typer.Option(help="Markdown to write.")] = None,
+    decoding: Annotated[bool, typer.Option(help="Whether decoders are compared.")] = True,
 ) -> None:
-    """Measure, print Markdown and write it to `out` when given. `folder` keeps the sets for the next time; 0 for
-    --first-mib or --long and --no-decoding leave a part out."""
+    """Indexing and decoding against other loaders on the same plan; prints Markdown."""
     check_writable([out])
     from app.bench.data_set import make_set
 

@@ -174,9 +174,9 @@ def table(found: Sequence[FamilySpeed]) -> str:
 def run(
     families: Annotated[str, typer.Option(help="Names, separated by commas; all without it.")] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Measured passes of each side.")] = 7,
-    layers: Annotated[int, typer.Option(min=1)] = 4,
-    heads: Annotated[int, typer.Option(min=1)] = 4,
-    head_dim: Annotated[int, typer.Option(min=2)] = 64,
+    layers: Annotated[int, typer.Option(min=1, help="Of each transformer.")] = 4,
+    heads: Annotated[int, typer.Option(min=1, help="Of attention.")] = 4,
+    head_dim: Annotated[int, typer.Option(min=2, help="Width of a head.")] = 64,
     batch: Annotated[int, typer.Option(min=1, help="Clips of a batch.")] = 4,
     size: Annotated[str, typer.Option(help="Tokens of a clip over t, h, w.")] = "4x8x12",
 ) -> None:

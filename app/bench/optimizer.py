@@ -25,9 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 
 from ops.comm.collectives import Group
@@ -182,7 +184,11 @@ def table(costs: Sequence[StepCost], elements: int) -> str:
     return "\n".join(lines)
 
 
-def run(elements: int = 16_000_000, workers: list[int] = [2, 3], repeats: int = 9) -> None:  # noqa: B006 (for Typer)
+def run(
+    elements: Annotated[int, typer.Option(help="Weights of the model.", min=1)] = 16_000_000,
+    workers: Annotated[list[int], typer.Option(help="How many processes; repeatable.")] = [2, 3],  # noqa: B006 (for Typer)
+    repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.", min=1)] = 9,
+) -> None:
     """Measure and print the Markdown table."""
     costs = [cost for count in workers for cost in measure_workers(count, elements, repeats)]
     print(table(costs, elements))

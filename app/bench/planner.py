@@ -15,8 +15,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+import typer
 
 from actors.config import PlannerConfig
 from actors.plan.costs.handoff import Handoff
@@ -59,11 +61,17 @@ class PlannerRow:
 
 
 def run(
-    quick: bool = False, counted: bool = False, sets: str = "", lookahead: int = LOOKAHEAD, handoff: float = 0.0
+    quick: Annotated[bool, typer.Option(help="Fewer steps, and 128 items instead of 512 on 1,024 GPUs.")] = False,
+    counted: Annotated[
+        bool, typer.Option(help="A fixed number of evaluations instead of a time, alike on every machine.")
+    ] = False,
+    sets: Annotated[str, typer.Option(help="Only these workloads, with commas: A-16gpu,C-32gpu.")] = "",
+    lookahead: Annotated[int, typer.Option(help="Steps whose encodes may run early in consecutive ones.")] = LOOKAHEAD,
+    handoff: Annotated[
+        float, typer.Option(help="Seconds of latents from workers outside a bag; the published figures have none.")
+    ] = 0.0,
 ) -> None:
-    """Plan the published workloads and print published, must, aim and ours for every figure; with `sets`, names
-    separated by commas, of these sets alone. `lookahead`: steps whose encodes may run early in rolling sequences.
-    `handoff`: seconds that latents take from workers outside a bag; the published figures have none."""
+    """Plan the published workloads and print published, must, aim and ours for every figure."""
     profile = read_profile(CONFIGS / "profiles" / "hunyuan-13b-720p-h100.json")
     profile.handoff = Handoff(latency_s=handoff)
     chosen = [name.strip() for name in sets.split(",") if name.strip()]

@@ -63,7 +63,7 @@ class WayTimes:
 
 def run(
     checkpoint: Annotated[Path, typer.Option(help="Run, checkpoint or exported folder.")],
-    workers: Annotated[int, typer.Option(min=2)] = 2,
+    workers: Annotated[int, typer.Option(min=2, help="That make clips.")] = 2,
     prompts: Annotated[int, typer.Option(help="Clips of each way, of the run's own prompts in turn.", min=1)] = 12,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     cluster: Annotated[str | None, typer.Option(help="Address of a Ray cluster; default: this machine.")] = None,

@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from app.bench import scalefusion_published as published
 from app.bench.scalefusion_choice import GridChoice, small_grids
@@ -40,11 +43,11 @@ class BenchPart(StrEnum):
 
 
 def run(
-    part: BenchPart = BenchPart.all,
-    ranks: int = 2,
-    rounds: int = 3,
-    paced: bool = True,
-    out: Path | None = None,
+    part: Annotated[BenchPart, typer.Option(help="Of the benchmark.")] = BenchPart.all,
+    ranks: Annotated[int, typer.Option(help="Processes of the bag.", min=2)] = 2,
+    rounds: Annotated[int, typer.Option(help="Measured turns of every way.", min=1)] = 3,
+    paced: Annotated[bool, typer.Option(help="By a device and a link of given speeds.")] = True,
+    out: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
 ) -> None:
     """Spatial-temporal layers with communication hidden: simulated beside the paper, and measured on ranks."""
     check_writable([out])

@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
+import typer
 from torch import Tensor
 
 from app.settings.out_files import check_writable
@@ -139,13 +141,13 @@ def measure(
 
 
 def run(
-    sequences: int = 256,
-    degree: int = 8,
-    heads: int = 8,
-    head_dim: int = 16,
-    repeats: int = 7,
-    device: str = "cpu",
-    out: Path | None = None,
+    sequences: Annotated[int, typer.Option(help="In the pack.", min=1)] = 256,
+    degree: Annotated[int, typer.Option(help="Ranks of the bag, whose bookkeeping one process makes.", min=1)] = 8,
+    heads: Annotated[int, typer.Option(help="Of attention.", min=1)] = 8,
+    head_dim: Annotated[int, typer.Option(help="Width of a head.", min=1)] = 16,
+    repeats: Annotated[int, typer.Option(help="Timed runs; the median counts.", min=1)] = 7,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="JSON to write.")] = None,
 ) -> None:
     """Ulysses bookkeeping per layer against per-chunk lists and a plain attention call."""
     check_writable([out])

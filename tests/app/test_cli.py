@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -363,3 +364,27 @@ def test_the_cause_of_a_failed_ray_task_decides() -> None:
     wrapped = raised(TaskError(DataError("shard 3 is cut")))
     assert is_ours(wrapped)
     assert exit_code(wrapped) == 4
+
+
+def test_every_option_of_every_command_and_benchmark_has_a_help_text() -> None:
+    import importlib
+
+    import typer
+    from typer.main import get_command
+
+    from app.cli import app
+    from app.commands.bench import BENCHMARKS
+
+    def bare(command: Any, name: str) -> list[str]:
+        inner = [
+            one for part, child in getattr(command, "commands", {}).items() for one in bare(child, f"{name} {part}")
+        ]
+        own = [p for p in command.params if p.param_type_name == "option" and not p.help]
+        return [f"{name} {p.opts[-1]}" for p in own] + inner
+
+    found = bare(get_command(app), "heddle")
+    for name, (module, summary) in BENCHMARKS.items():
+        alone = typer.Typer()
+        alone.command(help=summary)(importlib.import_module(module).run)
+        found += bare(get_command(alone), f"heddle bench {name}")
+    assert found == []
