@@ -50,6 +50,11 @@ def has_two_branches(dit: DiTConfig, sampler: SamplerConfig) -> bool:
     return sampler.is_guided and not dit.takes_guidance
 
 
+def has_blocks(sampler: SamplerConfig) -> bool:
+    """Whether frames attend to those of their own block and of blocks before it alone."""
+    return sampler.forcing is not None and sampler.forcing.causal_block_size > 1
+
+
 def most_members(dit: DiTConfig, grid: tuple[int, int, int]) -> int | None:
     """The most members of a bag for clips of this token grid; None: as many as there are."""
     return None if dit.deals_heads else max(grid[0], grid[1] * grid[2])
@@ -58,18 +63,25 @@ def most_members(dit: DiTConfig, grid: tuple[int, int, int]) -> int | None:
 def legal_sizes(
     workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int], halves: Halves = "auto"
 ) -> list[tuple[int, int]]:
-    """(bags, workers of each) that all but one worker, at most, can be."""
+    """(bags, workers of each) that all but one worker, at most, can be. Ranks share no head of attention by blocks."""
     sizes = [(1, workers)] if halves != "always" or not has_two_branches(dit, sampler) else []
     if halves != "never" and has_two_branches(dit, sampler) and workers > 1:
         sizes.append((2, workers // 2))
     most = most_members(dit, grid)
-    return [(bags, size) for bags, size in sizes if most is None or size <= most]
+    sizes = [(bags, size) for bags, size in sizes if most is None or size <= most]
+    return [(bags, size) for bags, size in sizes if not (has_blocks(sampler) and dit.num_heads % size)]
 
 
 def check_together(workers: int, dit: DiTConfig, sampler: SamplerConfig, grid: tuple[int, int, int]) -> None:
     """Raises ConfigError for more workers than one bag, or two halves, can have for clips of this token grid."""
     if legal_sizes(workers, dit, sampler, grid):
         return
+    if has_blocks(sampler):
+        fewer = next(n for n in range(workers - 1, 0, -1) if legal_sizes(n, dit, sampler, grid))
+        raise ConfigError(
+            f"--workers {workers} --together: frames that attend by blocks (causal_block_size) need bags, or halves of "
+            f"bags, that divide the {dit.num_heads} attention heads. Use {fewer} workers."
+        )
     most = most_members(dit, grid)
     assert most is not None, "nothing else is refused"
     most *= 2 if has_two_branches(dit, sampler) else 1

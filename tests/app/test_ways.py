@@ -9,6 +9,7 @@ import pytest
 from actors.plan.costs.profile import Profile
 from app.sampling.clips import ClipSettings
 from app.sampling.ways import cheapest_way, check_together, forward_s, legal_sizes
+from ops.config import ForcingSchedule
 from ops.flow.sampling import SamplerConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig, TextConfig
@@ -86,3 +87,15 @@ def test_a_clip_is_dealt_to_no_more_workers_than_it_has_frames_or_positions() ->
         check_together(7, LATTE, ALONE, GRID)
     with pytest.raises(ConfigError, match="at most 12 workers here"):
         check_together(14, LATTE, GUIDED, GRID)
+
+
+def test_frames_that_attend_by_blocks_need_bags_that_divide_the_heads() -> None:
+    """12 heads: eight workers are two halves of four."""
+    guided, alone = (replace(one, forcing=ForcingSchedule(causal_block_size=5)) for one in (GUIDED, ALONE))
+    assert legal_sizes(8, WAN, guided, GRID) == [(2, 4)] and chosen(8, WAN, 1000.0, guided) == (2, 4)
+    assert legal_sizes(4, WAN, guided, GRID) == [(1, 4), (2, 2)]
+    assert legal_sizes(8, WAN, replace(GUIDED, forcing=ForcingSchedule()), GRID) == [(1, 8), (2, 4)]
+    with pytest.raises(ConfigError, match=r"--workers 10 --together: .* divide the 12 attention heads. Use 9 workers"):
+        check_together(10, WAN, guided, GRID)
+    with pytest.raises(ConfigError, match="Use 6 workers"):
+        check_together(8, WAN, alone, GRID)
