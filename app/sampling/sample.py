@@ -60,7 +60,8 @@ def run(
     if (saved := saved.at_rate(settings.fps)).config != config:
         config = saved.config
         print(f"note: the transformer gets {settings.fps:g} frames per second, as --fps says.")
-    _check_settings(settings, config, geometry, bool(images or config.sample.images))
+    own_images = list(prompts) == list(config.sample.prompts) and config.sample.images
+    _check_settings(settings, config, geometry, bool(images or own_images))
     first = first_frames(config, prompts, settings, images, "--image", last_images)
     for note in prompt_notes(prompts, config.model.text, rule, settings.negative_prompt):
         print(f"note: {note}")

@@ -415,6 +415,19 @@ def test_a_long_clip_is_made_by_the_command_and_what_does_not_fit_is_refused(tmp
         run(folder, ["a dot"], out, changes=blocks, images=[tmp_path / "x.png"])
 
 
+def test_pictures_of_a_run_count_for_its_own_prompts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of frames are refused where a clip begins with a picture, and clips of other prompts begin with none."""
+    saved = saved_model(publish_df(tmp_path), device="cpu")
+    sample = replace(saved.config.sample, prompts=("a square",), images=("x.png",))
+    saved = replace(saved, config=replace(saved.config, sample=sample))
+    monkeypatch.setattr("app.sampling.sample.saved_model", lambda *given, **named: saved)
+    forcing = {"base_num_frames": 13, "overlap_history": 5, "causal_block_size": 2}
+    changes = ClipChanges(frames=13, **SIZE, steps=1, forcing=forcing)
+    assert run(tmp_path / "df", ["a dot"], tmp_path / "x.mp4", changes=changes, device="cpu")[0].is_file()
+    with pytest.raises(ConfigError, match="a block would make the picture that a clip begins with anew"):
+        run(tmp_path / "df", [], tmp_path / "x.mp4", changes=changes, device="cpu")
+
+
 @pytest.mark.parametrize("dit", [WanConfig(first_frame="channels"), HunyuanConfig(first_frame="token_replace")])
 def test_a_schedule_of_frames_is_refused_where_a_clip_has_one_level(dit: DiTConfig) -> None:
     sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",), images=("x.png",))
