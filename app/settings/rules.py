@@ -248,6 +248,11 @@ def check_forcing(forcing: ForcingSchedule | None, frames: int, geometry: Geomet
     """A clip of `frames` latent frames is one of whole blocks, and none of these makes a given picture anew."""
     if forcing is None:
         return
+    if geometry.patch[0] > 1:
+        raise ConfigError(
+            f"sample.forcing: a token of model.dit.patch {list(geometry.patch)} is of {geometry.patch[0]} latent "
+            f"frames, and windows and blocks are of tokens of one. Leave it out."
+        )
     try:
         windows_of(forcing, frames, geometry.vae_stride[0])
     except ValueError as error:

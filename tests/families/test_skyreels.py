@@ -428,6 +428,12 @@ def test_pictures_of_a_run_count_for_its_own_prompts_alone(tmp_path: Path, monke
         run(tmp_path / "df", [], tmp_path / "x.mp4", changes=changes, device="cpu")
 
 
+def test_windows_of_tokens_of_several_latent_frames_are_refused_before_the_start() -> None:
+    sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",))
+    with pytest.raises(ConfigError, match=r"model\.dit\.patch \[2, 2, 2\] is of 2 latent frames"):
+        check_sample(sample, CheckpointConfig(), whole(WanConfig(patch=(2, 2, 2))), FlowConfig())
+
+
 @pytest.mark.parametrize("dit", [WanConfig(first_frame="channels"), HunyuanConfig(first_frame="token_replace")])
 def test_a_schedule_of_frames_is_refused_where_a_clip_has_one_level(dit: DiTConfig) -> None:
     sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",), images=("x.png",))
