@@ -33,6 +33,9 @@ from ops.flow.schedulers import ScheduledClip
 from ops.geometry import Geometry
 from ops.packed.patches import patchify, unpatchify
 
+_TIMES = 1000  # of `ForcingSchedule`, however many the training has
+_WAITING = 0.999  # the noise level of which the transformer is given the time for a block that has not begun
+
 
 @torch.no_grad()
 def sample_forced(
@@ -54,7 +57,7 @@ def sample_forced(
 
 
 def history_noise(seed: int, shape: tuple[int, ...], window: int, step: int) -> Tensor:
-    """What is mixed, for the forward `step` of a window, into frames that it has taken over; likewise."""
+    """The noise on frames that a window has taken over, in its forward `step`: made as `initial_noise` is."""
     numbers = generator(seed, step, str(window), "history").standard_normal(shape, dtype="float32")
     return torch.from_numpy(numbers)
 
@@ -88,6 +91,11 @@ class _Forced:
         self.geometry, self.channels = geometry, int(dit.config.out_channels)  # type: ignore[union-attr, arg-type]
         weight = next(dit.parameters())
         self.there = weight.device, torch.promote_types(weight.dtype, torch.float32)
+
+    @property
+    def history_share(self) -> float:
+        """Share of noise in frames that a window has taken over."""
+        return self.schedule.addnoise_condition / _TIMES
 
     def latents(self, progress: Callable[[int], None] | None) -> list[Tensor]:
         """[C, t, h, w] of each request."""
@@ -165,15 +173,15 @@ class _Window:
         """The time of each frame of each clip, one after the other."""
         config, (device, dtype) = self._forced.config, self._forced.there
         times = [*self._clips[0][0].times, 0.0]
-        waiting = config.num_train_timesteps - 1.0
+        waiting = _WAITING * config.num_train_timesteps
         of_frames = [waiting if step == WAITS else times[step] for step in row for _ in range(self._size)]
-        if noise := self._forced.schedule.addnoise_condition:
-            of_frames[: self._history] = [noise] * self._history
+        if share := self._forced.history_share:
+            of_frames[: self._history] = [share * config.num_train_timesteps] * self._history
         return torch.tensor(of_frames * len(self.frames), dtype=torch.float64).to(device, dtype)
 
     def _seen(self, frames: Tensor, seed: int, index: int) -> Tensor:
         """With a little noise on the frames that are there from the beginning."""
-        share = self._forced.schedule.addnoise_condition / self._forced.config.num_train_timesteps
+        share = self._forced.history_share
         if not share or not self._history:
             return frames
         patch = self._forced.geometry.patch

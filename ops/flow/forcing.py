@@ -1,8 +1,9 @@
 """In which windows and steps a clip is made whose latent frames have noise levels of their own, as Diffusers'
 SkyReelsV2DiffusionForcingPipeline makes it. No torch inside.
 
-    for window in windows(frames=25, base=13, history=5):          # latent frames 0..12, 8..20, 16..24
-        for row in block_steps(blocks=13, steps=30, lag=5, ready=window.history):
+    schedule = ForcingSchedule(base_num_frames=49, overlap_history=17, ar_step=5)
+    for window in windows_of(schedule, frames=25, stride=4):       # latent frames 0..12, 8..20, 16..24
+        for row in block_steps(window.frames, steps=30, lag=schedule.ar_step, ready=window.history):
             ...                                                    # one forward; block b takes step row[b]
 """
 

@@ -25,6 +25,7 @@ from diffusers.pipelines.skyreels_v2 import (
     pipeline_skyreels_v2_diffusion_forcing_i2v,
 )
 from PIL import Image
+from torch import nn
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.config import CheckpointConfig
@@ -432,6 +433,37 @@ def test_windows_of_tokens_of_several_latent_frames_are_refused_before_the_start
     sample = SampleConfig(forcing=ForcingSchedule(), prompts=("a dot",))
     with pytest.raises(ConfigError, match=r"model\.dit\.patch \[2, 2, 2\] is of 2 latent frames"):
         check_sample(sample, CheckpointConfig(), whole(WanConfig(patch=(2, 2, 2))), FlowConfig())
+
+
+class _Seen(nn.Module):
+    """A transformer that predicts nothing and keeps what it is given."""
+
+    config = WanConfig(num_layers=1, text_dim=8)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.times: list[torch.Tensor] = []
+        self.tokens: list[torch.Tensor] = []
+
+    def forward(self, tokens: torch.Tensor, times: torch.Tensor, *rest: object) -> torch.Tensor:
+        self.tokens.append(tokens)
+        self.times.append(times)
+        return torch.zeros_like(tokens)
+
+
+def test_a_schedule_of_frames_is_the_same_whatever_the_times_of_the_training() -> None:
+    """Frames that wait are noise, and the noise on frames that were taken over is of 1000."""
+    forcing = ForcingSchedule(base_num_frames=9, overlap_history=5, addnoise_condition=20.0, ar_step=1)
+    request = SampleRequest(text=torch.zeros(1, 8), frames=13, height=16, width=16, seed=0)
+    usual, unit = _Seen(), _Seen()
+    for dit, times in ((usual, 1000), (unit, 1)):
+        sampler = SamplerConfig(steps=2, guidance_scale=1.0, num_train_timesteps=times, forcing=forcing)
+        sample_forced(dit, [request], torch.zeros(1, 8), Geometry(), sampler)
+    assert usual.times[0].tolist() == [1000.0, 999.0, 999.0] and usual.times[-1][0] == 20.0
+    for whole_times, of_unit in zip(usual.times, unit.times, strict=True):
+        torch.testing.assert_close(of_unit * 1000, whole_times)
+    torch.testing.assert_close(unit.tokens, usual.tokens)
 
 
 @pytest.mark.parametrize("dit", [WanConfig(first_frame="channels"), HunyuanConfig(first_frame="token_replace")])
