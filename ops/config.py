@@ -116,6 +116,12 @@ class FlowConfig:
         """Whether each latent frame of a clip has a level of its own."""
         return self.frame_levels != "one"
 
+    @property
+    def knows_given_frames(self) -> bool:
+        """Whether the transformer has seen first frames with less noise than the rest of their clips, so that samples
+        may begin with a picture."""
+        return self.first_frame > 0 or self.by_frame
+
     def shift_at(self, tokens: int) -> float:
         """The flow shift of a clip of `tokens` video tokens."""
         return self.token_shift.at(tokens) if self.token_shift else self.flow_shift

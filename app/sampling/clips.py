@@ -202,7 +202,7 @@ def first_frames(
     sample, dit = config.sample, config.model.dit
     if last_images and not dit.takes_last_frame:
         raise ConfigError("--last-image is given, but this transformer takes no last frame; leave it out.")
-    may = dit.frame_times and config.train.flow.first_frame > 0
+    may = dit.frame_times and config.train.flow.knows_given_frames
     if not dit.starts_from_image and not (may and (images or sample.images)):
         if images:
             raise ConfigError(f"{option} is given, but this transformer makes video from text alone; leave it out.")

@@ -186,7 +186,7 @@ def check_sample(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "
             f"frame of every clip; set it to 0."
         )
-    if known and sample.images and not (dit.starts_from_image or flow.first_frame):
+    if known and sample.images and not (dit.starts_from_image or flow.knows_given_frames):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
     if known and sample.last_images and not dit.takes_last_frame:
         raise ConfigError("sample.last_images is given, but model.dit takes no last frame; leave it out.")

@@ -29,13 +29,14 @@ from torch import nn
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors.config import CheckpointConfig
-from app.sampling.clips import ClipChanges, ClipSettings, clip_requests
+from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, first_frames
 from app.sampling.model import saved_model
 from app.sampling.sample import run
+from app.settings.config import RunConfig
 from app.settings.rules import check_sample
 from app.settings.sections import SampleConfig
 from ops.comm.collectives import Group
-from ops.config import FlowConfig, ForcingSchedule
+from ops.config import FlowConfig, ForcingSchedule, FrameLevels
 from ops.flow.forced_sampling import history_noise, sample_forced
 from ops.flow.forcing import WAITS, block_steps, windows_of
 from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
@@ -414,6 +415,22 @@ def test_a_long_clip_is_made_by_the_command_and_what_does_not_fit_is_refused(tmp
     with pytest.raises(ConfigError, match="a block would make the picture that a clip begins with anew"):
         blocks = replace(changes, forcing={**changes.forcing, "causal_block_size": 2})
         run(folder, ["a dot"], out, changes=blocks, images=[tmp_path / "x.png"])
+
+
+@pytest.mark.parametrize("levels", ["independent", "rising"])
+def test_a_clip_of_a_run_by_levels_of_frames_may_begin_with_a_picture(levels: FrameLevels, tmp_path: Path) -> None:
+    """Whether or not first frames were given: such weights know frames with less noise than those after them."""
+    Image.new("RGB", (48, 32), "red").save(tmp_path / "x.png")
+    sample = SampleConfig(prompts=("a dot",), images=(str(tmp_path / "x.png"),), frames=9, **SIZE)
+    config = RunConfig.from_yaml("{run: {name: usual}, model: {dit: {architecture: skyreels}}}")
+    config = replace(config, sample=sample, model=MODEL)
+    with pytest.raises(ConfigError, match="makes video from text alone"):
+        check_sample(sample, CheckpointConfig(), MODEL, FlowConfig())
+    assert first_frames(config, sample.prompts, ClipSettings.of(config)) == []
+    config = replace(config, train=replace(config.train, flow=FlowConfig(frame_levels=levels)))
+    check_sample(sample, CheckpointConfig(), MODEL, config.train.flow)
+    (picture,) = first_frames(config, sample.prompts, ClipSettings.of(config))
+    assert picture.shape == (1, 32, 48, 3)
 
 
 def test_pictures_of_a_run_count_for_its_own_prompts_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

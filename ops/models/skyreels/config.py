@@ -21,7 +21,8 @@ class SkyReelsConfig(WanBlocksConfig):
     frame. Text to video, DF, and image to video."""
 
     architecture: Literal["skyreels"] = "skyreels"
-    # DF weights: an export names their pipeline, and clips may begin with a picture. A folder's own pipeline counts
+    # DF weights: an export names their pipeline, and a run goes on from them by train.flow.frame_levels. A folder's own
+    # pipeline counts
     diffusion_forcing: bool = False
     # the weights take the frame rate, as those of DF-1.3B: an embedding for 16 frames per second and one for 24. Other
     # rates count as the nearer of the two
