@@ -40,6 +40,7 @@ WEIGHTS = _names("model.dit.path model.dit.lora_from model.vae.path model.text.p
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention model.dit.compile model.dit.cuda_graphs model.dit.exchange
+    model.dit.diffusion_forcing
     model.dit.bag_mode model.dit.temporal_slices model.dit.spatial_slices model.dit.temporal_lead model.dit.spatial_lead
     model.text.place model.vae.tiling model.vae.tile_sample_min model.vae.tile_sample_stride
     model.vae.channels_last model.vae.compile

@@ -227,6 +227,17 @@ def test_how_bags_run_spatial_temporal_blocks_may_change(tmp_path: Path, name: s
     }
 
 
+def test_the_pipeline_that_an_export_names_may_change_and_the_levels_of_frames_may_not(tmp_path: Path) -> None:
+    def loaded(*overrides: str) -> RunConfig:
+        return RunConfig.load(DEMO.with_name("skyreels-tiny.yaml"), [f"run.dir={tmp_path}", *overrides])
+
+    (prepare_run_dir(loaded()) / "metrics.jsonl").write_text('{"step": 9}\n')
+    changes = check_resume(loaded("model.dit.diffusion_forcing=false", "sample.forcing.base_num_frames=17"))
+    assert [change.key for change in changes] == ["model.dit.diffusion_forcing"]
+    with pytest.raises(ConfigError, match=r"train\.flow\.frame_levels rising -> independent"):
+        check_resume(loaded("train.flow.frame_levels=independent"))
+
+
 def test_another_dtype_of_the_vae_would_train_something_else_and_another_way_to_compute_would_not(
     tmp_path: Path,
 ) -> None:
