@@ -73,8 +73,8 @@ def _table_kind(uri: str) -> str:
     if uri.endswith((".csv", ".tsv", ".parquet")):
         try:
             row = next(read_rows(uri, LimitsConfig()), None)
-        except UnreadableTable:
-            return "manifest"
+        except (UnreadableTable, FileNotFoundError):
+            return "manifest"  # its reader says so in terms of tables
         if isinstance(row, dict) and {"videoID", "timestamp"} <= row.keys():
             return "panda" if str(row["timestamp"]).lstrip().startswith("[[") else "koala"
     return "manifest"

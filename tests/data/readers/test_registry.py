@@ -63,13 +63,15 @@ def test_a_missing_shard_of_a_range_is_named(shards, tmp_path):
     "path, sentence",
     [
         ("{shards}/nothing-*.tar", "no files with .tar here"),
+        ("{shards}/nothing.csv", r"table .*/nothing\.csv does not exist"),
+        ("{shards}/nothing.parquet", r"table .*/nothing\.parquet does not exist"),
         ("http://x.y/a.tar", "no PyArrow file system serves http://"),
         ("nosuch://x/a.tar", "no PyArrow file system serves nosuch://"),
     ],
 )
 def test_sources_that_are_nowhere(shards, tmp_path, path, sentence):
     with pytest.raises(DataError, match=sentence):
-        index_of(path.format(shards=shards), tmp_path / "cache")
+        index_of(path.format(shards=shards), tmp_path / "cache", kind="auto")
 
 
 MEMORY = "fsspec+memory:/"
