@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -134,19 +134,29 @@ def gpu_facts(index: str) -> GpuFacts:
 
     from ops.gpu_check import why_unusable
     from ops.matmul import matmul_tflops
+    from ops.waiting import first_line
 
-    host = socket.gethostname()
+    given = given_facts(index)
     if why := why_unusable():
-        return GpuFacts(host=host, index=index, unusable=why)
+        return replace(given, unusable=why)
     free, total = torch.cuda.mem_get_info()
-    return GpuFacts(
-        host=host,
-        index=index,
+    try:
+        tflops = matmul_tflops(torch.device("cuda", 0), torch.bfloat16, _PRODUCTS_S)
+    except RuntimeError as error:
+        room = f"{free / 2**30:.1f} of its {total / 2**30:.1f} GiB were free"
+        return replace(given, unusable=f"it multiplies no matrices ({room}): {first_line(error).removesuffix('.')}")
+    return replace(
+        given,
         name=torch.cuda.get_device_name(0),
         total_gib=total / 2**30,
         free_gib=free / 2**30,
-        tflops=matmul_tflops(torch.device("cuda", 0), torch.bfloat16, _PRODUCTS_S),
+        tflops=tflops,
     )
+
+
+def given_facts(index: str) -> GpuFacts:
+    """The GPU of the process in which this runs, which nobody has looked at yet."""
+    return GpuFacts(host=socket.gethostname(), index=index)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

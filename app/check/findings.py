@@ -114,11 +114,9 @@ def _gpus(seen: ClusterFacts) -> Iterable[Finding]:
                 f"that Ray does not know. End them"
             )
     for host, count in seen.gpus_there.items():
-        if (looked_at := sum(gpu.host == host for gpu in seen.gpus)) < count:
-            yield Finding(
-                text=f"{counted(count - looked_at, 'GPU')} of {host} could not be looked at: in use, or not answering",
-                fatal=False,
-            )
+        if left := count - sum(gpu.host == host for gpu in seen.gpus):
+            told = f"{counted(left, 'GPU')} of {host} could not be looked at: Ray has given them to others"
+            yield Finding(text=told, fatal=False)
 
 
 def _network(seen: ClusterFacts) -> Iterable[Finding]:

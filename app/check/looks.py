@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from actors.ray_calls import get, given_gpu, kill, node_address, node_id, nodes, remote_of, wait
 from actors.refs import Method, RayNode, Ref
-from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, gpu_facts, node_facts, talk
+from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, given_facts, gpu_facts, node_facts, talk
 from app.check.findings import ClusterFacts, Reach
 from ops.comm.reach import DoorAddress
 from ops.counted import counted
@@ -23,6 +23,7 @@ NODES_S = 90.0  # for a process to start on a busy node, and import what it need
 GPUS_S = 180.0
 TALK_S = 180.0
 TALK_BYTES = 256 << 20
+_GIVEN_S = 1.0  # for what was answered long ago, where it was
 _CLOCKS = 3  # calls, of which the fastest says most of the clock
 
 T = TypeVar("T")
@@ -37,6 +38,9 @@ class Look:
 
     def node(self, paths: RunPaths) -> NodeFacts:
         return node_facts(node_id(), paths)
+
+    def given(self) -> GpuFacts:
+        return given_facts(given_gpu())
 
     def gpu(self) -> GpuFacts:
         return gpu_facts(given_gpu())
@@ -77,6 +81,8 @@ class LookHandle(Protocol):
     @property
     def node(self) -> Method[[RunPaths], NodeFacts]: ...
     @property
+    def given(self) -> Method[[], GpuFacts]: ...
+    @property
     def gpu(self) -> Method[[], GpuFacts]: ...
     @property
     def clock(self) -> Method[[], float]: ...
@@ -113,8 +119,10 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
             if node["NodeID"] in seen
             for number in range(gpus_there[names[node["NodeID"]]])
         }
+        given = {one: looker.given.remote() for one, looker in on_gpus.items()}
         looked = _answers({one: looker.gpu.remote() for one, looker in on_gpus.items()}, GPUS_S)
-        gpus = {one: replace(facts, host=names[one[0]]) for one, facts in looked.items() if isinstance(facts, GpuFacts)}
+        found = judged(looked, _answers(given, _GIVEN_S))
+        gpus = {one: replace(facts, host=names[one[0]]) for one, facts in found.items()}
         if on_gpus:
             usable = [one for one, facts in gpus.items() if not facts.unusable]
             members = [(on_gpus[one], one[0], str(gpus[one])) for one in usable]
@@ -135,6 +143,19 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
         talk=said,
         talk_failed=failed,
     )
+
+
+def judged(looked: Mapping[Name, GpuFacts | str], given: Mapping[Name, GpuFacts | str]) -> dict[Name, GpuFacts]:
+    """The GPUs that were looked at, and those that Ray has given to a process which has not said more of them: it has
+    ended, or hangs. Others are in use."""
+    found: dict[Name, GpuFacts] = {}
+    for one, facts in looked.items():
+        own = given[one]
+        if isinstance(facts, GpuFacts):
+            found[one] = facts
+        elif isinstance(own, GpuFacts):
+            found[one] = replace(own, unusable=f"{facts}. Look at dmesg and nvidia-smi there")
+    return found
 
 
 def _names(answers: Mapping[str, NodeFacts | str], there: Sequence[RayNode]) -> dict[str, str]:

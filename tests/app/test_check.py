@@ -9,11 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from app.bench.lab import patiently
 from app.check.command import marked, run_check, sentences, table
-from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, hidden, software
+from app.check.facts import GpuFacts, NodeFacts, RunPaths, Talk, digest_of, gpu_facts, hidden, software
 from app.check.findings import ClusterFacts, Reach, findings
+from app.check.looks import judged
 from app.settings.config import RunConfig, from_here
 from ops.typed import ConfigError
 
@@ -100,7 +102,7 @@ NOTES: dict[str, tuple[ClusterFacts, str]] = {
     ),
     "GPUs in use": (
         ClusterFacts(nodes=(NODE,), gpus=gpus(), gpus_there={"a": 8}),
-        "5 GPUs of a could not be looked at: in use, or not answering",
+        "5 GPUs of a could not be looked at: Ray has given them to others",
     ),
     "few open files": (ClusterFacts(nodes=nodes(open_files=1024)), "b: a process may have 1024 files open"),
     "clocks": (
@@ -163,6 +165,30 @@ def test_a_node_says_what_it_does_not_see_of_a_run(tmp_path: Path) -> None:
     found = hidden(paths)
     assert list(found) == [str(tmp_path), str(tmp_path / "gone" / "{0..3}.tar"), str(tmp_path / "other")]
     assert hidden(RunPaths(marker=str(there), run_dir=str(tmp_path), folders=(str(model),))) == {}
+
+
+def test_a_gpu_that_others_have_filled_is_unusable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+
+    monkeypatch.setattr("ops.gpu_check.why_unusable", lambda: "")
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (1 << 28, 80 << 30))
+    monkeypatch.setattr("ops.matmul.matmul_tflops", full)
+    found = gpu_facts("3")
+    assert (found.index, found.name) == ("3", "")
+    assert found.unusable.startswith("it multiplies no matrices (0.2 of its 80.0 GiB were free): CUDA out of memory")
+
+
+def test_a_gpu_whose_process_ends_or_hangs_is_wrong_and_one_in_use_is_not() -> None:
+    given = GpuFacts(host="a", index="1")
+    found = judged(
+        {0: GPU, 1: "ActorDiedError: killed by a signal", 2: "no answer within 180 s"},
+        {0: replace(given, index="0"), 1: given, 2: "no answer within 1 s"},
+    )
+    assert found[0] == GPU and list(found) == [0, 1]
+    wrong, note = findings(ClusterFacts(nodes=(NODE,), gpus=tuple(found.values()), gpus_there={"a": 3}))
+    assert wrong.fatal and wrong.text.startswith("GPU 1 of a: ActorDiedError: killed by a signal. Look at dmesg")
+    assert not note.fatal and note.text.startswith("1 GPU of a could not be looked at")
 
 
 def test_folders_and_programs_are_compared_by_what_they_hold(tmp_path: Path) -> None:
