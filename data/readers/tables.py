@@ -9,7 +9,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from typing import SupportsFloat
 
@@ -76,7 +76,7 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
                 continue
             if not values:
                 continue  # an empty line
-            if len(lines) > 1 and sum(line.count('"') for line in lines) % 2:
+            if len(lines) > 1 and _is_unclosed(lines, delimiter):
                 first = reader.line_num - len(lines) + 1
                 why = f"line {first}: a quote that is not closed takes the lines to {reader.line_num} into its field"
                 yield BadSample(Reason.BAD_ROW, why)
@@ -87,6 +87,18 @@ def _csv_rows(file: ReadFile, delimiter: str, limits: LimitsConfig) -> Iterator[
                 )
                 continue
             yield dict(zip(header, values, strict=True))
+
+
+def _is_unclosed(lines: Sequence[str], delimiter: str) -> bool:
+    """Whether a quote begins a field of this row and does not end it; in the middle of a field it is a letter, as in
+    5"."""
+    if sum(line.count('"') for line in lines) % 2 == 0:
+        return False
+    try:
+        next(csv.reader(lines, delimiter=delimiter, strict=True))
+    except csv.Error:
+        return True
+    return False
 
 
 def _noted(stream: io.TextIOWrapper, lines: list[str]) -> Iterator[str]:

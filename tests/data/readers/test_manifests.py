@@ -297,6 +297,12 @@ def test_bad_rows_are_counted_one_by_one(folder, tmp_path):
     assert index.num_ok == 2 and ledger.indexed == 9
 
 
+def test_a_sign_of_inches_is_no_quote_in_a_row_of_several_lines(folder, tmp_path):
+    (folder / "list.csv").write_text(f'path,note,text\n{NAMES[0]},a 5" screen,"two\nlines"\n')
+    index, ledger = index_of(folder / "list.csv", tmp_path / "cache", kind="manifest")
+    assert not ledger.rejected and index.caption(0) == "two\nlines"
+
+
 @pytest.mark.parametrize("ends", ["", f'{NAMES[1]},"closed"\n'])
 def test_a_quote_that_is_not_closed_is_counted_with_the_lines_it_takes(folder, tmp_path, ends):
     lines = [f'{NAMES[0]},"two\nlines, ""quoted"""', f'{NAMES[2]},"not closed', *(f"{NAMES[0]},{i}" for i in range(3))]
