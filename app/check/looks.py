@@ -23,6 +23,7 @@ NODES_S = 90.0  # for a process to start on a busy node, and import what it need
 GPUS_S = 180.0
 TALK_S = 180.0
 TALK_BYTES = 256 << 20
+_LATE = "no answer within"
 _GIVEN_S = 1.0  # for what was answered long ago, where it was
 _CLOCKS = 3  # calls, of which the fastest says most of the clock
 
@@ -109,7 +110,7 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
         clocks = {names[one]: ahead for one, looker in lookers.items() if (ahead := _ahead(looker)) is not None}
         if len(lookers) > 1:
             tell("the network between them")
-        reach = _reach(lookers, names)
+        reach, silenced = _reach(lookers, names)
         gpus_there = {names[node["NodeID"]]: int(node["Resources"].get("GPU", 0)) for node in there}
         if any(gpus_there.values()):
             tell(counted(sum(gpus_there.values()), "GPU"))
@@ -135,7 +136,7 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
             said, failed = _sum(members, bool(on_gpus), talk_bytes)
     return ClusterFacts(
         nodes=tuple(seen.values()),
-        mute={names[one]: str(why) for one, why in answers.items() if not isinstance(why, NodeFacts)},
+        mute={names[one]: str(why) for one, why in answers.items() if not isinstance(why, NodeFacts)} | silenced,
         clocks=clocks,
         gpus=tuple(gpus.values()),
         gpus_there={host: count for host, count in gpus_there.items() if count},
@@ -146,15 +147,16 @@ def look_at(paths: RunPaths, tell: Callable[[str], None], talk_bytes: int = TALK
 
 
 def judged(looked: Mapping[Name, GpuFacts | str], given: Mapping[Name, GpuFacts | str]) -> dict[Name, GpuFacts]:
-    """The GPUs that were looked at, and those that Ray has given to a process which has not said more of them: it has
-    ended, or hangs. Others are in use."""
+    """The GPUs that were looked at, and those whose process has ended, or hangs since Ray has given it one. Others are
+    in use: no process has begun."""
     found: dict[Name, GpuFacts] = {}
     for one, facts in looked.items():
         own = given[one]
         if isinstance(facts, GpuFacts):
             found[one] = facts
-        elif isinstance(own, GpuFacts):
-            found[one] = replace(own, unusable=f"{facts}. Look at dmesg and nvidia-smi there")
+        elif isinstance(own, GpuFacts) or not facts.startswith(_LATE):
+            begun = own if isinstance(own, GpuFacts) else GpuFacts(host="", index="?")
+            found[one] = replace(begun, unusable=f"{facts.removesuffix('.')}. Look at dmesg and nvidia-smi there")
     return found
 
 
@@ -189,7 +191,7 @@ def _answers(asked: Mapping[Name, Ref[T]], patience_s: float) -> dict[Name, T | 
             except ray.exceptions.RayError as error:
                 found[left[reference]] = _why(error)
             del left[reference]
-    return found | dict.fromkeys(left.values(), f"no answer within {patience_s:.0f} s")
+    return found | dict.fromkeys(left.values(), f"{_LATE} {patience_s:.0f} s")
 
 
 def _why(error: Exception) -> str:
@@ -210,8 +212,8 @@ def _ahead(looker: LookHandle) -> float | None:
     return min(found)[1] if found else None
 
 
-def _reach(lookers: Mapping[str, LookHandle], names: Mapping[str, str]) -> list[Reach]:
-    """What the network is from each node, all at once."""
+def _reach(lookers: Mapping[str, LookHandle], names: Mapping[str, str]) -> tuple[list[Reach], dict[str, str]]:
+    """What the network is from each node, all at once; and the hosts that answer no more, with why."""
     opened = _answers({one: looker.door.remote() for one, looker in lookers.items()}, NODES_S)
     doors = {names[one]: door for one, door in opened.items() if isinstance(door, tuple)}
     asked = {
@@ -219,7 +221,9 @@ def _reach(lookers: Mapping[str, LookHandle], names: Mapping[str, str]) -> list[
         for one, looker in lookers.items()
         if len(doors) > 1
     }
-    return [one for one in _answers(asked, NODES_S).values() if isinstance(one, Reach)]
+    answers = _answers(asked, NODES_S)
+    failed = {names[one]: why for said in (opened, answers) for one, why in said.items() if isinstance(why, str)}
+    return [one for one in answers.values() if isinstance(one, Reach)], failed
 
 
 def _sum(

@@ -182,12 +182,21 @@ def test_a_gpu_that_others_have_filled_is_unusable(monkeypatch: pytest.MonkeyPat
 def test_a_gpu_whose_process_ends_or_hangs_is_wrong_and_one_in_use_is_not() -> None:
     given = GpuFacts(host="a", index="1")
     found = judged(
-        {0: GPU, 1: "ActorDiedError: killed by a signal", 2: "no answer within 180 s"},
-        {0: replace(given, index="0"), 1: given, 2: "no answer within 1 s"},
+        {
+            0: GPU,
+            1: "no answer within 180 s",
+            2: "ActorDiedError: killed by a signal",
+            3: "no answer within 180 s",
+        },
+        {0: replace(given, index="0"), 1: given, 2: "ActorDiedError: killed by a signal", 3: "no answer within 1 s"},
     )
-    assert found[0] == GPU and list(found) == [0, 1]
-    wrong, note = findings(ClusterFacts(nodes=(NODE,), gpus=tuple(found.values()), gpus_there={"a": 3}))
-    assert wrong.fatal and wrong.text.startswith("GPU 1 of a: ActorDiedError: killed by a signal. Look at dmesg")
+    assert found[0] == GPU and list(found) == [0, 1, 2]
+    gpus_of_a = tuple(replace(one, host="a") for one in found.values())
+    *wrong, note = findings(ClusterFacts(nodes=(NODE,), gpus=gpus_of_a, gpus_there={"a": 4}))
+    assert [one.text.partition(". ")[0] for one in wrong if one.fatal] == [
+        "GPU 1 of a: no answer within 180 s",
+        "GPU ? of a: ActorDiedError: killed by a signal",
+    ]
     assert not note.fatal and note.text.startswith("1 GPU of a could not be looked at")
 
 
