@@ -15,6 +15,7 @@ TAKEN_GIB = 2.0  # of a GPU that Ray has given: a CUDA context takes less
 CLOCK_S = 2.0  # between nodes; spans in timelines are of their own clocks
 LEAST_FILES = 4096  # that a process may have open; Ray's own advice is 65,536
 LEAST_SHARED_GIB = 4.0  # Docker gives 64 MiB unless set otherwise
+LEAST_SHARE = 0.25  # of the memory of a small machine, whose /dev/shm is a half of it unless set otherwise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +146,7 @@ def _sizes(seen: ClusterFacts) -> Iterable[Finding]:
                 f"65536 before ray start",
                 fatal=False,
             )
-        if node.shared_gib is not None and node.shared_gib < LEAST_SHARED_GIB:
+        if node.shared_gib is not None and node.shared_gib < min(LEAST_SHARED_GIB, LEAST_SHARE * node.room_gib):
             yield Finding(
                 text=f"{node.host}: /dev/shm has {node.shared_gib:.2f} GiB, and the training state of a node lies "
                 f"there. Give the container more (docker: --shm-size, Kubernetes: an emptyDir of medium Memory)"

@@ -147,6 +147,13 @@ def test_nothing_is_said_of_a_cluster_that_is_right() -> None:
     ]
 
 
+def test_the_shared_memory_of_a_small_machine_may_be_small() -> None:
+    small = replace(NODE, room_gib=6.5, shared_gib=3.8)
+    assert findings(ClusterFacts(nodes=(small,))) == []
+    (found,) = findings(ClusterFacts(nodes=(replace(small, shared_gib=0.0625),)))
+    assert found.fatal
+
+
 def test_what_is_wrong_comes_before_notes() -> None:
     seen = ClusterFacts(nodes=nodes(open_files=1024), reach=(Reach(host="a", silent=("b",)),))
     assert [one.fatal for one in findings(seen)] == [True, False]
