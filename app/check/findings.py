@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from app.check.facts import GpuFacts, NodeFacts, Talk
@@ -56,27 +56,22 @@ def findings(seen: ClusterFacts) -> list[Finding]:
     return sorted(found, key=lambda one: not one.fatal)
 
 
-def _software(nodes: Iterable[NodeFacts]) -> Iterable[Finding]:
-    by_name: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for node in nodes:
-        for name in sorted({name for one in nodes for name in one.software}):
-            by_name[name][node.software.get(name, "none")].append(node.host)
-    for name, versions in by_name.items():
-        if name == "python":  # Ray demands the same minor version and says so; patches may differ
-            versions = _merged(versions)
-        if len(versions) > 1:
-            told = ", ".join(f"{version} on {_named(hosts)}" for version, hosts in versions.items())
-            remedy = "Give all nodes the same files" if name == "heddle" else "Install the same everywhere"
-            if name == "driver" and "none" in versions and len(versions) == 2:
-                continue  # nodes without GPUs
-            yield Finding(text=f"{name} differs: {told}. {remedy}", fatal=name != "driver")
+def _software(nodes: Sequence[NodeFacts]) -> Iterable[Finding]:
+    for name in sorted({name for node in nodes for name in node.software}):
+        versions: dict[str, list[str]] = defaultdict(list)
+        for node in nodes:
+            versions[_compared(name, node.software.get(name, "none"))].append(node.host)
+        if len(versions) == 1 or (name == "driver" and len(versions) == 2 and "none" in versions):
+            continue  # nodes without GPUs have no driver
+        told = ", ".join(f"{version} on {_named(hosts)}" for version, hosts in versions.items())
+        remedy = "Give all nodes the same files" if name == "heddle" else "Install the same everywhere"
+        yield Finding(text=f"{name} differs: {told}. {remedy}", fatal=name != "driver")
 
 
-def _merged(versions: Mapping[str, list[str]]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = defaultdict(list)
-    for version, hosts in versions.items():
-        found[".".join(version.split(".")[:2])] += hosts
-    return found
+def _compared(name: str, version: str) -> str:
+    """What of a version has to be the same: of Python the minor version, as Ray demands it; of packages not for which
+    devices they were built, as a head without GPUs has a build for CPUs."""
+    return ".".join(version.split(".")[:2]) if name == "python" else version.partition("+")[0]
 
 
 def _files(nodes: Iterable[NodeFacts]) -> Iterable[Finding]:

@@ -127,7 +127,7 @@ def test_what_a_run_lives_with_is_a_note(seen: ClusterFacts, text: str) -> None:
 
 def test_nothing_is_said_of_a_cluster_that_is_right() -> None:
     head = replace(NODE, host="head", software={name: one for name, one in SOFTWARE.items() if name != "driver"})
-    patched = replace(NODE, host="b", software=SOFTWARE | {"python": "3.11.9"})
+    patched = replace(NODE, host="b", software=SOFTWARE | {"python": "3.11.9", "torch": "2.13.0+cpu"})
     seen = ClusterFacts(
         nodes=(NODE, head, patched),
         gpus=gpus(replace(GPU, host="b", name="A100", tflops=280.0)),  # another kind is not slow
@@ -142,7 +142,7 @@ def test_nothing_is_said_of_a_cluster_that_is_right() -> None:
         "torch 2.13.0, ray 2.60.0",
         "head                 64 cores, memory 900, /dev/shm 450, disk 80 GiB free, torch 2.13.0, ray 2.60.0",
         "b                    1 x A100 of 280 to 280 TFLOP/s, 64 cores, memory 900, /dev/shm 450, disk 80 GiB free, "
-        "torch 2.13.0, ray 2.60.0",
+        "torch 2.13.0+cpu, ray 2.60.0",
         "a sum                over 4 GPUs: 90.00 GB/s from each",
     ]
 
