@@ -35,7 +35,18 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         assert line.left_out is None or "needs a CUDA device" in line.left_out or line.name.startswith("vae.")
         assert line.figures.get("right", True) is True, line
     measured = {line.name.split(".")[0] for line in lines if line.good}
-    wanted = {"kernels", "attention-right", "dit-right", "ceilings", "step", "ops", "attention", "ipc", "copies"}
+    wanted = {
+        "kernels",
+        "attention-right",
+        "dit-right",
+        "ceilings",
+        "step",
+        "ops",
+        "attention",
+        "ipc",
+        "copies",
+        "update",
+    }
     assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker", "launches", "together"}
     for line in (line for line in lines if line.name.startswith("launches.")):
         assert (line.figures["tried"], line.figures["failed"]) == (2, 0), "the interpreter runs every launch"

@@ -195,7 +195,7 @@ def test_who_changes_to_another_place_gives_back_what_its_gradient_took(
         return formed
 
     places = {"node": in_parts, "host": gradients_in_host}
-    monkeypatch.setattr("ops.update.sync.gradients_in", lambda memory, elements=None: places[memory])
+    monkeypatch.setattr("ops.update.sync.gradients_in", lambda memory, *more, **named: places[memory])
     first, second, later = worker("node"), worker("node"), worker("host")
     assert set(run_ranks(2, form(first, second))) == {"the memory of the node's GPUs"}
     assert all(one.mapped for one in peers)

@@ -205,7 +205,7 @@ def test_slow_links_between_members_are_reported_once_and_together(monkeypatch: 
 def test_the_time_to_load_grows_with_the_weights_and_the_workers_that_read_them(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     (tmp_path / "transformer" / "model.safetensors").write_bytes(bytes(1000))
-    model = ModelConfig(dit=WanConfig(path=str(tmp_path)), vae=VAEConfig(path=str(tmp_path)))
+    model = ModelConfig(dit=WanConfig(path=str(tmp_path)), vae=VAEConfig(kind="diffusers", path=str(tmp_path)))
     assert weights_bytes(model) == 1000 and weights_bytes(ModelConfig()) == 0
     assert WorkersConfig(max=64).start_patience_s(40 * 10**9) > 40e9 * 64 / 1.5e9, "a shared storage of 1.5 GB/s"
     assert WorkersConfig().start_patience_s(0) == 600

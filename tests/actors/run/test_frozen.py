@@ -136,7 +136,7 @@ def test_a_digest_covers_what_is_loaded_from_a_folder_and_never_trained(tmp_path
     base = WanConfig(num_layers=1, num_heads=2, head_dim=8, ffn_dim=16, freq_dim=8, lora_rank=2)
     dit = build_dit(base, 0)
     from_folder = replace(base, path=str(tmp_path))
-    config = ModelConfig(dit=from_folder, vae=replace(MODEL.vae, path=str(tmp_path)), text=MODEL.text)
+    config = ModelConfig(dit=from_folder, vae=replace(MODEL.vae, kind="diffusers", path=str(tmp_path)), text=MODEL.text)
     first = frozen_digests(config, dit, Holder(1), Holder(1))
     assert [part for part, _ in first] == ["model.dit.path", "model.vae.path"], "a random text encoder needs none"
     assert frozen_digests(config, dit, Holder(1), Holder(2)) == first
