@@ -51,7 +51,7 @@ StateLocation = Literal["device", "host"]
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
-_BUCKET_CUDA = 1 << 25
+_BUCKET_CUDA = 1 << 25  # with state in host memory some five of them are pinned, 128 MiB each as fp32 and 64 as bf16
 _WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
 
 
@@ -265,8 +265,8 @@ class FlatSync:
         self._module, self._named = module, named
         self._take_parameters(parameters)
         self._memory: GradientMemory | None = None if callable(gradients) else gradients
-        # by what was given, so that there is nothing to agree on with workers that name places
         self._host_cores, self._threads = host_cores, 1
+        # by what was given, so that there is nothing to agree on with workers that name places
         self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
         make = gradients if callable(gradients) else gradients_in(gradients, sum_elements, host_cores=host_cores)
         self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
