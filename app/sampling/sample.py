@@ -8,6 +8,9 @@ The functions it calls make the samples of a running or finished training, too: 
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -155,10 +158,18 @@ def _writable(out: Path) -> None:
 def default_out(checkpoint: Path, prompts: Sequence[str] = ()) -> Path:
     """RUN/samples/step-N.mp4 for a checkpoint of a run, samples/NAME.mp4 here for any other.
 
-    Clips of given prompts are step-N-prompts.mp4: they replace none of the config's prompts.
+    Given prompts add words of theirs to the name, and a digest: their clips replace those of no other prompts, and the
+    same command finds what it has begun.
     """
     folder = checkpoint if is_folder(checkpoint) else checkpoint_folder(checkpoint)
-    name = f"{folder.name}-prompts.mp4" if prompts else f"{folder.name}.mp4"
+    name = "-".join((folder.name, *_words_and_digest(prompts))) + ".mp4"
     if folder.parent.name == "checkpoints":
         return folder.parent.parent / "samples" / name
     return Path("samples") / name
+
+
+def _words_and_digest(prompts: Sequence[str]) -> list[str]:
+    if not prompts:
+        return []
+    digest = hashlib.sha256(json.dumps(list(prompts)).encode()).hexdigest()[:6]
+    return [*re.findall(r"\w{1,20}", prompts[0].lower())[:5], digest]

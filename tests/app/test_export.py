@@ -229,7 +229,7 @@ def test_an_exported_folder_can_be_sampled(rank: int, tmp_path: Path) -> None:
     settings = replace(settings, sampler=replace(settings.sampler, steps=2))
     clip, same = (clips_of(saved, ["a red disc"], settings)[0] for saved in (first, second))
     assert abs(clip.astype(int) - same.astype(int)).max() <= 1
-    assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-prompts.mp4")
+    assert default_out(tmp_path / "out", ["a"]) == Path("samples/out-a-0eb5b8.mp4")
 
 
 @pytest.mark.parametrize("rank", [0, 2])

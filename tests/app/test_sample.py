@@ -131,7 +131,17 @@ def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts:
     assert default_out(tmp_path) == own[0]
     assert not set(own) & set(typed)
     assert json.loads((tmp_path / "samples" / "step-3.json").read_text()) == ["a disc"]
-    assert json.loads((tmp_path / "samples" / "step-3-prompts.json").read_text()) == prompts
+    assert json.loads(default_out(tmp_path, prompts).with_suffix(".json").read_text()) == prompts
+
+
+def test_clips_of_typed_prompts_replace_none_of_other_prompts(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_run())
+    typed = [["A red Circle!"], ["a red circle"], ["a red circle", "b"], ["红色的圆"], ["?"], ["01"], ["w" * 500 + "/../x"]]
+    names = [default_out(tmp_path, prompts).name for prompts in typed]
+    assert names[0].startswith("step-3-a-red-circle-") and names[3].startswith("step-3-红色的圆-")
+    assert len(set(names)) == len(typed)
+    assert names == [default_out(tmp_path, prompts).name for prompts in typed]
+    assert all(len(name.encode()) < 250 and "/" not in name for name in names)
 
 
 def test_seed_of_a_prompt_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
