@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 T = TypeVar("T")
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<
 
 
 class ConfigError(ValueError):
@@ -69,13 +70,19 @@ def parse(text: str, name: str = "") -> Node:
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(f"{name or 'the value'}{line} is not valid YAML: {problem}.") from None
+    except RecursionError:
+        raise ConfigError(f"{name or 'the value'} holds itself by an alias, or is nested too deeply.") from None
 
 
 def _convert(node: yaml.Node, name: str) -> Node:
     where = f"{name}:{node.start_mark.line + 1}" if name else ""
     if isinstance(node, yaml.MappingNode):
         result: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
         for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merged = {**_merged(value_node, name), **merged}
+                continue
             key = str(key_node.value)
             if key in result:
                 raise ConfigError(
@@ -83,10 +90,21 @@ def _convert(node: yaml.Node, name: str) -> Node:
                 )
             value = _convert(value_node, name)
             result[key] = Node(value.value, f"{name}:{key_node.start_mark.line + 1}" if name else "")
-        return Node(result, where)
+        return Node({**merged, **result}, where)
     if isinstance(node, yaml.SequenceNode):
         return Node([_convert(child, name) for child in node.value], where)
     return Node(_scalar(node), where)
+
+
+def _merged(node: yaml.Node, name: str) -> dict[str, Node]:
+    """What `<<: *a` or `<<: [*a, *b]` adds to a mapping: of a key in both, the value of the first."""
+    result: dict[str, Node] = {}
+    for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+        added = _convert(one, name).value
+        if not isinstance(added, dict):
+            raise ConfigError(f"<< takes a mapping, or a list of them ({name}:{one.start_mark.line + 1}).")
+        result = {**added, **result}
+    return result
 
 
 def _scalar(node: yaml.Node) -> object:

@@ -89,7 +89,19 @@ def test_an_override_reaches_into_a_list(tmp_path: Path) -> None:
     assert [source.path for source in config.data.sources] == ["a", "c"]
 
 
+def test_merge_keys_share_settings_and_own_ones_count_more(tmp_path: Path) -> None:
+    config = load(
+        tmp_path,
+        "data: {sources: [&first {path: a, caption: json}, &second {path: b, media: media, caption: txt}, "
+        "{<<: [*first, *second], path: c}]}",
+    )
+    read = [(source.path, source.caption, source.media) for source in config.data.sources]
+    assert read == [("a", "json", ""), ("b", "txt", "media"), ("c", "json", "media")]
+
+
 MISTAKES = {
+    "train: {<<: 3}": "<< takes a mapping, or a list of them (run.yaml:4)",
+    "train: &a {steps: *a}": "holds itself by an alias",
     "train: {stpes: 3}": "unknown key train.stpes (run.yaml:4); did you mean train.steps?",
     "trian: {steps: 3}": "unknown key trian (run.yaml:4); did you mean train?",
     "train: {max_train_steps: 3}": "did you mean train.steps?",
