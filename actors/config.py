@@ -33,9 +33,9 @@ _SHARED_GRADIENT_BYTES = 64 << 20  # a smaller one has room on every worker, and
 class WorkersConfig:
     """The elastic pool: one worker per GPU (or per CPU slot)."""
 
-    min: int = 1
-    max: int = 4
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    min: int = 1  # with fewer the run waits
+    max: int = 4  # as many as there is room for, up to this
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: the GPUs of the cluster, where PyTorch can use them
     # fill: a node gets workers as long as it has room, then the next, so that bags stay inside nodes; spread: Ray deals
     # them over the nodes.
     placement: Literal["fill", "spread"] = "fill"
@@ -52,7 +52,7 @@ class WorkersConfig:
     # Below `min` for longer than this: checkpoint and stop with exit code 75. It does not run while workers load that
     # would make enough.
     wait_s: float = 300.0
-    heartbeat_s: float = 0.5
+    heartbeat_s: float = 0.5  # seconds between a worker's signs of life
     # A worker that loads its modules for longer hangs, and is given up. 0: ten minutes, the time in which it reads the
     # weights at 25 MB/s, and that in which all workers read them from a storage of 1 GB/s together.
     start_s: float = 0.0
@@ -64,7 +64,7 @@ class WorkersConfig:
     # less than `collective_timeout_s`, and `first_step_s` more where a worker runs a shape for the first time: it may
     # compile or tune kernels for minutes.
     collective_timeout_s: float = 120.0
-    patience_factor: float = 5.0
+    patience_factor: float = 5.0  # see collective_timeout_s
     state_timeout_s: float = 1800.0  # to fetch a worker's part of the state from keepers that live, before a first step
     # In a generation that has not finished a step, a worker that is still busy when the others gave up is left alone
     # for so long: its first steps may compile or tune kernels for minutes, and a new worker would begin that anew.
@@ -106,6 +106,8 @@ class WorkersConfig:
 class PlannerConfig:
     """What decides degrees, workers and order of the cascades."""
 
+    # cascade: searches for the plan of least time. The others are published methods to compare it with, or rules: see
+    # actors/plan/strategies/
     strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
     lookahead: int = 1  # steps whose encode cascades may fill gaps of this one
@@ -154,12 +156,12 @@ class SnapshotConfig:
     """State of committed steps in host memory: of the nodes of its workers, and copies on others. Without (`enabled`
     false) the state after a loss is that of the last checkpoint."""
 
-    enabled: bool = True
+    enabled: bool = True  # a snapshot outlives workers and nodes
     # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
     # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`: every step
     # where a snapshot costs less than that.
     every: int | Literal["auto"] = "auto"
-    copies: int = 1
+    copies: int = 1  # on other nodes; a loss of more nodes at once goes back to the last checkpoint
     patience_s: float = 600.0  # how long a keeper that lives and does not answer is waited for before it counts as lost
 
     def __post_init__(self) -> None:
@@ -180,7 +182,7 @@ class CheckpointConfig:
     """State on durable storage."""
 
     every: int = 100  # checkpointing_steps; 0: only at the end
-    keep_last: int = 3
+    keep_last: int = 3  # older ones are deleted
     keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
 
     def __post_init__(self) -> None:
@@ -219,11 +221,12 @@ class TrainMemoryConfig:
 class TrainConfig:
     """What is optimized, for how long."""
 
-    steps: int = 1000
-    seed: int = 0
+    steps: int = 1000  # of the whole run, also after a resume
+    seed: int = 0  # of weights, noise and the order of the data
+    # flat: Heddle's own sharded optimizer; deepspeed: DeepSpeed's ZeRO-1
     sync: Literal["flat", "deepspeed"] = "flat"
-    parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    autocast: Literal["none", "bfloat16"] = "none"
+    parameter_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that compute; masters are float32
+    autocast: Literal["none", "bfloat16"] = "none"  # bfloat16: matrix products of float32 weights in it
     # Whether a GPU may multiply what is left in fp32 (a VAE, an image encoder; all of a run in float32) with 10 bits
     # after the point, which is up to eight times as fast. auto: where the run computes in bfloat16. The time embedding
     # and what modulates the blocks never do.
@@ -233,7 +236,7 @@ class TrainConfig:
     sum_ctas: int = 0
     # The same of the exchanges of a bag, which run beside its attention: of heads, and of encode results.
     bag_ctas: int = 0
-    loss_weight: Literal["sample", "token"] = "sample"
+    loss_weight: Literal["sample", "token"] = "sample"  # what counts alike in a step's loss: clips, or their tokens
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)

@@ -185,7 +185,7 @@ class SegmentConfig:
     buckets: BucketsConfig | None = None
     batch: BatchConfig | None = None
     weights: tuple[float, ...] = ()  # one per source; 0 switches a source off
-    items_per_step: int = 0
+    items_per_step: int = 0  # 0: as the run
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -199,7 +199,7 @@ class CacheConfig:
 
     path: str = ""  # folder; empty: no cache
     latents: bool = True  # needs data.start_frame: fixed, otherwise every epoch asks for other latents
-    text: bool = True
+    text: bool = True  # embeddings of captions
     min_free_gib: float = 1.0  # stop writing below this much free space
 
     def __post_init__(self) -> None:
@@ -215,13 +215,13 @@ class LimitsConfig:
     """What a file may ask for before it is refused as a bomb or as broken."""
 
     max_pixels: int = 4096 * 4096  # of one frame, checked in the header and again by the decoder
-    max_frames: int = 100_000
-    max_member_bytes: int = 8 << 30
+    max_frames: int = 100_000  # of one video
+    max_member_bytes: int = 8 << 30  # of one file of a tar
     max_caption_bytes: int = 1 << 20
-    max_json_bytes: int = 16 << 20
-    max_moov_bytes: int = 64 << 20
-    max_bad_fraction: float = 0.01  # of samples, after the first `bad_after`
-    bad_after: int = 200
+    max_json_bytes: int = 16 << 20  # of the JSON beside one clip
+    max_moov_bytes: int = 64 << 20  # of the header of one MP4
+    max_bad_fraction: float = 0.01  # of samples, after the first `bad_after`; more end the run
+    bad_after: int = 200  # samples
     max_bad_shards: int = 0  # unreadable or cut shards
     retries: int = 4  # storage errors, each with a fresh handle, then the run stops
 
@@ -295,7 +295,7 @@ class DataConfig:
     max_wait: int = 0  # draws a sample may wait for its bucket to fill; 0: 10 * largest batch * number of buckets
     mixture: Literal["samples", "tokens"] = "samples"  # what the weights of the sources are shares of
     fps: float = 0.0  # clips are resampled to this frame rate by time stamps; 0 keeps their own
-    start_frame: Literal["random", "fixed"] = "random"
+    start_frame: Literal["random", "fixed"] = "random"  # which part of a longer clip is trained; fixed: the same always
     caption_dropout: float = 0.1  # training_cfg_rate: share of samples trained without their caption
     min_coverage: float = 0.0  # `heddle plan --from-data` fails below this share of indexed samples
     segments: tuple[SegmentConfig, ...] = ()  # a curriculum; empty: one stage

@@ -43,8 +43,8 @@ class TokenShift:
     """
 
     law: Literal["line", "root"] = "line"
-    base_tokens: int = 256
-    max_tokens: int = 4096
+    base_tokens: int = 256  # where the line has exp(base), and the root 1
+    max_tokens: int = 4096  # where the line has exp(max), like max only for it
     base: float = 0.5
     max: float = 1.15
 
@@ -74,10 +74,11 @@ class TokenShift:
 class FlowConfig:
     """Flow matching: x_sigma = (1 - sigma) x + sigma noise, target noise - x."""
 
+    # how noise levels are drawn, before the shift (Esser et al. 2024, section 3.1)
     weighting_scheme: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
-    logit_mean: float = 0.0
+    logit_mean: float = 0.0  # logit_normal only, as the next: above 0 for more noise
     logit_std: float = 1.0
-    mode_scale: float = 1.29
+    mode_scale: float = 1.29  # mode only
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
     token_shift: TokenShift | None = None  # instead of flow_shift: one that grows with the tokens of a clip
     # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
@@ -175,13 +176,13 @@ class PictureNoise:
 class OptimizerConfig:
     """AdamW with warm-up and decay, global clipping and an EMA of the weights."""
 
-    learning_rate: float = 1e-4
+    learning_rate: float = 1e-4  # after the warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8
-    weight_decay: float = 0.01
+    weight_decay: float = 0.01  # decoupled, of all trained weights
     max_grad_norm: float = 1.0  # 0 switches clipping off
-    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"
-    lr_warmup_steps: int = 0
+    lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"  # how the rate falls
+    lr_warmup_steps: int = 0  # over which it rises from 0, in a line
     # the decay takes this number of steps at the end of the run, with a constant rate before them; 0: all steps after
     # the warm-up
     lr_decay_steps: int = 0

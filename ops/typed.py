@@ -342,7 +342,7 @@ def _union(kind: object, node: Node, names: Names, path: str) -> object:
     rest = [member for member in members if member is not type(None)]
     if len(rest) == 1:
         return _value(rest[0], node, names, path)
-    if len(classes := _members(kind)) == len(rest):
+    if len(classes := dataclasses_in(kind)) == len(rest):
         return _tagged(classes, node, names, path)
     if isinstance(node.value, dict) and len(classes) == 1:
         return build(classes[0], node, names, path)
@@ -432,12 +432,12 @@ def dotted_names(cls: type, path: str = "") -> list[str]:
     for f in dataclasses.fields(cls):
         full = f"{path}.{f.name}" if path else f.name
         names.append(full)
-        for member in _members(hints[f.name]):
+        for member in dataclasses_in(hints[f.name]):
             names += [name for name in dotted_names(member, full) if name not in names]
     return names
 
 
-def _members(kind: object) -> list[type[DataclassInstance]]:
+def dataclasses_in(kind: object) -> list[type[DataclassInstance]]:
     """The dataclasses that a setting may be: itself, or the members of a union."""
     kinds = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
     return [kind for kind in kinds if isinstance(kind, type) and dataclasses.is_dataclass(kind)]

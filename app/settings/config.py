@@ -49,7 +49,10 @@ MaybePath = TypeVar("MaybePath", str, str | None)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """Every setting of a run, resolved. Made here, read by the controller, the data layer and the commands."""
+    """Every setting of a run, resolved.
+
+    Made here, read by the controller, the data layer and the commands.
+    """
 
     run: RunSection
     model: ModelConfig = field(default_factory=ModelConfig)

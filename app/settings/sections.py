@@ -64,7 +64,6 @@ class SampleConfig:
     # 0.025
     decode_timestep: float = 0.0
     decode_noise_scale: float | None = None
-    # Of weights that know a noise level for each latent frame: long clips window by window, frames block by block
     forcing: ForcingSchedule | None = None
     # Of prompts with more tokens than model.text.max_length: cut what is beyond, with a note, or end before the start
     long_prompts: LongPrompts = "cut"

@@ -25,14 +25,14 @@ DTYPE_BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 class VAEConfig:
     """The frozen video autoencoder: `haar` needs no weights, `diffusers` loads a local folder."""
 
-    kind: Literal["haar", "diffusers"] = "haar"
+    kind: Literal["haar", "diffusers"] = "haar"  # haar: fixed wavelets, for trials without weights
     path: str | None = None  # a Diffusers folder (the pipeline's, or its vae/)
     temporal: int = 4  # haar only: stride over time
     spatial: int = 8  # haar only: stride over height and width
     channels: int = 48  # haar only: strongest channels kept, at most 3 * temporal * spatial^2
     tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
-    tile_sample_stride: tuple[int, int] = (192, 192)
-    tiling: bool = False
+    tile_sample_stride: tuple[int, int] = (192, 192)  # from one tile to the next
+    tiling: bool = False  # encode and decode in tiles, which take less memory and which workers share
     # What it computes in; latents always come in fp32. auto: bfloat16 on a GPU, float32 on a CPU. In 16 bits latents
     # are those of float32 but for rounding (docs/results.md says by how much), in half the memory.
     dtype: VAEDtype = "auto"
@@ -96,7 +96,7 @@ class TextConfig:
     Without a path: small random ones over bytes, from `seed`.
     """
 
-    kind: TextKind = "t5"
+    kind: TextKind = "t5"  # t5: T5 or UMT5; else the encoders of that family
     path: str | None = (
         None  # folder that holds text_encoder/ and tokenizer/ (two encoders: and those with _2); t5: or both
     )
@@ -123,7 +123,7 @@ class TextConfig:
     picture_tokens: int = 16  # the random LLaVA or SigLIP only: patches of a picture, a square number
     picture_dim: int = 32  # the random SigLIP only
     picture_every: int = 0  # n: every n-th of their rows is text; follows model.dit.first_frame
-    seed: int = 0
+    seed: int = 0  # of the random encoder
 
     def __post_init__(self) -> None:
         check_numbers(

@@ -136,7 +136,15 @@ def test_clips_of_typed_prompts_replace_none_of_the_run(tmp_path: Path, prompts:
 
 def test_clips_of_typed_prompts_replace_none_of_other_prompts(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_run())
-    typed = [["A red Circle!"], ["a red circle"], ["a red circle", "b"], ["红色的圆"], ["?"], ["01"], ["w" * 500 + "/../x"]]
+    typed = [
+        ["A red Circle!"],
+        ["a red circle"],
+        ["a red circle", "b"],
+        ["红色的圆"],
+        ["?"],
+        ["01"],
+        ["w" * 500 + "/../x"],
+    ]
     names = [default_out(tmp_path, prompts).name for prompts in typed]
     assert names[0].startswith("step-3-a-red-circle-") and names[3].startswith("step-3-红色的圆-")
     assert len(set(names)) == len(typed)

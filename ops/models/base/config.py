@@ -26,9 +26,9 @@ class DiTConfig:
     A base: a model is described by the subclass of its family, whose default of `architecture` is the family's name.
     """
 
-    architecture: str
+    architecture: str  # the family
     path: str | None = None  # a Diffusers folder (the pipeline's, or its transformer/)
-    num_layers: int = 4
+    num_layers: int = 4  # this and the sizes below are read from the folder of `path`, where one is given
     num_heads: int = 4
     head_dim: int = 32
     ffn_dim: int = 512
@@ -39,7 +39,7 @@ class DiTConfig:
     patch: tuple[int, int, int] = (1, 2, 2)
     eps: float = 1e-6
     rope_theta: float = 10000.0
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # blocks are computed again in the backward, for less memory
     # auto: the fastest that serves device and shape; a name: that one or an error; a .json file of python -m
     # app.bench.gpu: auto by what was measured on the workers' device, and the settings of a run hold what the file says
     attention: AttentionSetting = "auto"

@@ -1,0 +1,25 @@
+"""`heddle settings`. Heavy imports come after parsing."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Annotated
+
+import typer
+
+
+def settings(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(help="A section (train.flow) or a setting (flow_shift); default: all.", show_default=False),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As tables of Markdown.")] = False,
+) -> None:
+    """What a run file can say: every setting with its default, what it takes and what it does."""
+    from app.settings.config import RunConfig
+    from app.settings.reference import as_markdown, as_text, chosen, reference
+
+    sections = reference(RunConfig)
+    found = [one for name in names for one in chosen(sections, name)] if names else sections
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120)
+    typer.echo(as_markdown(found) if markdown else as_text(found, width))
