@@ -203,7 +203,7 @@ class RayPool(Pool):
 def worker_environment(torch_threads: int, given: Mapping[str, str]) -> dict[str, str]:
     """What a worker's process is started with; the allocator as the user has set it, if so."""
     allocator = {} if any(name in given for name in _ALLOCATOR_NAMES) else _ALLOCATOR
-    return {**allocator, "OMP_NUM_THREADS": str(torch_threads)}
+    return {**allocator, "OMP_NUM_THREADS": str(torch_threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 
 
 def uses_gpu(workers: WorkersConfig) -> bool:

@@ -81,6 +81,9 @@ def sample(
     causal_block_size: Annotated[
         int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")
     ] = None,
+    no_forcing: Annotated[
+        bool, typer.Option("--no-forcing", help="All frames at once and one noise level, whatever sample.forcing says.")
+    ] = False,
     negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of the noise; default: sample.seed.")] = None,
     fps: Annotated[
@@ -132,6 +135,9 @@ def sample(
         "ar_step": ar_step,
         "causal_block_size": causal_block_size,
     }
+    forced = {name: value for name, value in forcing.items() if value is not None}
+    if forced and no_forcing:
+        raise typer.BadParameter(f"give --no-forcing or --{next(iter(forced)).replace('_', '-')}, one of the two.")
     texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
     out = out or default_out(checkpoint, texts)
     run(
@@ -152,7 +158,8 @@ def sample(
             negative_prompt=negative_prompt,
             decode_timestep=decode_timestep,
             decode_noise_scale=decode_noise_scale,
-            forcing={name: value for name, value in forcing.items() if value is not None},
+            forcing=forced,
+            no_forcing=no_forcing,
         ),
         images=images or [],
         last_images=last_images or [],

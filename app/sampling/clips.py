@@ -56,6 +56,7 @@ class ClipChanges:
     decode_timestep: float | None = None
     decode_noise_scale: float | None = None  # unset: as large as a given decode_timestep
     forcing: Mapping[str, float] = field(default_factory=dict)  # settings of `ForcingSchedule`, by their names
+    no_forcing: bool = False  # all frames at once, whatever sample.forcing says
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +116,7 @@ class ClipSettings:
         spaced = changes.timesteps is None and (changes.steps is not None or shift is not None)
         times = () if spaced else changes.timesteps
         steps = len(changes.timesteps) if changes.timesteps else changes.steps
-        forcing = self.sampler.forcing
+        forcing = None if changes.no_forcing else self.sampler.forcing
         if changes.forcing:
             forcing = replace(forcing or ForcingSchedule(), **changes.forcing)  # type: ignore[arg-type]  # by their names
         sampler = replace(

@@ -17,7 +17,9 @@ def debug_wanted() -> bool:
 
 
 def set_up_logging(debug: bool) -> None:
-    """Warnings of everybody, and what our own packages have to say."""
+    """Warnings of everybody, and what our own packages have to say; bars of weights that load on terminals alone."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     for package in PACKAGES:
         logging.getLogger(package).setLevel(logging.DEBUG if debug else logging.INFO)

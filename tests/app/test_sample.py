@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
+from typer.testing import CliRunner
 
 from actors.config import TrainConfig
 from actors.state import checkpoint_files as checkpoint
+from app.cli import app
 from app.drawing.text import font_of, lines_of
 from app.drawing.video import contact_sheet, write_mp4
 from app.sampling import model as sampled
@@ -29,6 +31,7 @@ from app.settings.prompts import prompt_notes, read_prompts
 from app.settings.rules import check_frame_rate
 from app.settings.sections import RunSection, SampleConfig
 from data.config import DataConfig
+from ops.config import ForcingSchedule
 from ops.flow.sampling import SampleRequest, sample_latents
 from ops.geometry import Geometry
 from ops.models.base.config import DiTConfig
@@ -300,6 +303,17 @@ def test_guidance_moves_away_from_the_negative_prompt_of_the_run_where_none_is_g
     assert settings.negative_prompt == settings.changed(ClipChanges()).negative_prompt == "blurred"
     assert settings.changed(ClipChanges(negative_prompt="")).negative_prompt == ""
     assert ClipSettings.of(config).negative_prompt == ""
+
+
+def test_forcing_is_changed_or_left_out_by_options() -> None:
+    config = tiny_run()
+    config = replace(config, sample=replace(config.sample, forcing=ForcingSchedule(ar_step=5)))
+    settings = ClipSettings.of(config)
+    changed = settings.changed(ClipChanges(forcing={"causal_block_size": 2})).sampler.forcing
+    assert changed == ForcingSchedule(ar_step=5, causal_block_size=2)
+    assert settings.changed(ClipChanges(no_forcing=True)).sampler.forcing is None
+    both = CliRunner().invoke(app, ["sample", "--checkpoint", "x", "--no-forcing", "--ar-step", "5"])
+    assert both.exit_code == 2 and "--ar-step, one of the two" in both.output
 
 
 def test_the_command_and_the_start_of_a_run_refuse_what_is_too_long(tmp_path: Path) -> None:

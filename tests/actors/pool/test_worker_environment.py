@@ -7,6 +7,7 @@ from actors.pool.workers import worker_environment
 
 def test_a_worker_has_the_threads_of_its_config() -> None:
     assert worker_environment(2, {})["OMP_NUM_THREADS"] == "2"
+    assert worker_environment(2, {})["HF_HUB_DISABLE_PROGRESS_BARS"] == "1", "its log is no terminal"
 
 
 def test_the_allocator_is_as_the_user_has_set_it() -> None:
