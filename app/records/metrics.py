@@ -24,9 +24,10 @@ from statistics import median
 from types import TracebackType
 from typing import IO, TypeGuard
 
-from actors.records.events import HeldOutMeasured, SamplesMade
+from actors.records.events import HeldOutMeasured, RunEvent, SamplesMade
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
+from app.records.alerts import ALERTS
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
 from app.records.tails import backwards, cut_torn_line, number_in
 from app.records.trackers import SampleFiles, Trackers
@@ -164,6 +165,11 @@ class Metrics:
             log.warning("trackers get no samples of step %d: %s", made.step, error)
             return
         self._trackers.show(made.step, made.time, files)
+
+    def event(self, event: RunEvent) -> None:
+        """Something happened; trackers that call somebody do so where somebody should look."""
+        if isinstance(event, ALERTS):
+            self._trackers.alert(event)
 
     def close(self) -> None:
         self._workers.close()

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ray.util.metrics import Gauge
     from torch.utils.tensorboard import SummaryWriter
 
+    from actors.records.events import RunEvent
+
 log = logging.getLogger(__name__)
 
 WANDB_ID = "wandb.id"  # in the run's folder: a resumed run continues its own page
@@ -34,6 +36,9 @@ _PARAMETER_LENGTH = 6000
 # TensorBoard shows a thousand points per curve: more of them than of 8 workers come in every tenth step.
 _WORKERS, _CURVES_OF_WORKERS, _SELDOM = "workers/", 40, 10
 _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
+_ALERTS_S = 900  # W&B repeats an alert of one title no sooner
+_TITLE_LENGTH = 63  # W&B's limit
+EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
 
 
@@ -61,6 +66,9 @@ class Tracker(Protocol):
         """`time` is in unix seconds."""
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None: ...
+
+    def alert(self, event: RunEvent) -> None:
+        """Somebody should look at this (`app.records.alerts`)."""
 
     def forget(self, step: int) -> None:
         """This step and later ones are computed again."""
@@ -112,6 +120,9 @@ class TensorBoardTracker:
             pixels = np.asarray(sheet.convert("RGB"))
         self._writer.add_image("samples", pixels, step, walltime=time, dataformats="HWC")
 
+    def alert(self, event: RunEvent) -> None:
+        """TensorBoard calls nobody."""
+
     def forget(self, step: int) -> None:
         self._writer.close()
         self._writer = self._open(step)
@@ -159,6 +170,11 @@ class WandbTracker:
             for index, (file, prompt) in enumerate(zip(samples.clips, samples.prompts, strict=True))
         }
         self._run.log({"step": step, "samples/sheet": wandb.Image(str(samples.sheet)), **clips})
+
+    def alert(self, event: RunEvent) -> None:
+        """W&B writes an e-mail, or to Slack, as its user has set."""
+        title = f"{event.event}: {self._run.name}"[:_TITLE_LENGTH]
+        self._run.alert(title=title, text=event.describe(), wait_duration=_ALERTS_S)
 
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
@@ -215,6 +231,9 @@ class MlflowTracker:
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         for file in (*samples.clips, samples.sheet, samples.sheet.with_suffix(".json")):
             self._client.log_artifact(self._run, str(file), "samples")
+
+    def alert(self, event: RunEvent) -> None:
+        """MLflow calls nobody."""
 
     def forget(self, step: int) -> None:
         """This tracker has no way to forget a step."""
@@ -274,6 +293,13 @@ class RayTracker:
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         """Gauges are numbers."""
 
+    def alert(self, event: RunEvent) -> None:
+        """When it happened, in unix seconds: docker/prometheus/heddle.rules.yaml makes alerts of it."""
+        import ray
+
+        if ray.is_initialized():
+            self._set(EVENT_TIME, event.event, event.time)
+
     def forget(self, step: int) -> None:
         """Gauges show the present alone."""
         self._latest = step - 1
@@ -312,6 +338,9 @@ class Trackers:
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         self._all(lambda tracker: tracker.show(step, time, samples))
+
+    def alert(self, event: RunEvent) -> None:
+        self._all(lambda tracker: tracker.alert(event))
 
     def forget(self, step: int) -> None:
         self._all(lambda tracker: tracker.forget(step))

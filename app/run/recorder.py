@@ -108,6 +108,7 @@ class Recorder:
         if isinstance(event, RunFinished):
             self._save_settings()  # a resume that had nothing left to do
         self._write_event(event)
+        self._metrics.event(event)
         if isinstance(event, HeldOutMeasured):
             self._metrics.held_out(event)
         elif isinstance(event, SamplesMade):

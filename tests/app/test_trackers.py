@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.records.events import HeldOutMeasured, SamplesMade
+from actors.records.events import CheckpointFailed, HeldOutMeasured, RunEvent, SamplesMade, WorkerReady
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
-from app.records.trackers import TRACKERS, SampleFiles, Trackers, gauge_of
+from app.records.trackers import EVENT_TIME, TRACKERS, SampleFiles, Trackers, gauge_of
 from app.run.recorder import Recorder
 from app.sampling.clips import write_clips
 from app.settings.config import RunConfig
@@ -52,6 +52,11 @@ class Spy:
         if self.fails_at == "show":
             raise RuntimeError("413")
         self.said.append((step, samples.prompts, [file.name for file in samples.clips], samples.sheet.name))
+
+    def alert(self, event: RunEvent) -> None:
+        if self.fails_at == "alert":
+            raise RuntimeError("429")
+        self.said.append(("alert", event.event))
 
     def forget(self, step: int) -> None:
         self.said.append(("forget", step))
@@ -113,7 +118,14 @@ def test_tensorboard_shows_the_sheet(tmp_path: Path) -> None:
         assert shown.step == 4 and np.array_equal(np.asarray(one), np.asarray(other.convert("RGB")))
 
 
-@pytest.mark.parametrize("where", ["open", "log", "show"])
+def test_a_tracker_hears_of_events_at_which_somebody_should_look(spy: type[Spy], tmp_path: Path) -> None:
+    with Recorder(tmp_path, config=RunConfig.from_yaml(f"{RUN}track: [wandb]\n")) as recorder:
+        recorder.on_event(WorkerReady(worker="w0", node="n", pid=1, host="a"))
+        recorder.on_event(CheckpointFailed(step=4, why="no space left on device"))
+    assert [said for said in spy.made[0].said if said[0] == "alert"] == [("alert", "checkpoint_failed")]
+
+
+@pytest.mark.parametrize("where", ["open", "log", "show", "alert"])
 def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     where: str, spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,6 +134,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
         for step in range(3):
             metrics.step(line(step))
         metrics.samples(made_samples(tmp_path))
+        metrics.event(CheckpointFailed(step=2, why=""))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert list((tmp_path / "events").iterdir()), "the other tracker got nothing"
     assert [record.message for record in caplog.records if "wandb gets no more of this run" in record.message]
@@ -176,12 +189,14 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
             trackers.log(step, 1.7e9 + step, [("train/loss", 1.0 / (step + 1))])
         if start:
             trackers.show(4, 1.7e9, SampleFiles.of(folder, made_samples(folder).samples))
+            trackers.alert(CheckpointFailed(step=3, why="no space left on device"))
         trackers.close()
     runs = list((folder / "wandb").glob("offline-run-*"))
     assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
     stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
     assert b"train/loss" in stored and b"report.html" in stored
     assert b"samples/1" in stored and b"a blue square" in stored
+    assert b"checkpoint_failed: tracked" in stored and b"no space left on device" in stored
     held = {file.suffix for run in runs for file in run.glob("files/media/**/*") if file.is_file()}
     assert held == {".mp4", ".png"}
 
@@ -250,6 +265,10 @@ def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatc
     assert told["heddle_workers_tflops", "demo", "w0"] == 1.25
     assert told["heddle_workers_tflops", "demo", "w1"] == 0.0, "it has left"
     assert told["heddle_step", "demo", ""] == 1.0
+    tracker.alert(CheckpointFailed(time=1.7e9, step=3, why=""))
+    assert told[EVENT_TIME, "demo", "checkpoint_failed"] == 1.7e9
+    tracker.log(2, 0.0, scalars(line(2, loss=0.5)))
+    assert told[EVENT_TIME, "demo", "checkpoint_failed"] == 1.7e9, "it stays until the next one"
     TRACKERS["ray"](Path("runs/Übung 日"), {}).log(0, 0.0, scalars(line(0, loss=0.5)))
     assert told["heddle_train_loss", "_bung _", ""] == 0.5, "Ray's labels are ASCII"
 
@@ -299,6 +318,8 @@ def test_the_port_of_a_node_serves_every_gauge_that_the_dashboard_asks_for() -> 
         mfu = "ray_heddle_workers_mfu"
         assert served({"w0": 0.5}, lambda found: (found.get((mfu, "w0")), found.get((mfu, "w1"))) == (0.5, 0.0))
         assert served({"w0": 0.5}, lambda found: found.get(("ray_heddle_step", "")) == 9)
+        tracker.alert(CheckpointFailed(time=1.7e9, step=3, why=""))
+        assert served({"w0": 0.5}, lambda found: found.get((f"ray_{EVENT_TIME}", "checkpoint_failed")) == 1.7e9)
 
 
 def gauges_of(text: str, run: str) -> dict[tuple[str, str], float]:

@@ -1,0 +1,45 @@
+"""Events of a run at which somebody should look: W&B's alerts, and Prometheus's by docker/prometheus/heddle.rules.yaml.
+
+A run goes on by itself after most of them; what they have in common is that a person can help, or has lost something.
+"""
+
+from __future__ import annotations
+
+from actors.records.events import (
+    CheckpointDamaged,
+    CheckpointFailed,
+    ClusterRefused,
+    DecodingAwaited,
+    HeldOutFailed,
+    KeepersSilent,
+    LinkSlow,
+    MemoryShort,
+    NodeRests,
+    RunEvent,
+    RunFailed,
+    SamplesFailed,
+    SnapshotsFailed,
+    StepSkipped,
+    StepsLost,
+    WorkersAwaited,
+    WorkersLeftOut,
+)
+
+ALERTS: tuple[type[RunEvent], ...] = (
+    RunFailed,
+    WorkersAwaited,
+    WorkersLeftOut,
+    NodeRests,
+    LinkSlow,
+    ClusterRefused,
+    DecodingAwaited,
+    StepSkipped,
+    StepsLost,
+    MemoryShort,
+    KeepersSilent,
+    SnapshotsFailed,
+    CheckpointFailed,
+    CheckpointDamaged,
+    SamplesFailed,
+    HeldOutFailed,
+)

@@ -1,0 +1,101 @@
+"""docker/prometheus/heddle.rules.yaml: alerts of gauges and events that there are, which fire when they should."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from actors.records.events import KINDS
+from app.records.alerts import ALERTS
+from app.records.metrics import TAGS
+from app.records.trackers import EVENT_TIME, gauge_of
+
+RULES = Path(__file__).parents[2] / "docker" / "prometheus" / "heddle.rules.yaml"
+RUN = '{run="demo", of=""}'
+
+
+def rules() -> dict[str, str]:
+    (group,) = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    return {rule["alert"]: rule["expr"] for rule in group["rules"]}
+
+
+def test_alerts_ask_for_gauges_and_events_that_there_are() -> None:
+    gauges = {gauge_of(tag)[0] for tag in TAGS.values()} | {"heddle_step", EVENT_TIME}
+    for name, asked in rules().items():
+        assert set(re.findall(r"ray_(heddle_\w+)", asked)) <= gauges, name
+        assert set(re.findall(r'of!?="(\w+)"', asked)) <= {kind.event for kind in ALERTS}, name
+
+
+def test_what_somebody_should_look_at_is_said_in_words() -> None:
+    assert set(ALERTS) <= set(KINDS.values()) and len(set(ALERTS)) == len(ALERTS)
+    assert all("describe" in vars(kind) for kind in ALERTS)
+
+
+def series(name: str, values: str, of: str = "") -> dict[str, str]:
+    return {"series": f'ray_{name}{{run="demo", of="{of}"}}', "values": values}
+
+
+# what Prometheus saw once a minute, when it is asked, and whether the alert fires then
+CASES = {
+    "HeddleNoStep stands": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x60")], "60m", True),
+    "HeddleNoStep goes on": ("HeddleNoStep", [series("heddle_step", "0+1x100")], "60m", False),
+    "HeddleNoStep has just begun": ("HeddleNoStep", [series("heddle_step", "_x50 0+0x10")], "60m", False),
+    "HeddleNoStep has ended": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x29 stale")], "45m", False),
+    "HeddleStepsComputedAgain": ("HeddleStepsComputedAgain", [series("heddle_step", "0+1x20 5+1x60")], "25m", True),
+    "HeddleEvent": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "30m", True),
+    "HeddleEvent is long ago": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "40m", False),
+    "HeddleEvent has its own": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "skipped")], "30m", False),
+    "HeddleStepsSkipped": ("HeddleStepsSkipped", [series(EVENT_TIME, "60 600 1200 1800+0x60", "skipped")], "30m", True),
+    "HeddleGenerationsChange": (
+        "HeddleGenerationsChange",
+        [series("heddle_elastic_generation", "0+1x8 8+0x60")],
+        "40m",
+        True,
+    ),
+    "HeddleFewerWorkers": ("HeddleFewerWorkers", [series("heddle_elastic_workers", "8+0x60 4+0x120")], "125m", True),
+    "HeddleFewerWorkers for a moment": (
+        "HeddleFewerWorkers",
+        [series("heddle_elastic_workers", "8+0x60 4+0x10 8+0x120")],
+        "125m",
+        False,
+    ),
+    "HeddleWaitsForData": (
+        "HeddleWaitsForData",
+        [series("heddle_perf_data_wait_s", "1+0x120"), series("heddle_perf_step_time_s", "5+0x120")],
+        "60m",
+        True,
+    ),
+    "HeddleSlowerThanPlanned": (
+        "HeddleSlowerThanPlanned",
+        [series("heddle_plan_predicted_s", "2+0x120"), series("heddle_perf_step_time_s", "5+0x120")],
+        "90m",
+        True,
+    ),
+}
+
+
+def test_every_alert_is_tried() -> None:
+    assert {alert for alert, *_ in CASES.values()} == set(rules())
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Prometheus")
+@pytest.mark.parametrize("case", CASES)
+def test_an_alert_fires_when_it_should(case: str, tmp_path: Path) -> None:
+    alert, seen, at, fires = CASES[case]
+    expr = "count(ALERTS" + f'{{alertname="{alert}", alertstate="firing"}})'
+    samples = [{"labels": "{}", "value": 1}] if fires else []
+    asked = {"expr": expr, "eval_time": at, "exp_samples": samples}
+    trial = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": seen, "promql_expr_test": [asked]}],
+    }
+    file = tmp_path / "trial.yaml"
+    file.write_text(yaml.safe_dump(trial))
+    done = subprocess.run(["promtool", "test", "rules", str(file)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
