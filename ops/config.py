@@ -43,8 +43,8 @@ class TokenShift:
     """
 
     law: Literal["line", "root"] = "line"
-    base_tokens: int = 256  # where the line has exp(base), and the root 1
-    max_tokens: int = 4096  # where the line has exp(max), like max only for it
+    base_tokens: int = 256  # at which the shift is exp(base) or, of a root, 1
+    max_tokens: int = 4096  # at which it is exp(max); of a line alone, as the two below
     base: float = 0.5
     max: float = 1.15
 
@@ -76,9 +76,9 @@ class FlowConfig:
 
     # how noise levels are drawn, before the shift (Esser et al. 2024, section 3.1)
     weighting_scheme: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
-    logit_mean: float = 0.0  # logit_normal only, as the next: above 0 for more noise
+    logit_mean: float = 0.0  # of logit_normal, as the next; above 0: more noise
     logit_std: float = 1.0
-    mode_scale: float = 1.29  # mode only
+    mode_scale: float = 1.29  # of mode
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
     token_shift: TokenShift | None = None  # instead of flow_shift: one that grows with the tokens of a clip
     # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's

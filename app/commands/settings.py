@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from typing import Annotated
 
@@ -14,11 +15,20 @@ def settings(
         typer.Argument(help="A section (train.flow) or a setting (flow_shift); default: all.", show_default=False),
     ] = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="As tables of Markdown.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="As the JSON schema by which editors check run files.")
+    ] = False,
 ) -> None:
     """What a run file can say: every setting with its default, what it takes and what it does."""
     from app.settings.config import RunConfig
     from app.settings.reference import as_markdown, as_text, chosen, reference
+    from app.settings.schema import json_schema
 
+    if schema:
+        if names or markdown:
+            raise typer.BadParameter("--schema is of all settings; leave the rest out.")
+        typer.echo(json.dumps(json_schema(RunConfig), indent=1, ensure_ascii=False))
+        return
     sections = reference(RunConfig)
     found = [one for name in names for one in chosen(sections, name)] if names else sections
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)

@@ -28,6 +28,7 @@ from ops.typed import ConfigError, as_plain, dataclasses_in
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+_FIRST_WORD = re.compile(r"^[a-z]+(?=[ ,])")  # no name of a setting or of a value
 _MEMBER = "N"  # in names: the place in a list, counted from 0
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
 
@@ -64,14 +65,14 @@ def _sections(kind: type[DataclassInstance], name: str, seen: dict[type, str], a
     hints = typing.get_type_hints(kind)
     fields = [(field, _below(hints[field.name])) for field in dataclasses.fields(kind) if field.init]
     plain = (_setting(kind, field, hints[field.name]) for field, below in fields if not below.sections)
-    about = _sentences(_first_paragraph(kind), about)
+    about = sentences(first_paragraph(kind), about)
     yield Section(name=name, about=about, settings=tuple(plain), like=seen.get(kind, ""))
     if kind in seen:
         return
     seen[kind] = name
     for field, below in fields:
         path = ".".join(filter(None, (name, field.name, *below.steps)))
-        note = _sentences(_comment(kind, field.name), "Unset by default." if field.default is None else "")
+        note = sentences(comment_of(kind, field.name), "Unset by default." if field.default is None else "")
         if len(below.sections) > 1:
             yield from _variants(below.sections, path, seen)
         for one in below.sections[:1] if len(below.sections) == 1 else ():
@@ -87,7 +88,7 @@ def _variants(kinds: Sequence[type[DataclassInstance]], path: str, seen: dict[ty
     base = next(one for one in kinds[0].__mro__ if all(issubclass(kind, one) for kind in kinds))
     yield replace(
         tables[0][0],
-        about=_first_paragraph(base),
+        about=first_paragraph(base),
         settings=(replace(shared[0], takes=" | ".join(choices)), *shared[1:]),
     )
     for choice, (own, *below) in zip(choices, tables, strict=True):
@@ -119,11 +120,12 @@ def _below(hint: object) -> _Below:
 
 def _setting(kind: type, field: dataclasses.Field[object], hint: object) -> ExplainedSetting:
     return ExplainedSetting(
-        name=field.name, takes=_takes(hint), default=_default(field), about=_comment(kind, field.name)
+        name=field.name, takes=_takes(hint), default=_default(field), about=comment_of(kind, field.name)
     )
 
 
-def _comment(kind: type, name: str) -> str:
+def comment_of(kind: type, name: str) -> str:
+    """The comment at a field of a dataclass, in one line; empty: there is none."""
     return next((found for one in kind.__mro__ if (found := _comments(one).get(name))), "")
 
 
@@ -157,12 +159,18 @@ def _yaml(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value) or '""'
 
 
-def _first_paragraph(kind: type) -> str:
+def first_paragraph(kind: type) -> str:
+    """What a docstring begins with, in one line."""
     return " ".join(inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0].split())
 
 
-def _sentences(*texts: str) -> str:
-    return " ".join(f"{text[0].upper()}{text[1:].rstrip('.')}." for text in texts if text)
+def sentences(*texts: str) -> str:
+    """The texts that are not empty, each with a capital and a full stop."""
+    return " ".join(f"{_FIRST_WORD.sub(_capital, text).rstrip('.')}." for text in texts if text)
+
+
+def _capital(word: re.Match[str]) -> str:
+    return word[0].capitalize()
 
 
 @cache
