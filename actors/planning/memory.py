@@ -93,8 +93,9 @@ class MemoryForecast:
     host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
     host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
     spared_bytes: int = 0  # by frozen weights in 8 bits
-    in_blocks: int = 0  # of the parameters, if the blocks can be fetched; else 0
-    largest_block: int = 0  # parameters of it
+    in_blocks: int = 0  # bytes of weights of blocks, if they can be fetched; else 0. Beside LoRA the frozen ones alone
+    largest_block: int = 0  # bytes of the largest in a buffer
+    frozen_blocks: bool = False  # what can be fetched is frozen; what is trained lies on the device
     graphs_gib: float = 0.0  # of CUDA graphs of small passes, which a GPU has where it has room for them
     has_graphs: bool = False
 
@@ -109,7 +110,7 @@ class MemoryForecast:
         shard of the state (ZeRO-1); what lies in memory of its node is in `actors.state.hosts`. `here` are on that
         node; 0: as many as on the smallest one, where a device holds the most of its node's gradient."""
         # In fp32 the own range of the parameters is the master copy, where the state lies beside it: on the device.
-        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self.fetches and self.cuda
+        is_master = self.parameter_bytes >= 4 and not self.deepspeed and not self._fetches_trained and self.cuda
         shard = self.state_bytes - (4 if is_master else 0)
         largest = max(hi - lo for lo, hi in shard_bounds(self.trained, workers))
         return StateSizes(
@@ -131,7 +132,7 @@ class MemoryForecast:
     def exchanges(self) -> bool:
         """Whether at the end of a step ranks of different nodes send each other gradients or parameters by all-to-alls
         of the communicator of all workers."""
-        return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self.places.parameters == "node")
+        return self.cuda and not self.deepspeed and (self.places.gradients != "own" or self._fetches_trained)
 
     def exchange_gib(self, workers: int) -> float:
         """GiB of a GPU that its peers of other nodes take in that communicator."""
@@ -143,10 +144,19 @@ class MemoryForecast:
         """Blocks are fetched from host memory of their node. (A CPU computes with it: its workers map all of it.)"""
         return self.cuda and self.places.parameters == "node"
 
+    @property
+    def _fetches_trained(self) -> bool:
+        return self.fetches and not self.frozen_blocks
+
     def _weight_bytes(self) -> int:
         """Bytes of the transformer's weights, on the device."""
-        if self.fetches:
-            return (self.parameters - self.in_blocks + 2 * self.largest_block) * self.parameter_bytes
+        if self._fetches_trained:
+            return self.parameters * self.parameter_bytes - self.in_blocks + 2 * self.largest_block
+        fetched = self.in_blocks - 2 * self.largest_block if self.fetches else 0
+        return self._all_weight_bytes - fetched
+
+    @property
+    def _all_weight_bytes(self) -> int:
         flat = self.trained * 4 if self.deepspeed else (self.trained + padding(self.trained)) * self.parameter_bytes
         return (self.parameters - self.trained) * self.parameter_bytes - self.spared_bytes + flat
 
@@ -171,13 +181,15 @@ class MemoryForecast:
     @property
     def host_weights_gib(self) -> float:
         """GiB of each node's host memory that hold the parameters."""
-        return self.trained * self.parameter_bytes / GIB if self.fetches else 0.0
+        if not self.fetches:
+            return 0.0
+        return (self.in_blocks if self.frozen_blocks else self.trained * self.parameter_bytes) / GIB
 
     @property
     def loaded_gib(self) -> float:
-        """GiB of a device that a worker takes before its first generation: all weights are read to the device, and a
-        gradient of its own is there, too."""
-        weights = self.parameters * self.parameter_bytes if self.fetches else self._weight_bytes()
+        """GiB of a device that a worker takes before its first generation: weights are read to the device, also trained
+        ones that go to host memory from there, and a gradient of its own is there, too."""
+        weights = self.parameters * self.parameter_bytes if self._fetches_trained else self._weight_bytes()
         own = self.places.gradients == "own" and not self.deepspeed
         gradient = self._own_gradient_bytes if own else 0
         return (weights + gradient) / GIB + self.vae_gib + self.text_gib + self.image_gib
@@ -272,13 +284,13 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
     import torch
 
     from ops.models.float8 import spared_bytes
+    from ops.models.frozen_blocks import bytes_of_blocks
     from ops.models.load import dit_skeleton
-    from ops.update.parameters import blocks_in
 
     skeleton, parameter_bytes = dit_skeleton(model.dit), getattr(torch, train.parameter_dtype).itemsize
     weights = [(p.numel(), p.requires_grad) for p in skeleton.parameters()]
-    fetchable = blocks_in(skeleton) if model.dit.fetchable else []
-    blocks = [sum(p.numel() for p in block.parameters()) for block in fetchable]
+    frozen = model.dit.freezes_blocks
+    blocks = bytes_of_blocks(skeleton, parameter_bytes, frozen) if model.dit.fetchable else []
     trained = sum(count for count, wanted in weights if wanted)
     return MemoryForecast(
         parameters=sum(count for count, _ in weights),
@@ -292,6 +304,7 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
         vae_dtype=model.vae.dtype_on("cuda" if cuda else "cpu"),
         in_blocks=sum(blocks),
         largest_block=max(blocks, default=0),
+        frozen_blocks=frozen,
     )
 
 

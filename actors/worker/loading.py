@@ -24,7 +24,7 @@ from ops.models.config import DTYPE_BYTES, ModelConfig
 from ops.models.experts import compile_blocks, graph_blocks, parts_of, run_as_written, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.folders import component, encoder_folders, resolve
-from ops.models.load import build_dit, build_image, build_text, build_vae, first_values
+from ops.models.load import build_dit, build_image, build_text, build_vae, first_values, num_trained
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
 from ops.shards import ShardState
@@ -61,9 +61,12 @@ class Modules:
         vae: VAE | LateEncoder[VAE],
         text: TextEncoder | LateEncoder[TextEncoder],
         image: ImageEncoder | LateEncoder[ImageEncoder | None] | None = None,
+        blocks_on_host: bool = False,
     ) -> None:
-        """`config` is resolved."""
+        """`config` is resolved. `blocks_on_host`: frozen weights of the transformer's blocks lie in host memory of the
+        node."""
         self.config, self.geometry, self.dit = config, geometry, dit
+        self.blocks_on_host = blocks_on_host
         self._vae, self._text, self._image = vae, text, image
 
     @property
@@ -156,8 +159,10 @@ def peak_tflops(device: torch.device, train: TrainConfig) -> float:
     return matmul_tflops(device, torch.bfloat16 if precision == "bfloat16" else torch.float32)
 
 
-def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
+def build_modules(settings: WorkerSettings, device: torch.device, device_gib: float = 0.0) -> Modules:
     """Text encoder, VAE and DiT on the device; of encoders whose results are in a cache what it takes to make them.
+    Frozen weights of blocks lie in host memory of the node where the settings say so or, on a device of `device_gib`
+    (0: no limit), training has no room else.
 
     Raises ValueError, before weights are read, when the device cannot run the attention that the settings name, or this
     machine cannot compile what they compile.
@@ -188,10 +193,12 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
             "train.picture_noise is set, and the transformer of model.dit is not given pictures that the VAE encodes "
             "apart. Leave it out."
         )
+    on_host = hosts_blocks(model.dit, settings, device, device_gib)
     modules = Modules(
         config=model,
         geometry=geometry,
-        dit=build_dit(model.dit, settings.train.seed, dtype, device),
+        dit=build_dit(model.dit, settings.train.seed, dtype, device, on_host),
+        blocks_on_host=on_host,
         vae=LateEncoder(lambda: build_vae(model.vae, device, shared=True)),
         text=LateEncoder(lambda: build_text(model.text, device, shared=True)),
         image=LateEncoder(lambda: build_image(model.image, device, shared=True)) if model.image else None,
@@ -204,6 +211,14 @@ def build_modules(settings: WorkerSettings, device: torch.device) -> Modules:
         if module not in settings.cached:
             modules.ready(module)
     return modules
+
+
+def hosts_blocks(dit: DiTConfig, settings: WorkerSettings, device: torch.device, device_gib: float) -> bool:
+    """Whether the frozen weights of blocks of a resolved transformer lie in host memory of the node."""
+    if not dit.freezes_blocks or settings.train.memory.parameters == "replicated":
+        return False
+    possible = settings.train.places(num_trained(dit), device.type, dit.fetchable)
+    return chosen(possible, settings.least_gib, device_gib).parameters == "node"
 
 
 class LateSizes(NamedTuple):
@@ -250,8 +265,10 @@ def build_sync(
     weights = [parameter for _, parameter in trainable(dit)]
     first, *second = transformers(dit)
     assert isinstance(first.config, DiTConfig)
-    fetchable = first.config.fetchable and not second
-    possible = train.places(sum(one.numel() for one in weights), weights[0].device.type, fetchable)
+    fetchable, frozen = first.config.fetchable, first.config.freezes_blocks
+    possible = train.places(
+        sum(one.numel() for one in weights), weights[0].device.type, fetchable and (frozen or not second)
+    )
     places = chosen(possible, least_gib, device_gib)
     return FlatSync(
         dit,
@@ -259,7 +276,7 @@ def build_sync(
         train.steps,
         gradients=memory_of(train, places),
         state=places.state,
-        parameters=places.parameters,
+        parameters="replicated" if frozen else places.parameters,
         parts=parts_of(dit),
         host_cores=host_cores,
     )

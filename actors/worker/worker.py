@@ -163,7 +163,7 @@ class Worker:
             frozen=self._frozen,
             first=self._first_sums,
             gradients=self.executor.sync.gradient_memory,
-            parameters=self.executor.sync.parameter_memory,
+            parameters="node" if self.executor.modules.blocks_on_host else self.executor.sync.parameter_memory,
             host_weights_gib=self._host_weights_gib(),
             host_encoders_gib=self._late.host,
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
@@ -433,9 +433,9 @@ class Worker:
         return device_of(self.settings.workers, self._here)
 
     def _load(self) -> Executor:
-        modules = build_modules(self.settings, self.device)
         limits = [gib for gib in (self._gpu_gib(), self.settings.workers.memory_gib) if gib]
         device_gib = min(limits, default=0.0) if self.device.type == "cuda" else 0.0
+        modules = build_modules(self.settings, self.device, device_gib)
         sync = build_sync(modules.dit, self.settings.train, device_gib, self.settings.least_gib, self._host_cores)
         fit_graphs(modules.dit, self.settings, device_gib)
         return Executor(
@@ -477,9 +477,12 @@ class Worker:
     def _host_weights_gib(self) -> float:
         """GiB of its node's memory that hold parameters for its GPUs; a CPU's workers free as much when they share
         them."""
-        if self.device.type == "cpu" or self.executor.sync.parameter_memory == "replicated":
+        dit = self.executor.modules.dit
+        if self.device.type == "cpu":
             return 0.0
-        return sum(p.nbytes for _, p in trainable(self.executor.modules.dit)) / GIB
+        if self.executor.modules.blocks_on_host:
+            return sum(p.nbytes for p in dit.parameters() if p.device.type == "cpu") / GIB
+        return sum(p.nbytes for _, p in trainable(dit)) / GIB if self.executor.sync.parameter_memory == "node" else 0.0
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""

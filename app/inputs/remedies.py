@@ -98,10 +98,9 @@ def _fetched(setup: TrainedSetup) -> TrainedSetup | None:
 
 
 def _lora(setup: TrainedSetup) -> TrainedSetup | None:
-    dit, parameters = setup.model.dit, setup.train.memory.parameters
+    dit = setup.model.dit
     changed = replace(setup.model, dit=replace(dit, lora_rank=16))
-    possible = not (dit.lora_rank or dit.train_only or parameters == "node")
-    return replace(setup, model=changed) if possible else None
+    return None if dit.lora_rank or dit.train_only else replace(setup, model=changed)
 
 
 def _in_8_bits(setup: TrainedSetup) -> TrainedSetup | None:

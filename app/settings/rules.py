@@ -367,14 +367,8 @@ def check_memory(train: TrainConfig, workers: WorkersConfig, model: ModelConfig)
             f"compute all of a block again. Set attention to auto, which keeps it in long passes alone, or cuda_graphs "
             f"to false."
         )
-    if train.memory.parameters == "node" and len(model.dit.experts) > 1:
+    if train.memory.parameters == "node" and len(model.dit.experts) > 1 and not model.dit.freezes_blocks:
         raise ConfigError(
             "train.memory.parameters node holds the blocks of one transformer, and model.dit.expert is both. Set "
             "parameters to auto or replicated, or train one expert."
-        )
-    if train.memory.parameters == "node" and (model.dit.lora_rank or model.dit.train_only):
-        few = f"lora_rank {model.dit.lora_rank}" if model.dit.lora_rank else f"train_only {list(model.dit.train_only)}"
-        raise ConfigError(
-            f"train.memory.parameters node holds weights that are trained, and model.dit.{few} freezes those of the "
-            f"blocks. Set parameters to auto or replicated, or train all weights."
         )

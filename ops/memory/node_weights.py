@@ -40,10 +40,18 @@ _PATIENCE_S = 3600.0  # for a process to read all
 
 
 class ReadTensor(NamedTuple):
-    """A tensor as it was read, and the dtype that it is to have in the node's memory."""
+    """A tensor as it was read, and the dtype that it is to have in the node's memory. Where something else is made of
+    it there, `made` does it, one tensor at a time, and `shape` is what that has."""
 
     tensor: Tensor
     dtype: torch.dtype
+    shape: tuple[int, ...] | None = None
+    made: Callable[[Tensor], Tensor] | None = None
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """Its shape in the node's memory."""
+        return tuple(self.tensor.shape) if self.shape is None else self.shape
 
 
 ReadWeights = Callable[[], Mapping[str, ReadTensor]]
@@ -124,14 +132,15 @@ def _memory_with_address(key: str, read: ReadWeights) -> tuple[NodeMemory, bool]
 def _memory_of(found: Mapping[str, ReadTensor]) -> NodeMemory:
     """New memory with a table of the tensors, and the tensors after it, each copied once."""
     table: dict[str, tuple[str, tuple[int, ...], int]] = {}  # name -> dtype, shape, bytes from the end of the table
-    offsets: dict[tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype], int] = {}
+    offsets: dict[object, int] = {}
     end = 0
-    for name, (tensor, dtype) in found.items():
-        same = tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, dtype
+    for name, one in found.items():
+        tensor, dtype, shape = one.tensor, one.dtype, one.there
+        same = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, dtype, shape, one.made
         if same not in offsets:
             offsets[same] = end
-            end = _aligned(end + tensor.numel() * dtype.itemsize)
-        table[name] = str(dtype).removeprefix("torch."), tuple(tensor.shape), offsets[same]
+            end = _aligned(end + prod(shape) * dtype.itemsize)
+        table[name] = str(dtype).removeprefix("torch."), shape, offsets[same]
     text = json.dumps(table).encode()
     memory = NodeMemory.create("weights", _aligned(_LENGTH_BYTES + len(text)) + end)
     memory.buffer[: _LENGTH_BYTES + len(text)] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
@@ -139,7 +148,8 @@ def _memory_of(found: Mapping[str, ReadTensor]) -> NodeMemory:
     for name, view in _tensors_in(memory).items():
         offset = table[name][2]
         if view.numel() and offset not in copied:
-            view.copy_(found[name].tensor)
+            one = found[name]
+            view.copy_(one.tensor if one.made is None else one.made(one.tensor))
             copied.add(offset)
     return memory
 

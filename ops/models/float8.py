@@ -34,16 +34,32 @@ def in_float8(weight: Tensor, *, part_elements: int = _PART_ELEMENTS) -> tuple[T
     dtype that holds the weight exactly. A row with a number that is not finite becomes NaN, which the loss tells. Wide
     numbers are made of `part_elements` at a time."""
     small = torch.empty_like(weight, dtype=FLOAT8)
-    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
-    rows = max(1, part_elements // max(1, weight.shape[1]))
+    scales = row_scales(weight, part_elements=part_elements)
+    rows = _rows_of(weight, part_elements)
     for part, into, scale in zip(weight.split(rows), small.split(rows), scales.split(rows), strict=True):
-        exact = part.to(torch.promote_types(part.dtype, torch.float32))
-        largest = exact.abs().amax(1)
+        exact = _exactly(part)
+        into.copy_(exact / scale[:, None].to(exact.dtype))
+    return small, scales
+
+
+def row_scales(weight: Tensor, *, part_elements: int = _PART_ELEMENTS) -> Tensor:
+    """The scales of `in_float8` alone."""
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    rows = _rows_of(weight, part_elements)
+    for part, scale in zip(weight.split(rows), scales.split(rows), strict=True):
+        largest = _exactly(part).abs().amax(1)
         exponent = torch.frexp(largest / _LARGEST).exponent.clamp(min=_LEAST_EXPONENT)
         powers = ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)  # 2^exponent by its bits
         scale.copy_(torch.where(largest.isfinite(), powers, torch.nan))  # a cast makes 448 of infinity
-        into.copy_(exact / scale[:, None].to(exact.dtype))
-    return small, scales
+    return scales
+
+
+def _rows_of(weight: Tensor, part_elements: int) -> int:
+    return max(1, part_elements // max(1, weight.shape[1]))
+
+
+def _exactly(part: Tensor) -> Tensor:
+    return part.to(torch.promote_types(part.dtype, torch.float32))
 
 
 def widened(small: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,7 +48,7 @@ from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
 from ops.update.gradient_places import gradients_in
 from ops.update.node_gradients import NodeGradients
-from ops.update.node_parameters import Held, NodeParameters
+from ops.update.node_parameters import Held, NodeParameters, bytes_laid_out, laid_out
 from ops.update.node_routes import routes
 from ops.update.parameters import Received
 from ops.update.peer_sum import PeerSum
@@ -126,16 +126,14 @@ class _PretendBlocks:
         self._turn = 0
 
     def hold(self, memory: Tensor, held: Held, largest: int) -> None:
-        self._held, self.buffers = held, [torch.empty(largest, dtype=memory.dtype) for _ in range(2)]
+        self._held, self.buffers = held, [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
 
     def let_go(self) -> None:
         self.buffers = []
 
     def fetch(self, block: int) -> list[Tensor]:
         self._turn = 1 - self._turn
-        sources = self._held(block)
-        parts = self.buffers[self._turn][: sum(one.numel() for one in sources)].split([one.numel() for one in sources])
-        return [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
+        return laid_out(self._held(block), self.buffers[self._turn])
 
     def settle(self) -> None: ...
 
@@ -157,7 +155,7 @@ class _FetchedParameters(NodeParameters):
         self._let_go()
         self._group, self._bounds = group, bounds
         self._flat = torch.empty(self._layout[-1].hi, dtype=self._flat.dtype)
-        self._place.hold(self._flat, self._held, max(block.elements for block in self._blocks))
+        self._place.hold(self._flat, self._held, max(map(bytes_laid_out, map(self._values_of, self._blocks))))
         self._take_up()
 
 

@@ -23,7 +23,11 @@ if TYPE_CHECKING:
 
 
 def build_dit(
-    config: DiTConfig, seed: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    config: DiTConfig,
+    seed: int,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    blocks_on_host: bool = False,
 ) -> nn.Module:
     """The transformer: random from `seed`, or with the weights of `config.path`. By default in fp32 on the CPU.
 
@@ -32,26 +36,31 @@ def build_dit(
     names is in 8 bits whatever `dtype` is.
 
     With a `lora_rank` only the low-rank factors and DoRA's magnitudes are trainable (`requires_grad`), with
-    `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`).
+    `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`). Then, with
+    `blocks_on_host`, the frozen weights of its blocks lie once in host memory of the node (`ops.models.frozen_blocks`).
 
     Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
     for a name in `train_only` that no weight has.
     """
     import torch
 
-    from ops.models.experts import transformers
+    from ops.models.experts import parts_of, transformers
+    from ops.models.frozen_blocks import fetch_from_host, frozen_in_blocks, put_on_host
     from ops.models.lora import first_factors
     from ops.models.weights import fill
 
-    dtype = dtype or torch.float32
+    dtype, device = dtype or torch.float32, torch.device(device)
     if config.path:
         module = first_factors(dit_skeleton(config), seed)
-        for one, expert in zip(config.experts, transformers(module), strict=True):
-            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part)
+        hosted = frozen_in_blocks(module) if blocks_on_host else []
+        for one, expert, name in zip(config.experts, transformers(module), parts_of(module), strict=True):
+            elsewhere = {weight.removeprefix(name) for weight in hosted if weight.startswith(name)}
+            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part, elsewhere)
     else:
         module = _random_dit(config, seed)
+    held = put_on_host(module, config, seed, dtype, device) if blocks_on_host else None
     _begin_with_files(module, config, dtype)
-    return module.to(device, dtype)
+    return module.to(device, dtype) if held is None else fetch_from_host(module, held, dtype, device)
 
 
 def first_values(config: DiTConfig, seed: int, dtype: torch.dtype | None = None) -> Callable[[str], Tensor]:

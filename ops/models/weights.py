@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -135,23 +135,24 @@ def fill(
     device: torch.device | str = "cpu",
     surplus: Sequence[str] = (),
     part: str = "transformer",
+    elsewhere: Collection[str] = (),
 ) -> None:
     """Give `module`, built on the meta device, the weights of a Diffusers folder. All names and shapes must agree.
 
     Each tensor goes from its file straight to `dtype` and `device`: the CPU holds one of them at a time, beside what
     stays there. Those that the module has in 8 bits are rounded to them on `device`, from what is stored. LoRA factors
     that the module has and the folder lacks stay as they are. Weights with a name that contains one of `surplus` are
-    passed over.
+    passed over, and those that are `elsewhere` are left on the meta device.
     """
     folder = component(path, part)
     found = {name: tensor for name, tensor in describe(folder).items() if not any(part in name for part in surplus)}
     stored = {n: t for n, t in module.state_dict().items() if not (is_lora(n) or n.endswith(SCALE))}
     check_state(stored, found, str(folder))
-    small = in_8_bits(module)
+    small, wanted = in_8_bits(module), set(found).difference(elsewhere)
     for file_path in weight_files(folder):
         with _opened(file_path) as file:
             state: dict[str, Tensor] = {}
-            for name in (name for name in file.keys() if name in found):  # noqa: SIM118  (not a dict)
+            for name in (name for name in file.keys() if name in wanted):  # noqa: SIM118  (not a dict)
                 tensor, scales = file.get_tensor(name), name.removesuffix(".weight") + SCALE
                 if name in small:
                     state[name], state[scales] = in_float8(tensor.to(device))

@@ -35,16 +35,16 @@ log = logging.getLogger(__name__)
 
 _EXCHANGE_CPU = 1 << 21  # elements of a range that go between nodes at a time
 _EXCHANGE_CUDA = 1 << 25
+_ALIGNED = 16  # bytes to a multiple of which a parameter begins in a buffer: what vector instructions like
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeldBlock:
-    """A block whose parameters lie in the node's memory: their names in it, their places in the layout, their size."""
+    """A block whose parameters lie in the node's memory: their names in it, their places in the layout."""
 
     module: nn.Module
     names: tuple[str, ...]
     indices: tuple[int, ...]
-    elements: int
 
 
 Held = Callable[[int], list[Tensor]]
@@ -60,8 +60,8 @@ class BlockPlace(Protocol):
         ...
 
     def hold(self, memory: Tensor, held: Held, largest: int) -> None:
-        """The node's vector of a generation, where the parameters of each block are, and the elements of the largest
-        block."""
+        """The memory of the node, where the parameters of each block are, and the bytes of the largest block
+        (`bytes_laid_out`)."""
         ...
 
     def let_go(self) -> None:
@@ -121,7 +121,7 @@ class NodeParameters:
         memory = share(group, "parameters", num_bytes, self._device)
         self._flat = torch.frombuffer(memory.buffer, dtype=self._flat.dtype)
         memory.close()
-        self._place.hold(self._flat, self._held, max(block.elements for block in self._blocks))
+        self._place.hold(self._flat, self._held, max(map(bytes_laid_out, map(self._values_of, self._blocks))))
         log.info("parameters of %s lie in host memory of their nodes", counted(group.size, "worker"))
         if current:
             first = group.rank == fellows_of(group)[0]
@@ -162,7 +162,10 @@ class NodeParameters:
         return functional_call(block.module, dict(zip(block.names, weights, strict=True)), inputs)
 
     def _held(self, number: int) -> list[Tensor]:
-        return [self._parameters[index].data for index in self._blocks[number].indices]
+        return self._values_of(self._blocks[number])
+
+    def _values_of(self, block: HeldBlock) -> list[Tensor]:
+        return [self._parameters[index].data for index in block.indices]
 
     def _leaf(self, index: int, weight: Tensor) -> Tensor:
         """The weight as the graph of one pass knows it; its gradient is given away."""
@@ -219,6 +222,20 @@ class NodeParameters:
             self._flat[lo:hi].copy_(part)
 
 
+def bytes_laid_out(sources: Sequence[Tensor]) -> int:
+    """What `laid_out` takes of a buffer."""
+    return sum(-(-source.nbytes // _ALIGNED) * _ALIGNED for source in sources)
+
+
+def laid_out(sources: Sequence[Tensor], buffer: Tensor) -> list[Tensor]:
+    """Views of a buffer of bytes, one after the other, with the shapes and dtypes of the sources."""
+    found, at = [], 0
+    for source in sources:
+        found.append(buffer[at : at + source.nbytes].view(source.dtype).view(source.shape))
+        at += -(-source.nbytes // _ALIGNED) * _ALIGNED
+    return found
+
+
 def blocks_of(module: nn.Module, trained: Sequence[nn.Parameter]) -> list[HeldBlock]:
     """The blocks of a module by its trained parameters. Raises ValueError where there are none, or where some of their
     parameters are not trained."""
@@ -234,10 +251,9 @@ def blocks_of(module: nn.Module, trained: Sequence[nn.Parameter]) -> list[HeldBl
         named = list(block.named_parameters())
         if frozen := [name for name, parameter in named if id(parameter) not in places]:
             raise ValueError(
-                f"train.memory.parameters node holds trained weights, and {frozen[0]} of a block is frozen. Train all "
-                f"weights (model.dit.lora_rank: 0), or set it to replicated."
+                f"parameters once per node are trained ones, and {frozen[0]} of a block is frozen. Build the module "
+                f"with blocks_on_host, and leave its trained parameters replicated."
             )
         indices = tuple(places[id(parameter)] for _, parameter in named)
-        names, elements = tuple(name for name, _ in named), sum(parameter.numel() for _, parameter in named)
-        found.append(HeldBlock(module=block, names=names, indices=indices, elements=elements))
+        found.append(HeldBlock(module=block, names=tuple(name for name, _ in named), indices=indices))
     return found

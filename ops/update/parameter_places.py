@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ops.memory.cuda_memory import CudaBlockCopies
 from ops.shards import Slot
-from ops.update.node_parameters import BlockPlace, Held, NodeParameters
+from ops.update.node_parameters import BlockPlace, Held, NodeParameters, laid_out
 from ops.update.parameters import Parameters, Received
 
 ParametersOf = Callable[[nn.Module, Sequence[tuple[str, nn.Parameter]], Sequence[Slot], Received], Parameters]
@@ -102,7 +102,7 @@ class BlockBuffers:
         """As `BlockPlace.hold`."""
         self._copies.pin(memory)
         self._memory, self._held = memory, held
-        self.buffers = [torch.empty(largest, dtype=memory.dtype, device=self._copies.device) for _ in range(2)]
+        self.buffers = [torch.empty(largest, dtype=torch.uint8, device=self._copies.device) for _ in range(2)]
 
     def let_go(self) -> None:
         """As `BlockPlace.let_go`."""
@@ -139,9 +139,7 @@ class BlockBuffers:
 
     def _load(self, block: int, turn: int) -> None:
         sources = self._held(block)
-        sizes = [source.numel() for source in sources]
-        parts = self.buffers[turn][: sum(sizes)].split(sizes)
-        values = [part.view(source.shape) for part, source in zip(parts, sources, strict=True)]
+        values = laid_out(sources, self.buffers[turn])
         self._copies.copy(values, sources, turn)
         self._has[turn] = FetchedBlock(block, tuple(sources), values)
 
@@ -159,6 +157,9 @@ def node_parameters(
     module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], layout: Sequence[Slot], received: Received
 ) -> Parameters:
     """Once per node, for the device that they are on. Raises ValueError for a module that cannot fetch its blocks."""
-    device = named[0][1].device
-    place: BlockPlace = BlockBuffers(CudaBlockCopies(device)) if device.type == "cuda" else HostBlocks()
-    return NodeParameters(module, named, layout, place, received)
+    return NodeParameters(module, named, layout, place_on(named[0][1].device), received)
+
+
+def place_on(device: torch.device) -> BlockPlace:
+    """How blocks come from host memory to a device."""
+    return BlockBuffers(CudaBlockCopies(device)) if device.type == "cuda" else HostBlocks()

@@ -152,12 +152,6 @@ MISTAKES = {
     "train: {sync: deepspeed, sum_ctas: 8}": "which train.sum_ctas (8) does not reach",
     "train: {memory: {gradients: host}}\nworkers: {device: cpu}": "gradients host is host memory beside GPUs",
     "train: {memory: {parameters: node}}": "gradient_checkpointing is false. Set it to true",
-    "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, lora_rank: 4}}": (
-        "model.dit.lora_rank 4 freezes those of the blocks"
-    ),
-    "train: {memory: {parameters: node}}\nmodel: {dit: {gradient_checkpointing: true, train_only: [blocks.0]}}": (
-        "model.dit.train_only ['blocks.0'] freezes those of the blocks"
-    ),
     "model: {dit: {compile: maybe}}": "model.dit.compile is 'maybe'",
     "model: {dit: {architecture: latte, compile: on}}": "blocks of architecture latte are not compiled",
     "model: {dit: {compile: on, gradient_checkpointing: true}}\ntrain: {memory: {parameters: node}}": (

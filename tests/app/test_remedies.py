@@ -93,7 +93,8 @@ def test_where_nothing_helps_it_says_what_was_tried() -> None:
 def test_only_what_a_run_may_be_is_advised() -> None:
     dit = replace(SETUP.model.dit, gradient_checkpointing=True, lora_rank=4)
     lora = replace(SETUP, model=replace(SETUP.model, dit=dit))
-    assert not {"model.dit.lora_rank: 16", "train.memory.parameters: node"} & {c.name for c in CHANGES if c.made(lora)}
+    offered = {change.name for change in CHANGES if change.made(lora)}
+    assert "model.dit.lora_rank: 16" not in offered and "train.memory.parameters: node" in offered
     deepspeed = replace(SETUP, train=TrainConfig(sync="deepspeed"))
     made = {change.name for change in CHANGES if change.made(deepspeed)}
     assert not [name for name in made if name.startswith("train.memory") or "parameter_dtype" in name]

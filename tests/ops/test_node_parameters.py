@@ -25,11 +25,12 @@ from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
 from ops.models.base.transformer import PackedTransformer
+from ops.models.frozen_blocks import bytes_of_blocks
 from ops.models.load import build_dit
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
 from ops.update.gradient_places import GradientMemory
-from ops.update.node_parameters import NodeParameters, blocks_of
+from ops.update.node_parameters import NodeParameters
 from ops.update.parameter_places import BlockBuffers, ParametersOf
 from ops.update.parameters import ParameterMemory
 from ops.update.sync import FlatSync, StateLocation, trainable
@@ -287,11 +288,11 @@ def in_two_buffers(
 
 def test_a_device_holds_two_blocks_and_what_is_in_none() -> None:
     dit, sync, buffers, copies = in_two_buffers()
-    blocks = blocks_of(dit, [p for _, p in trainable(dit)])
-    assert [buffer.numel() for buffer in buffers.buffers] == [blocks[0].elements] * 2
+    blocks = bytes_of_blocks(dit, 4, frozen=False)
+    assert [buffer.numel() for buffer in buffers.buffers] == [blocks[0]] * 2
     home = {p.untyped_storage().data_ptr() for block in dit.all_blocks() for p in block.parameters()}
     assert home == set(copies.pinned) == {sync.parameters.own.untyped_storage().data_ptr()}
-    rest = sync.total - sum(block.elements for block in blocks)
+    rest = sync.total - sum(blocks) // 4
     outside = [p for _, p in trainable(dit) if p.untyped_storage().data_ptr() not in home]
     assert sum(p.numel() for p in outside) == rest
     sync.parameters.settle()
@@ -304,7 +305,7 @@ def test_it_is_as_much_as_is_forecast(dtype: torch.dtype) -> None:
     dit, sync, buffers, _ = in_two_buffers(dtype)
     home = sync.parameters.own.untyped_storage().data_ptr()
     held = [p for p in dit.parameters() if p.untyped_storage().data_ptr() != home]
-    blocks = [block.elements for block in blocks_of(dit, [p for _, p in trainable(dit)])]
+    blocks = bytes_of_blocks(dit, dtype.itemsize, frozen=False)
     found = MemoryForecast(
         parameters=sync.total,
         trained=sync.total,
@@ -385,7 +386,7 @@ def test_modules_without_blocks_and_frozen_blocks_are_refused_by_name() -> None:
     ):
         FlatSync(nn.Linear(2, 2), OPTIMIZER, 1, parameters="node")
     lora = build_dit(replace(VARIANTS["wan"], lora_rank=2), seed=0)
-    with pytest.raises(ValueError, match=r"scale_shift_table of a block is frozen\. Train all weights"):
+    with pytest.raises(ValueError, match=r"scale_shift_table of a block is frozen\. Build the module with"):
         FlatSync(lora, OPTIMIZER, 1, parameters="node")
 
 

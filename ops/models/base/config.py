@@ -360,9 +360,14 @@ class DiTConfig:
 
     @property
     def fetchable(self) -> bool:
-        """Whether weights of its blocks may lie elsewhere and be fetched for a pass, as those that are trained and
-        whose activations are computed again."""
-        return self.gradient_checkpointing and not (self.lora_rank or self.train_only or len(self.experts) > 1)
+        """Whether weights of its blocks may lie elsewhere and be fetched for a pass, in which their activations are
+        computed again: the frozen ones where some are, else all of one transformer."""
+        return self.gradient_checkpointing and (self.freezes_blocks or len(self.experts) == 1)
+
+    @property
+    def freezes_blocks(self) -> bool:
+        """Whether some weights of blocks are not trained."""
+        return self.lora_rank > 0 or bool(self.train_only)
 
     @property
     def block_counts(self) -> tuple[int, ...]:
