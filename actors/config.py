@@ -209,7 +209,8 @@ class TrainMemoryConfig:
     state: StateSetting = "auto"
     # replicated: all weights on every worker. node: those of all blocks once in host memory of each node; GPUs copy a
     # block for its forward and again for its backward (`model.dit.gradient_checkpointing`), beside the block before it.
-    # auto: node where a GPU has no room for the largest clip in any other way, and an event says so.
+    # Beside LoRA: the frozen ones of blocks. auto: node where a GPU has no room for the largest clip in any other way,
+    # and an event says so.
     parameters: ParameterSetting = "auto"
     # With gradient checkpointing: what attention gives. auto: a GPU keeps it for cascades of long clips where it has
     # room beside them: 15 % less time for Wan2.1-1.3B at 480p81 on an H200, and the same bits. kept: always.

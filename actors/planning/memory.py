@@ -308,6 +308,12 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
     )
 
 
+def host_weights_gib(model: ModelConfig, train: TrainConfig) -> float:
+    """GiB of each node's host memory that weights of a resolved model take with `train.memory.parameters: node`."""
+    sizes = sizes_of(model, train, cuda=True)
+    return replace(sizes, places=replace(sizes.places, parameters="node")).host_weights_gib
+
+
 def forecast(
     model: ModelConfig,
     geometry: Geometry,

@@ -95,8 +95,9 @@ class Bench:
         from ops.models.experts import compile_blocks, graph_blocks
         from ops.models.load import build_dit
 
-        dtype = getattr(torch, self.config.train.parameter_dtype)
-        dit = build_dit(self.model.dit, self.config.train.seed).to(device=self.device, dtype=dtype)
+        dtype, on_host = getattr(torch, self.config.train.parameter_dtype), self.places.parameters == "node"
+        on_host &= self.model.dit.freezes_blocks  # trained weights are measured where there is room for all of them
+        dit = build_dit(self.model.dit, self.config.train.seed, dtype, self.device, on_host)
         if self.model.dit.compile is True:
             compile_blocks(dit)
         graph_blocks(dit, self.model.dit.cuda_graphs, self.device)
@@ -212,7 +213,7 @@ class Bench:
             train.steps,
             gradients=memory,
             state=self.places.state,
-            parameters=self.places.parameters,
+            parameters="replicated" if self.model.dit.freezes_blocks else self.places.parameters,
         )
 
         def work() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.plan.types import Plan
+from actors.planning.memory import host_weights_gib
 from app.inputs.account import print_account
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
@@ -127,8 +128,9 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
     print(f"gradients {_gradients(config, count, device)}")
     print(f"encoders  {_encoders(model, device)}")
     if config.train.memory.parameters == "node":
-        gib = count * {"float32": 4, "bfloat16": 2}[config.train.parameter_dtype] / 2**30
-        print(f"weights   {gib:.2f} GiB once in host memory of each node (train.memory.parameters: node)")
+        which = "frozen weights of blocks" if dit.freezes_blocks else "weights"
+        gib = host_weights_gib(model, config.train)
+        print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
         print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")

@@ -19,6 +19,7 @@ ELSEWHERE = {
     "checkpoints_total_limit": "checkpoint.keep_last",
     "keep_n_latest": "checkpoint.keep_last",
     "max_train_steps": "train.steps",
+    "blocks_to_swap": "train.memory.parameters",
     "max_steps": "train.steps",
     "num_steps": "train.steps",
     "num_epochs": "train.steps",

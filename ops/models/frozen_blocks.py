@@ -12,10 +12,9 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -143,14 +142,16 @@ class FrozenBlocks:
             first = next(module.parameters())
             assert all(first is not p for of_block in frozen for p in of_block.values()), "it says where the module is"
             module.fetched = self.fetched
+        weakref.finalize(modules[0], place.let_go).atexit = False
 
-    def fetched(self, block: nn.Module) -> Callable[..., Any]:  # blocks take and return what they like
+    def fetched(self, block: nn.Module) -> Callable[..., object]:
         """What runs this block with its frozen weights on the device."""
         return partial(self._run, self._numbers[id(block)])
 
-    def _run(self, number: int, *inputs: object) -> Any:  # as the block
-        weights: Mapping[str, Tensor] = dict(zip(self._names[number], self._place.fetch(number), strict=True))
-        return functional_call(self._blocks[number], dict(weights), inputs)
+    def _run(self, number: int, *inputs: object) -> object:
+        weights = dict(zip(self._names[number], self._place.fetch(number), strict=True))
+        found: object = functional_call(self._blocks[number], weights, inputs)
+        return found
 
 
 def _frozen_of(block: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

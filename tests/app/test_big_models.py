@@ -146,7 +146,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     def thirty(self: Forecasts, *changed: object) -> MemoryForecast:
         weights, block = 30_500_000_000, 500_000_000
         large = replace(known(name, self._clips), parameters=weights, trained=weights)
-        return replace(large, in_blocks=60 * block, largest_block=block)
+        return replace(large, in_blocks=2 * 60 * block, largest_block=2 * block)
 
     monkeypatch.setattr(Forecasts, "of", thirty)
     roomy = tmp_path / "cluster.yaml"

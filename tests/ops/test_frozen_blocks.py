@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -173,6 +174,17 @@ def test_another_process_of_the_node_maps_what_the_first_has_read(
         [sys.executable, "-c", SECOND, str(folder)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
     )
     assert made[0].read_here and done.stdout.split() == ["mapped", str(total)], done.stderr
+
+
+def test_a_module_that_is_dropped_lets_go_of_the_memory_of_the_node() -> None:
+    module = build_dit(tuned("wan"), 0, blocks_on_host=True)
+    copies = LateCopies()
+    buffers = BlockBuffers(copies)
+    FrozenBlocks([module], buffers, torch.empty(1))
+    assert len(copies.pinned) == 1 and buffers.buffers
+    del module
+    gc.collect()
+    assert not copies.pinned and not buffers.buffers
 
 
 def test_factors_and_what_is_outside_of_blocks_lie_where_they_did() -> None:
