@@ -15,6 +15,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
