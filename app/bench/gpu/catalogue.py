@@ -23,6 +23,7 @@ from app.bench.gpu.ceilings import Ceilings
 from app.bench.gpu.copies import SnapshotCopies
 from app.bench.gpu.host_update import HostUpdate
 from app.bench.gpu.ipc import OneSidedAddition
+from app.bench.gpu.lora_blocks import LoraBlocks
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.push import PushedAddition
 from app.bench.gpu.together import GpusTogether
@@ -55,6 +56,7 @@ def catalogue(place: Place) -> list[Measurement]:
         PushedAddition(),
         SnapshotCopies(),
         HostUpdate(),
+        LoraBlocks(),
         *large[2:],
         *ops[FEW - 1 :],
         *attention[FEW:],
