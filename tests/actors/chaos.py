@@ -21,11 +21,15 @@ from actors.worker.heartbeat import Mailbox
 from actors.worker.meter import NoMeter
 from actors.worker.worker import Worker
 from app.bench.gpu.node_peers import NodePeers
+from ops.models.experts import transformers
+from ops.models.frozen_blocks import FrozenBlocks
 from ops.shards import Slot
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_sum import SharedSum
+from ops.update.parameter_places import BlockBuffers
 from ops.update.peer_sum import PeerSum
 from ops.update.sync import FlatSync
+from tests.ops.block_copies import LateCopies
 
 FOLDER = "HEDDLE_CHAOS_FOLDER"  # `order` holds one phase per line; a file per phase that has fired
 SHORT = "short"  # a folder there, with a file for each kind of cascade that has run out of memory
@@ -99,6 +103,16 @@ class HalfWritingWorker(Worker):
             update(lr, factor)
 
         sync._update = half  # type: ignore[method-assign]
+        return executor
+
+
+class FetchingWorker(Worker):
+    """Fetches the frozen weights of its blocks from memory of its node as a GPU does, through two buffers."""
+
+    def _load(self) -> Executor:
+        executor = super()._load()
+        assert executor.modules.blocks_on_host
+        FrozenBlocks(transformers(executor.modules.dit), BlockBuffers(LateCopies()), torch.empty(1))
         return executor
 
 

@@ -58,3 +58,29 @@ def test_workers_join_and_die_in_writing_parameters_and_the_training_is_that_of_
     assert [1, 3] in [sorted(event.cluster) for event in formed]
     assert len([e for e in run.events if isinstance(e, WorkerDied)]) == 1
     assert not [e for e in run.events if isinstance(e, StepsLost)]
+
+
+@pytest.mark.long
+def test_lora_beside_blocks_in_memory_of_the_node_is_the_training_of_one_worker_that_has_them(lab: Lab) -> None:
+    """Workers join and die; samples are made beside the steps, by the same blocks."""
+    tuned = {"dit": {**MODEL["dit"], "lora_rank": 4, "frozen_dtype": "float8", "lora_dora": True}}
+    alone = lab.start(lab.config("tuned alone", model=tuned, train={"steps": STEPS}, workers={"max": 1}))
+    assert alone.join().code == 0
+    undisturbed = alone.losses()
+    train = {"steps": OPEN_END, "memory": {"parameters": "node"}}
+    beside = {"sample": {"prompts": ["a red circle"], "every": 5, "frames": 1, "steps": 2}, "checkpoint": {"every": 5}}
+    config = lab.config("tuned", model=tuned, train=train, workers={"min": 1, "max": 4}, **beside)
+    run = lab.start(config, chaos.FetchingWorker)
+    run.wait_for_workers(4)
+    run.wait_for_more_steps(2)
+    run.signal_worker()
+    run.wait_for_recoveries(1)
+    run.wait_for_more_steps(7)
+    run.stop()
+    steps = run.steps()
+    assert steps == list(range(len(steps))), "a step is missing or comes twice"
+    taken = [(m.step, m.loss) for m in run.metrics if m.step < STEPS]
+    assert len(taken) > 4
+    assert [loss for _, loss in taken] == pytest.approx([undisturbed[step] for step, _ in taken], rel=FP32)
+    assert {event.parameters for event in run.events if isinstance(event, GenerationFormed)} == {"node"}
+    assert not [event for event in run.events if isinstance(event, StepsLost)]
