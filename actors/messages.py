@@ -345,10 +345,12 @@ class Progress:
     leaving: bool = False
     limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
     place: GpuPlace = UNKNOWN_PLACE  # of its GPU
+    host: str = ""  # name of its machine
+    node: str = ""  # Ray's id of its node
     links: tuple[LinkUse, ...] = ()  # those that were busy the longest in the last while
 
     @classmethod
-    def of_start(cls, worker: str) -> Progress:
+    def of_start(cls, worker: str, host: str = "", node: str = "") -> Progress:
         """The progress of a worker that loads its models and is in no generation yet."""
         return cls(
             worker=worker,
@@ -360,6 +362,8 @@ class Progress:
             predicted_s=0.0,
             collectives=0,
             waiting_in="",
+            host=host,
+            node=node,
         )
 
 

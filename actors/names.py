@@ -25,8 +25,16 @@ def label_of(name: str) -> str:
     return "".join(letter if letter.isascii() and letter.isprintable() else "_" for letter in name)
 
 
+_MONITOR = "/monitor"
+
+
 def monitor_name(run: str) -> str:
-    return f"{run}/monitor"
+    return f"{run}{_MONITOR}"
+
+
+def is_monitor(actor: str) -> bool:
+    """Whether an actor of this name is the monitor of some run."""
+    return actor.endswith(_MONITOR)
 
 
 def keeper_name(run: str, node: str) -> str:

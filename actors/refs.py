@@ -33,6 +33,7 @@ class RayNode(TypedDict):
     NodeManagerAddress: str
     NodeManagerHostname: str
     NodeManagerPort: int
+    RayletSocketName: str
 
 
 class Method(Protocol[P, R_co]):

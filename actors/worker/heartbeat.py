@@ -51,7 +51,8 @@ class Heartbeat:
     heartbeat.idle()
     """
 
-    def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox) -> None:
+    def __init__(self, worker: str, config: WorkersConfig, monitor: Mailbox, host: str = "", node: str = "") -> None:
+        """`host` and `node`: where the worker is, by the machine's name and Ray's id."""
         self._worker, self._config, self._monitor = worker, config, monitor
         self.waits_on_device = False  # waits for NCCL happen there, where only the time-out in `beat` ends them
         self.leaving = False  # a preemption notice has come
@@ -61,7 +62,7 @@ class Heartbeat:
         self._outgoing = Outgoing()
         self._logged: set[tuple[str, type[Exception]]] = set()
         self._looking: threading.Thread | None = None
-        progress = Progress.of_start(worker)
+        progress = Progress.of_start(worker, host, node)
         # One value, since the heartbeat thread must not see the progress of one generation with the token of another.
         self._now: tuple[Progress, CancelToken] = (progress, CancelToken())
         self._since = time.monotonic()  # of the activity; the wall clock may be set meanwhile

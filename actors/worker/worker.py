@@ -109,7 +109,7 @@ class Worker:
         torch.set_num_threads(settings.workers.torch_threads)
         allow_tf32(settings.train.allows_tf32)
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        self.heartbeat = Heartbeat(name, settings.workers, monitor)
+        self.heartbeat = Heartbeat(name, settings.workers, monitor, self._here.host, self._here.node)
         self._home = HomeMemory()
         self._rank = 0
         self._last: Snapshot | None = None  # of the state in this worker, once others know of it
@@ -562,11 +562,13 @@ class Worker:
         self.heartbeat.phase(phase)
 
     def _on_sigterm(self) -> None:
-        """A preemption notice: finish the running step, then leave. Seen even while the task thread sits in C++."""
+        """A preemption notice: finish the running step, then leave. Seen even while the task thread sits in C++, and on
+        a node whose processes were started with SIGTERM blocked (app/run/join.py)."""
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
         def watch() -> None:
             while True:

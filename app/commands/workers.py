@@ -46,7 +46,8 @@ def list_workers(run: Run) -> None:
         doing = f"{progress.activity}{phase} for {max(report.now - seen.since, 0):.1f} s"
         step = str(progress.step) if progress.step >= 0 else "-"
         place = f"  [{progress.place}]" if progress.place.known else ""
-        print(f"{name:8} step {step:<6} heard {age:4.1f} s ago  {doing}{place}{leaving}")
+        host = f"  on {progress.host}" if progress.host else ""
+        print(f"{name:8} step {step:<6} heard {age:4.1f} s ago  {doing}{host}{place}{leaving}")
 
 
 @app.command()
@@ -72,6 +73,33 @@ def drain(
             return
         time.sleep(0.5)
     print(f"{', '.join(names)} will leave at the end of the step")
+
+
+@app.command()
+def join(
+    run: Annotated[
+        Path | None, typer.Argument(help="Run directory of a run that lives or will start.", show_default=False)
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Address of a Ray cluster instead, HOST:PORT.", show_default=False)
+    ] = None,
+    address: Annotated[
+        str, typer.Option(help="Of this machine, as the others reach it; default: the one that reaches the cluster.")
+    ] = "",
+    wait_s: Annotated[float, typer.Option(help="Wait this long for a cluster to answer.")] = 3600.0,
+    leave_s: Annotated[float, typer.Option(help="Have workers of this machine finish for so long.")] = 120.0,
+    to_the_end: Annotated[
+        bool, typer.Option("--to-the-end", help="Leave when the cluster ends and no sooner: signals are for the run.")
+    ] = False,
+) -> None:
+    """Add this machine to the Ray cluster of a run until the run has ended, also when it starts anew; SIGTERM, SIGUSR1
+    or Ctrl-C: its workers finish the steps that they were given, then it leaves."""
+    from app.run.join import Joining, join_until_told
+
+    if (run is None) == (cluster is None):
+        raise typer.BadParameter("give the folder of a run or --cluster HOST:PORT, one of the two.")
+    given = Joining(run=run, cluster=cluster, address=address, wait_s=wait_s, leave_s=leave_s, to_the_end=to_the_end)
+    raise typer.Exit(join_until_told(given))
 
 
 @app.command()

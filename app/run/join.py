@@ -1,0 +1,284 @@
+"""`heddle workers join`: a machine that is lent to a run for a while, as by a batch system or a spot market.
+
+It belongs to the run's Ray cluster as long as that lives, waits for the next one when the run starts anew, and goes
+with the run. When it is to leave (SIGTERM, SIGUSR1, Ctrl-C), Ray starts nothing more here, the workers on it
+finish the steps that they were given, and no committed step is lost.
+
+A batch system tells all processes of a job at once. Ray's own would end at that and take the workers along: they are
+started with SIGTERM blocked. Workers hear it (`Worker._on_sigterm`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+
+from actors.outcome import Exit
+from app.run.cluster import ClusterAddress
+from app.run.lock import holder, lock_path
+from app.run.outcomes import read_outcome
+from ops.cores import usable_cores
+
+if TYPE_CHECKING:
+    from actors.refs import RayNode
+    from app.run.operator import OperatorHandle
+
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_LOOK_S = 2.0  # between looks for a cluster
+_WATCH_S = 0.5  # between looks at the node
+_ANSWER_S = 30.0
+_SHORT_S, _SHORT_STARTS = 30.0, 3  # of starts in a row that ended sooner, after which their reason is one that stays
+_SAID = 2000  # letters of what Ray said last
+_ENDED_S = 20.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Joining:
+    """What is joined, and how patiently."""
+
+    run: Path | None = None  # whose cluster.json names the cluster
+    cluster: str | None = None  # HOST:PORT, where no run does
+    address: str = ""  # of this machine, as the others reach it; empty: that from which it reaches the cluster
+    wait_s: float = 3600.0  # for a cluster to answer
+    leave_s: float = 120.0  # for workers to finish
+    to_the_end: bool = False  # of the cluster: signals are those of the run, which ends by them
+
+
+def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
+    """Returns the exit code: 0 when told to leave, or when the run has ended; 75 where no cluster came; 1 where this
+    machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended."""
+    short = 0  # starts in a row that lasted no time
+    with _told_to_leave(joining.to_the_end) as leaves:
+        while True:
+            found = _cluster(joining, leaves)
+            if found is None:
+                return Exit.OK if leaves.is_set() or _is_over(joining) else _no_cluster(joining)
+            node = JoinedNode(found, joining.address)
+            leaving = "" if joining.to_the_end else " (SIGTERM, SIGUSR1: workers finish, then this machine leaves)"
+            print(f"joining {found.address}{leaving}", flush=True)
+            try:
+                while node.lives and not leaves.wait(_WATCH_S):
+                    pass
+                if leaves.is_set():
+                    _leave(found, node, joining.leave_s)
+                    node.forget()
+                    return Exit.OK
+            finally:
+                node.end()
+            short, said = short + 1 if node.lasted_s < _SHORT_S else 0, node.said()
+            node.forget()
+            if short == _SHORT_STARTS:
+                print(f"error: this machine cannot join {found.address}: {said}", file=sys.stderr)
+                return Exit.FAILURE
+            print(f"the cluster at {found.address} is gone", flush=True)
+            if joining.cluster is not None or _is_over(joining, ended_s, leaves):
+                return Exit.OK
+
+
+@contextmanager
+def _told_to_leave(never: bool) -> Iterator[threading.Event]:
+    """Set by the first of the signals, or `never`; the next one does nothing more."""
+    leaves = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if not never:
+            leaves.set()
+
+    earlier = {number: signal.signal(number, on_signal) for number in _SIGNALS}
+    try:
+        yield leaves
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _cluster(joining: Joining, leaves: threading.Event) -> ClusterAddress | None:
+    """The cluster, once it answers; None where it does not in time, where the run has ended, or when told to leave."""
+    until = time.monotonic() + joining.wait_s
+    said = False
+    while True:
+        found = _named(joining)
+        if found is not None and found.answers():
+            return found
+        if leaves.is_set() or time.monotonic() > until or _is_over(joining):
+            return None
+        if not said:
+            print(f"waiting up to {joining.wait_s:g} s for {_what(joining)}", flush=True)
+            said = True
+        leaves.wait(_LOOK_S)
+
+
+def _named(joining: Joining) -> ClusterAddress | None:
+    if joining.cluster is not None:
+        return ClusterAddress(address=joining.cluster, auth=os.environ.get("RAY_AUTH_MODE", ""))
+    assert joining.run is not None, "the command line asks for one of the two"
+    return ClusterAddress.read(joining.run)
+
+
+def _what(joining: Joining) -> str:
+    if joining.cluster is not None:
+        return f"a Ray cluster at {joining.cluster}"
+    return f"the run {joining.run} to live on a Ray cluster that this machine reaches"
+
+
+def _is_over(joining: Joining, patience_s: float = 0.0, leaves: threading.Event | None = None) -> bool:
+    """Whether the run has ended for good: nobody holds its folder, and it does not ask to be continued."""
+    if joining.run is None:
+        return False
+    until = time.monotonic() + patience_s
+    while True:
+        outcome = read_outcome(joining.run)
+        if outcome is not None and holder(lock_path(joining.run.absolute(), "driver")) is None:
+            return outcome.code != Exit.RESUMABLE
+        if time.monotonic() >= until or (leaves is not None and leaves.is_set()):
+            return False
+        time.sleep(_LOOK_S)
+
+
+def _no_cluster(joining: Joining) -> int:
+    print(f"error: {_what(joining)} did not come within {joining.wait_s:g} s.", file=sys.stderr)
+    return Exit.RESUMABLE
+
+
+class JoinedNode:
+    """Ray's processes of this machine."""
+
+    def __init__(self, cluster: ClusterAddress, address: str) -> None:
+        """`address`: as `Joining.address`."""
+        ray = str(Path(sys.executable).with_name("ray"))
+        own = [f"--node-ip-address={address or _address_towards(cluster.address)}", f"--num-cpus={usable_cores()}"]
+        descriptor, self._said = tempfile.mkstemp(prefix="heddle-join-")
+        self._began = time.monotonic()
+        self._process = subprocess.Popen(
+            [ray, "start", f"--address={cluster.address}", "--block", *own],
+            env={**os.environ, "RAY_AUTH_MODE": cluster.auth} if cluster.auth else None,
+            stdout=descriptor,
+            stderr=descriptor,
+            preexec_fn=_deaf,
+        )
+        os.close(descriptor)
+        self.lasted_s = 0.0  # once it has ended
+
+    @property
+    def lives(self) -> bool:
+        return self._process.poll() is None
+
+    def said(self) -> str:
+        """The end of what they printed."""
+        return Path(self._said).read_text(errors="replace")[-_SAID:].strip()
+
+    def forget(self) -> None:
+        """Delete what they printed."""
+        Path(self._said).unlink(missing_ok=True)
+
+    def id_among(self, cluster: Sequence[RayNode]) -> str:
+        """Its id in Ray, by the socket of its raylet: a machine may have several. Raises LookupError."""
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                for node in cluster:
+                    if node["Alive"] and f"--raylet_socket_name={node['RayletSocketName']}" in words:
+                        return str(node["NodeID"])
+        raise LookupError("this machine is in the cluster no more")
+
+    def end(self) -> None:
+        """End them: they hear no SIGTERM."""
+        with suppress(psutil.NoSuchProcess):
+            ours = psutil.Process(self._process.pid)
+            for process in (*ours.children(recursive=True), ours):
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.wait()
+        self.lasted_s = time.monotonic() - self._began
+
+
+def _address_towards(cluster: str) -> str:
+    """The address of this machine on the network that leads to the cluster."""
+    host, _, port = cluster.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+        found: str = connection.getsockname()[0]
+        return found
+
+
+def _deaf() -> None:
+    """SIGTERM waits in this process and all that it starts, until one of them asks for it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+
+
+def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
+    """Returns when no worker is on this machine any more, its cluster has gone, or time is up."""
+    if found.auth:  # which Ray reads when it is imported
+        os.environ.setdefault("RAY_AUTH_MODE", found.auth)
+    import ray
+
+    from actors.names import NAMESPACE
+    from actors.ray_calls import nodes
+
+    until = time.monotonic() + leave_s
+    try:
+        ray.init(address=found.address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+        here = node.id_among(nodes())
+        _start_nothing_more(found.address, here, leave_s)
+        left = _drained(here)
+        print(f"leaving: {', '.join(left) or 'no worker'} of this machine finishes first", flush=True)
+        while left and node.lives and time.monotonic() < until:
+            time.sleep(_WATCH_S)
+            left = _drained(here)
+        if left:
+            print(f"{', '.join(left)} did not finish within {leave_s:g} s", flush=True)
+    except Exception as error:  # the cluster goes meanwhile, in one of Ray's many ways
+        print(f"the cluster at {found.address} does not answer ({type(error).__name__})", flush=True)
+    finally:
+        with suppress(Exception):
+            ray.shutdown()
+
+
+def _start_nothing_more(address: str, node: str, leave_s: float) -> None:
+    """Ray starts nothing more on the node: what `ray drain-node` does."""
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # made by Cython
+    from ray.core.generated import autoscaler_pb2
+
+    preempted = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")  # type: ignore[attr-defined]
+    deadline_ms = int((time.time() + leave_s) * 1000)
+    GcsClient(address=address).drain_node(node, preempted, "heddle workers join leaves", deadline_ms)
+
+
+def _drained(node: str) -> list[str]:
+    """Workers that are on the node, of all runs of this cluster; they have been asked to go."""
+    found = []
+    for monitor in _monitors():
+        from actors.ray_calls import get
+
+        seen = get(monitor.report.remote(), timeout=_ANSWER_S).seen
+        names = [name for name, one in seen.items() if one.progress.node == node]
+        if names:
+            get(monitor.drain.remote(tuple(names)), timeout=_ANSWER_S)
+        found += names
+    return sorted(found)
+
+
+def _monitors() -> Iterator[OperatorHandle]:
+    import ray
+    from ray.util import list_named_actors
+
+    from actors.names import NAMESPACE, is_monitor
+
+    for one in list_named_actors(all_namespaces=True):
+        if one["namespace"] == NAMESPACE and is_monitor(one["name"]):
+            with suppress(ValueError):  # it has ended since
+                yield ray.get_actor(one["name"], namespace=NAMESPACE)

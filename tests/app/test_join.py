@@ -1,0 +1,128 @@
+"""`heddle workers join`: a machine belongs to a run's cluster for a while, and leaves when its workers are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from actors.messages import Progress
+from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
+from app.run.join import Joining, join_until_told
+from tests.rays import local_ray
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def live_run(tmp_path: Path) -> Iterator[tuple[Path, Any]]:
+    """A run folder that names this cluster, and its monitor."""
+    from actors.pool.workers import start_monitor
+
+    with local_ray(num_cpus=1, namespace=NAMESPACE, log_to_driver=False):
+        address = ray.get_runtime_context().gcs_address
+        (tmp_path / "cluster.json").write_text(json.dumps({"address": address, "auth": "token"}))
+        yield tmp_path, start_monitor(run_id(tmp_path))
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 90.0) -> bool:
+    until = time.monotonic() + seconds
+    while not what():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.3)
+    return True
+
+
+def alive() -> list[str]:
+    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+
+
+def joined(run: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "app.cli", "workers", "join", str(run), *more]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.timeout(300)
+def test_a_machine_joins_and_leaves_when_its_workers_have_finished(live_run: tuple[Path, Any]) -> None:
+    folder, monitor = live_run
+    (home,) = alive()
+    process = joined(folder)
+    assert wait_for(lambda: len(alive()) == 2), "it did not join"
+    (new,) = [node for node in alive() if node != home]
+    tree = psutil.Process(process.pid).children(recursive=True)
+    assert any("raylet" in " ".join(one.cmdline()) for one in tree)
+    for name, node in (("w0", home), ("w1", new)):
+        ray.get(monitor.beat.remote(Progress.of_start(name, "host", node)))
+    for one in tree:  # as a batch system does
+        one.send_signal(signal.SIGTERM)
+    time.sleep(2)
+    assert len(alive()) == 2, "Ray's own processes do not hear it"
+    process.send_signal(signal.SIGTERM)
+    assert wait_for(lambda: ray.get(monitor.report.remote()).wishes.drain == ("w1",)), "the one on the new machine"
+    time.sleep(1)
+    assert process.poll() is None, "w1 is still there"
+    ray.get(monitor.remove.remote("w1"))
+    assert process.wait(60) == 0
+    assert wait_for(lambda: alive() == [home])
+    assert process.stdout is not None
+    assert "leaving: w1 of this machine finishes first" in process.stdout.read()
+    assert not [one for one in tree if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.long
+def test_it_goes_with_a_run_that_has_ended(live_run: tuple[Path, Any]) -> None:
+    folder, _ = live_run
+    process = joined(folder)
+    assert wait_for(lambda: len(alive()) == 2)
+    (folder / "outcome.json").write_text(json.dumps({"code": 0, "reason": "done", "last_step": 9}))
+    ray.shutdown()  # and with it the cluster
+    assert process.wait(120) == 0
+
+
+def test_where_no_cluster_comes_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert join_until_told(Joining(cluster="127.0.0.1:9", wait_s=0.1)) == 75
+    said = capsys.readouterr()
+    assert (
+        "waiting up to 0.1 s for a Ray cluster at 127.0.0.1:9" in said.out and "did not come within 0.1 s" in said.err
+    )
+    (tmp_path / "outcome.json").write_text(json.dumps({"code": 0, "reason": "done", "last_step": 9}))
+    assert join_until_told(Joining(run=tmp_path, wait_s=60)) == 0, "the run is over"
+
+
+def test_a_machine_that_cannot_join_ends_after_a_few_tries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import socket
+
+    script = tmp_path / "bin" / "ray"
+    script.parent.mkdir()
+    script.write_text("#!/bin/sh\necho another version of Ray >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "cluster.json").write_text(json.dumps({"address": address, "auth": ""}))
+        assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
+    assert f"cannot join {address}: another version of Ray" in capsys.readouterr().err
+
+
+def test_signals_are_as_before_when_it_has_ended(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    join_until_told(Joining(cluster="127.0.0.1:9", wait_s=0.0))
+    assert signal.getsignal(signal.SIGTERM) is before and os.getpid()
+
+
+def test_monitors_are_known_by_their_names() -> None:
+    assert is_monitor(monitor_name("demo-1")) and not is_monitor("demo-1/keeper/abc")
