@@ -76,6 +76,28 @@ def gradients(outputs: list[Tensor], wrt: list[Tensor]) -> tuple[Tensor, ...]:
     return torch.autograd.grad(outputs, wrt, cotangents)
 
 
+@pytest.mark.parametrize("rms", [False, True], ids=["layer norm", "rms norm"])
+def test_every_mix_of_dtypes_goes_forward_and_back(rms: bool) -> None:
+    """A norm of fp32 tokens and a branch or tables of fp64 take fp64 backward, of statistics in fp32."""
+    segments, dtypes = SEGMENTS["dense"], (torch.bfloat16, torch.float32, torch.float64)
+    for x_dtype, y_dtype, table_dtype in itertools.product(dtypes, repeat=3):
+        given = inputs(segments, 16, x_dtype, table_dtype)
+        x, y, gate, scale, shift = (given[name] for name in ("x", "y", "gate", "scale", "shift"))
+        y = y.detach().to(y_dtype).requires_grad_()
+        outs = gate_residual_ln_modulate(x, y, gate, scale, shift, segments, rms=rms, residual_dtype=torch.float32)
+        grads = gradients(list(outs), [x, y, gate, scale, shift])
+        rounded = exact({"x": x, "y": y, "gate": gate, "scale": scale, "shift": shift})
+        residual = gate_reference.gate_residual(rounded["x"], rounded["y"], rounded["gate"], rows_of(segments))
+        h = norm_reference.ln_modulate(residual, rounded["scale"], rounded["shift"], rows_of(segments), rms=rms)
+        expected = torch.autograd.grad(
+            [residual, h],
+            list(rounded.values()),
+            [leaf(*out.shape, dtype=out.dtype, seed=20 + i).detach().double() for i, out in enumerate(outs)],
+        )
+        for grad, want in zip(grads, expected):
+            assert error(grad, want) < 2e-2, (x_dtype, y_dtype, table_dtype)
+
+
 @pytest.mark.parametrize("case", cases().values(), ids=lambda case: case.name)
 def test_every_use_of_every_op_is_what_its_reference_says(case: OpCase) -> None:
     layout = RowLayout(name="packed", lengths=(7, 0, 1, 20))
@@ -365,8 +387,14 @@ def test_nothing_is_saved_beyond_inputs_outputs_and_statistics() -> None:
 
 def test_bad_input_is_an_error_that_names_the_remedy() -> None:
     x, table = torch.randn(10, 16), torch.randn(2, 16)
+    heads = x.view(2, 5, 2, 8)  # the 5 rows of a table for 5 tokens divide the 20 heads too
     cases = [
-        (lambda: ln_modulate(x, table), "Pass Segments"),
+        (lambda: ln_modulate(x, table), r"Pass Segments.dense\(batch, tokens\)"),
+        (lambda: ln_modulate(x, 0.5), "scale is the number 0.5"),
+        (lambda: ln_modulate(x, table[0, 0]), "scale is the number"),
+        (lambda: ln_modulate(x, table, table, [5, 5]), r"segments are \[5, 5\]; make them with Segments.packed"),
+        (lambda: ln_modulate(x, out_dtype=torch.int32), "out_dtype is torch.int32"),
+        (lambda: ln_modulate(x.to(torch.float8_e4m3fn)), "floating point tokens.*are bfloat16, float16"),
         (lambda: ln_modulate(x, table, table, Segments.packed([4, 4])), "cover 8 tokens, x has 10"),
         (lambda: ln_modulate(x, table, table, Segments.packed([4, 3, 3])), "num_mods"),
         (lambda: ln_modulate(x, table[:1], table, Segments.packed([5, 5])), "rows"),
@@ -376,7 +404,9 @@ def test_bad_input_is_an_error_that_names_the_remedy() -> None:
         (lambda: ln_modulate(x.long()), "floating point"),
         (lambda: gate_residual(x, x[:5]), "same shape"),
         (lambda: qk_norm_rope(x, x, None, None, head_dim=5), "head_dim 5"),
+        (lambda: qk_norm_rope(x, x, None, None, head_dim=0), "head_dim 0"),
         (lambda: qk_norm_rope(x, x, x[0, :8], None, head_dim=8), "wq"),
+        (lambda: qk_norm_rope(heads, heads, None, None, x[:5, :4], x[:5, :4], head_dim=8), r"flatten\(-2\) q and k"),
         (lambda: qk_norm_rope(x, x, None, None, x[:, :4], None, head_dim=8), "come together"),
         (lambda: qk_norm_rope(x, x, None, None, x[:3, :4], x[:3, :4], head_dim=8), "multiple of the 3 rows"),
         (

@@ -24,12 +24,16 @@ from torch import Tensor
 from ops.kernels.base.segments import IndexTensors, Segments
 
 NO_INDEX: IndexTensors = (None, None, None, None, None)
+TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def token_rows(x: Tensor) -> Tensor:
     """[..., N, D] -> [tokens, D]"""
-    if x.ndim < 2 or not x.is_floating_point():
-        raise ValueError(f"expected floating point tokens [..., N, D], got {x.dtype} {tuple(x.shape)}.")
+    if x.ndim < 2 or x.dtype not in TOKEN_DTYPES:
+        raise ValueError(
+            f"expected floating point tokens [..., N, D], got {x.dtype} {tuple(x.shape)}; tokens have two dimensions "
+            "or more, and are bfloat16, float16, float32 or float64."
+        )
     if x.shape[-1] == 0:
         raise ValueError(f"tokens {tuple(x.shape)} have width 0; a norm needs at least one value per token.")
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -44,12 +48,16 @@ def check_tables(
     x_ND: Tensor, segments: Segments | None, **tables: Tensor | None
 ) -> tuple[list[Tensor | None], IndexTensors]:
     """The tables as [S, D] views, and the index tensors of the op; ValueError if they do not fit the tokens."""
+    if segments is not None and not isinstance(segments, Segments):
+        raise ValueError(f"segments are {segments}; make them with Segments.packed(lengths) or Segments.dense.")
     num_rows, width = x_ND.shape
     flat: list[Tensor | None] = []
     for name, table in tables.items():
         if table is None:
             flat.append(None)
             continue
+        if not isinstance(table, Tensor) or table.ndim == 0:
+            raise ValueError(f"{name} is the number {table}; tables are tensors [S, D], or [D] for all tokens.")
         check_device(name, table, x_ND)
         if table.shape[-1] != width:
             raise ValueError(f"{name} has width {table.shape[-1]}, the tokens {width}; tables are [S, D].")
@@ -61,8 +69,8 @@ def check_tables(
             )
         if segments is None and table.shape[0] not in (1, num_rows):
             raise ValueError(
-                f"{name} has {table.shape[0]} rows for {num_rows} tokens; without segments a table has "
-                "one row, or one row per token. Pass Segments."
+                f"{name} has {table.shape[0]} rows for {num_rows} tokens; without segments a table has one row, or one "
+                "row per token. Pass Segments.dense(batch, tokens) for a row per sample, or Segments.packed(lengths)."
             )
         flat.append(table)
     if segments is not None and segments.num_rows != num_rows:
@@ -107,8 +115,12 @@ def check_same_shape(x: Tensor, y: Tensor) -> None:
 def result_dtype(x: Tensor, requested: torch.dtype | None) -> torch.dtype:
     """`requested`, else the autocast dtype (but for fp64 tokens), else x's."""
     if requested is not None:
+        if not requested.is_floating_point:
+            raise ValueError(f"out_dtype is {requested}; normalised tokens are floating point.")
         return requested
     device = x.device.type
+    if device == "meta":  # of which autocast knows nothing
+        return x.dtype
     if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return x.dtype

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ops.kernels.base.autograd import Context, InputGradients
 
@@ -18,6 +19,10 @@ LIBRARY = torch.library.Library("heddle", "FRAGMENT")  # owns the registrations;
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
 NO_DOUBLE_BACKWARD = (
     "{}: the fused backward has no derivative of its own; use the op's reference for create_graph=True."
+)
+NO_TRANSFORM = (
+    "{}: the fused op has a derivative for backward() alone, none in forward mode (jvp) and none inside torch.func's "
+    "grad and vjp; use the op's reference there, which is plain PyTorch."
 )
 
 
@@ -60,7 +65,10 @@ def register_autograd(
     backward: Callable[..., InputGradients],
     setup_context: Callable[[X, Iterable[object], R], None],
 ) -> None:
-    """Give the op a derivative: setup_context(ctx, inputs, output) saves, backward(ctx, *gradients) computes."""
+    """Give the op a derivative: setup_context(ctx, inputs, output) saves, backward(ctx, *gradients) computes.
+
+    What would lose a derivative on its way through this is refused: tangents of forward mode, and torch.func.
+    """
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
@@ -73,13 +81,21 @@ def register_autograd(
     Differentiable.backward = staticmethod(backward)  # type: ignore[method-assign]
 
     def autograd(*inputs: object) -> R:
+        if forward_ad._current_level >= 0 and any(isinstance(x, Tensor) and _has_tangent(x) for x in inputs):
+            raise RuntimeError(NO_TRANSFORM.format(op))
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(NO_TRANSFORM.format(op))
             output: R = Differentiable.apply(*inputs)
             return output
         with torch._C._AutoDispatchBelowAutograd():
             return op(*inputs)
 
     LIBRARY.impl(op, autograd, "Autograd")
+
+
+def _has_tangent(x: Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse_double_backward(op: RegisteredOp[R], name: str) -> None:

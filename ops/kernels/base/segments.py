@@ -10,9 +10,11 @@ N tokens, R runs, S table rows.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,26 +68,28 @@ class Segments:
 
         Segments.packed([5, 3, 2], mod_rows=[1, 0, 1]) -> tokens 0-4 and 8-9 use row 1, tokens 5-7 row 0.
         """
-        rows = list(range(len(lengths))) if mod_rows is None else list(mod_rows)
-        if len(rows) != len(lengths):
-            raise ValueError(f"{len(lengths)} lengths but {len(rows)} mod_rows; each run needs one table row.")
-        if any(length < 0 for length in lengths):
-            raise ValueError(f"negative run length {min(lengths)}; lengths count tokens.")
+        counts = [operator.index(length) for length in lengths]
+        rows = list(range(len(counts))) if mod_rows is None else [operator.index(row) for row in mod_rows]
+        if len(rows) != len(counts):
+            raise ValueError(f"{len(counts)} lengths but {len(rows)} mod_rows; each run needs one table row.")
+        if any(count < 0 for count in counts):
+            raise ValueError(f"negative run length {min(counts)}; lengths count tokens.")
         size = max(rows, default=-1) + 1 if num_mods is None else num_mods
         if any(not 0 <= row < size for row in rows):
             bad = next(row for row in rows if not 0 <= row < size)
             raise ValueError(f"table row {bad} is outside 0..{size - 1}; raise num_mods or correct mod_rows.")
-        length_R = torch.tensor(lengths, dtype=torch.int64).reshape(-1)
-        run2mod = torch.tensor(rows, dtype=torch.int64).reshape(-1)
-        cu = torch.zeros(len(rows) + 1, dtype=torch.int64)
-        torch.cumsum(length_R, 0, out=cu[1:])
-        if int(cu[-1]) >= 2**31:
-            raise ValueError(f"{int(cu[-1])} tokens do not fit the int32 index; split the micro-batch.")
-        run = torch.repeat_interleave(torch.arange(len(rows)), length_R)
-        mod_off = torch.zeros(size + 1, dtype=torch.int64)
-        torch.cumsum(torch.bincount(run2mod, minlength=size), 0, out=mod_off[1:])
-        mod_runs = torch.argsort(run2mod, stable=True)
-        return cls(*(t.to(device=device, dtype=torch.int32) for t in (run, cu, run2mod, mod_off, mod_runs)))
+        if sum(counts) >= 2**31:
+            raise ValueError(f"{sum(counts)} tokens do not fit the int32 index; split the micro-batch.")
+        # NumPy, which neither a default device nor a mode of PyTorch reaches
+        run2mod = np.array(rows, dtype=np.int64)
+        index = (
+            np.repeat(np.arange(len(rows)), counts),
+            np.cumsum([0, *counts]),
+            run2mod,
+            np.cumsum([0, *np.bincount(run2mod, minlength=size)]),
+            np.argsort(run2mod, kind="stable"),
+        )
+        return cls(*(torch.tensor(array.astype(np.int32), device=device) for array in index))
 
     @classmethod
     def dense(cls, batch: int, tokens: int, device: torch.device | str = "cpu") -> Segments:

@@ -168,7 +168,7 @@ def norm_block_bwd(
     if not rms:
         weight = torch.ones(width, dtype=x.dtype, device=x.device) if gain is None else gain
         grads: tuple[Tensor, Tensor, Tensor] = aten.native_layer_norm_backward(
-            dy, x, (width,), mean[:, None], rstd[:, None], weight, weight, (True, sums, sums)
+            dy, x, (width,), mean[:, None].to(x.dtype), rstd[:, None].to(x.dtype), weight, weight, (True, sums, sums)
         )
         return grads
     xhat = x * rstd[:, None]

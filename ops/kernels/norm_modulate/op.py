@@ -66,13 +66,41 @@ def ln_modulate(
 
 
 class FusedAdaLN(nn.Module):
-    """Norm with optional affine weights and modulation: forward(x, scale, shift, segments)."""
+    """Norm with optional affine weights and modulation: forward(x, scale, shift, segments), as `ln_modulate`.
 
-    def __init__(self, dim: int, eps: float = 1e-6, elementwise_affine: bool = False, rms: bool = False) -> None:
+    Its state is that of the nn.LayerNorm (or, with rms, nn.RMSNorm) of the same settings. These have another default:
+    eps 1e-5 in LayerNorm, the machine epsilon in RMSNorm, and an affine norm in both.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float = 1e-6,
+        elementwise_affine: bool = False,
+        rms: bool = False,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """`bias`: whether an affine LayerNorm has one; RMSNorm has none."""
         super().__init__()
-        self.eps, self.rms = eps, rms
-        self.weight = nn.Parameter(torch.ones(dim)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros(dim)) if elementwise_affine and not rms else None
+        self.dim, self.eps, self.rms = dim, eps, rms
+        affine, biased = elementwise_affine, elementwise_affine and bias and not rms
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if affine else None
+        self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype)) if biased else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight 1, bias 0: also after `to_empty`, which gives a module from the meta device memory without values."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        affine = f"elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
+        return f"{self.dim}, eps={self.eps}, {affine}, rms={self.rms}"
 
     def forward(
         self,

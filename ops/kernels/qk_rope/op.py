@@ -6,6 +6,7 @@ projections' outputs), rstd and the weights; the rotation is undone on the gradi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -60,10 +61,10 @@ def qk_norm_rope(
     q_ND, k_ND = token_rows(q), token_rows(k)
     width = q.shape[-1]
     check_device("k", k, q)
-    if k.shape[-1] != width or width % head_dim or head_dim % 2:
+    if k.shape[-1] != width or head_dim < 2 or width % head_dim or head_dim % 2:
         raise ValueError(
             f"q and k are {width} and {k.shape[-1]} wide with head_dim {head_dim}; "
-            "both must be the same multiple of an even head_dim."
+            "both must be the same multiple of an even head_dim, that of one head."
         )
     for name, weight in (("wq", wq), ("wk", wk)):
         if weight is not None and weight.shape != (head_dim if per_head else width,):
@@ -77,19 +78,42 @@ def qk_norm_rope(
         raise ValueError("cos and sin come together; one of them is None.")
     if cos is not None and sin is not None:
         _check_rope(q_ND, k_ND, cos, sin, head_dim)
+        _check_heads_are_flat(q, cos, head_dim)
         cos, sin = cos.contiguous(), sin.contiguous()
     q_out, k_out, _, _ = forward(q_ND, k_ND, wq, wk, cos, sin, head_dim, per_head, eps, result_dtype(q, out_dtype))
     return q_out.view(q.shape), k_out.view(k.shape)
 
 
 class FusedQKNormRope(nn.Module):
-    """RMSNorm of q and k with weights, then RoPE: forward(q, k, cos, sin)."""
+    """RMSNorm of q and k with weights, then RoPE: forward(q, k, cos, sin), as `qk_norm_rope`.
 
-    def __init__(self, dim: int, head_dim: int, per_head: bool = False, eps: float = 1e-6) -> None:
+    dim is the width of all heads together. weight_q and weight_k are [head_dim] with per_head, else [dim].
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        head_dim: int,
+        per_head: bool = False,
+        eps: float = 1e-6,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.head_dim, self.per_head, self.eps = head_dim, per_head, eps
-        self.weight_q = nn.Parameter(torch.ones(head_dim if per_head else dim))
-        self.weight_k = nn.Parameter(torch.ones(head_dim if per_head else dim))
+        self.dim, self.head_dim, self.per_head, self.eps = dim, head_dim, per_head, eps
+        size = head_dim if per_head else dim
+        self.weight_q = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.weight_k = nn.Parameter(torch.empty(size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights 1: also after `to_empty`, which gives a module from the meta device memory without values."""
+        nn.init.ones_(self.weight_q)
+        nn.init.ones_(self.weight_k)
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, head_dim={self.head_dim}, per_head={self.per_head}, eps={self.eps}"
 
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor | None = None, sin: Tensor | None = None
@@ -112,6 +136,17 @@ def _check_rope(q_ND: Tensor, k_ND: Tensor, cos: Tensor, sin: Tensor, head_dim: 
     for name, x in (("q", q_ND), ("k", k_ND)):
         if x.shape[0] and (cos.shape[0] == 0 or x.shape[0] % cos.shape[0]):
             raise ValueError(f"{x.shape[0]} tokens of {name} are not a multiple of the {cos.shape[0]} rows of cos.")
+
+
+def _check_heads_are_flat(q: Tensor, cos: Tensor, head_dim: int) -> None:
+    """Rows of [B, L, heads, head_dim] are heads: what was made for L tokens would rotate each by another's angle."""
+    if q.ndim < 4 or q.shape[-1] != head_dim:
+        return
+    if cos.shape[0] not in {math.prod(q.shape[first:-1]) for first in range(q.ndim - 1)}:
+        raise ValueError(
+            f"q {tuple(q.shape)} ends with one head, and the {cos.shape[0]} rows of cos fit no number of its last "
+            "dimensions; flatten(-2) q and k to [..., heads * head_dim] first."
+        )
 
 
 def _unsupported_head(head_dim: int, cos: Tensor | None, per_head: bool) -> str | None:
