@@ -124,6 +124,25 @@ def test_modules_are_made_moved_and_copied_as_those_of_torch(make: Callable[...,
     assert f"({WIDTH}, " in repr(module) and "eps=1e-06" in repr(module)
 
 
+@pytest.mark.parametrize("name", OPS)
+def test_results_are_no_views_and_may_be_changed_in_place(name: str) -> None:
+    """fully_shard warns of a view, and loses its hooks when that is changed in place."""
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    out = OPS[name](x)
+    assert not out._is_view()
+    out += 1
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    torch.testing.assert_close(grad, *torch.autograd.grad(OPS[name](x).sum(), x))
+
+
+def test_a_residual_that_is_saved_and_then_changed_is_an_error_of_the_backward() -> None:
+    x = torch.randn(2, 5, WIDTH, requires_grad=True)
+    residual, h = gate_residual_ln_modulate(x, x)
+    residual += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        h.sum().backward()
+
+
 class Block(nn.Module):
     """What a script makes of the modules: one modulated block of a transformer."""
 

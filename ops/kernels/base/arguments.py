@@ -24,6 +24,7 @@ from torch import Tensor
 from ops.kernels.base.segments import IndexTensors, Segments
 
 NO_INDEX: IndexTensors = (None, None, None, None, None)
+_unsafe_view = torch.ops.aten._unsafe_view.default  # looked up once: a call of the packet costs the host more
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -37,6 +38,14 @@ def token_rows(x: Tensor) -> Tensor:
     if x.shape[-1] == 0:
         raise ValueError(f"tokens {tuple(x.shape)} have width 0; a norm needs at least one value per token.")
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def shaped(rows_ND: Tensor, x: Tensor) -> Tensor:
+    """[tokens, D] -> the shape of x [..., N, D], of rows that an op has made and nobody else keeps.
+
+    Not a view for autograd: `fully_shard` loses the hooks of a module that returns one when it is changed in place.
+    """
+    return rows_ND if x.ndim == 2 else _unsafe_view(rows_ND, x.shape)
 
 
 def num_rows(table: Tensor) -> int:

@@ -13,7 +13,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ops.kernels.base.arguments import check_affine, check_same_shape, check_tables, num_rows, result_dtype, token_rows
+from ops.kernels.base.arguments import (
+    check_affine,
+    check_same_shape,
+    check_tables,
+    num_rows,
+    result_dtype,
+    shaped,
+    token_rows,
+)
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
@@ -43,7 +51,7 @@ def gate_residual(
     x_ND, y_ND = token_rows(x), token_rows(y)
     (gate,), index = check_tables(x_ND, segments, gate=gate)
     assert gate is not None
-    return forward(x_ND, y_ND, gate, *index, dtype).view(x.shape)
+    return shaped(forward(x_ND, y_ND, gate, *index, dtype), x)
 
 
 def gate_residual_ln_modulate(
@@ -80,7 +88,7 @@ def gate_residual_ln_modulate(
     residual, h, _, _ = norm_forward(
         x_ND, y_ND, gate, weight, bias, scale, shift, *index, eps, rms, dtype, result_dtype(x, out_dtype)
     )
-    return residual.view(x.shape), h.view(x.shape)
+    return residual.view(x.shape), shaped(h, x)  # x' is saved: as a view it is seen when it is changed in place
 
 
 class FusedGateAdaLN(FusedAdaLN):

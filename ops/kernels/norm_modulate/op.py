@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.kernels.base.arguments import check_affine, check_tables, result_dtype, token_rows
+from ops.kernels.base.arguments import check_affine, check_tables, result_dtype, shaped, token_rows
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.blocks import is_per_token
@@ -62,7 +62,7 @@ def ln_modulate(
     (scale, shift), index = check_tables(x_ND, segments, scale=scale, shift=shift)
     check_affine(x_ND, weight, bias)
     h, _, _ = forward(x_ND, weight, bias, scale, shift, *index, eps, rms, result_dtype(x, out_dtype))
-    return h.view(x.shape)
+    return shaped(h, x)
 
 
 class FusedAdaLN(nn.Module):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ops.kernels.base.arguments import check_device, result_dtype, token_rows
+from ops.kernels.base.arguments import check_device, result_dtype, shaped, token_rows
 from ops.kernels.base.autograd import Context, InputGradients
 from ops.kernels.base.backend import use_kernels
 from ops.kernels.base.dtypes import compute_dtype
@@ -81,7 +81,7 @@ def qk_norm_rope(
         _check_heads_are_flat(q, cos, head_dim)
         cos, sin = cos.contiguous(), sin.contiguous()
     q_out, k_out, _, _ = forward(q_ND, k_ND, wq, wk, cos, sin, head_dim, per_head, eps, result_dtype(q, out_dtype))
-    return q_out.view(q.shape), k_out.view(k.shape)
+    return shaped(q_out, q), shaped(k_out, k)
 
 
 class FusedQKNormRope(nn.Module):
