@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = ("ops", "data", "actors", "app")
 PUBLIC = {  # for other programs: the README's "Parts of it as libraries"
     *("route", "unroute", "replicate"),
-    *("FusedGateAdaLN", "FusedQKNormRope"),
+    *("FusedGateAdaLN", "FusedQKNormRope", "unfuse"),
 }
 CALLED_BY_OTHERS = {
     *("readable", "readinto", "seekable"),  # io.RawIOBase

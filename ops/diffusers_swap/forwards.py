@@ -87,8 +87,16 @@ def stands_for(original: type) -> Callable[[type], type]:
     return register
 
 
-@lru_cache(maxsize=64)
 def _dense(batch: int, tokens: int, device: torch.device) -> Segments:
+    """Kept for the next norms, but for tensors that end with what traces (a compiler, an export, fake tensors)."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return Segments.dense(batch, tokens, device)
+    with torch.inference_mode(False):  # training may follow, which cannot save inference tensors
+        return _kept(batch, tokens, device)
+
+
+@lru_cache(maxsize=64)
+def _kept(batch: int, tokens: int, device: torch.device) -> Segments:
     return Segments.dense(batch, tokens, device)
 
 

@@ -8,14 +8,17 @@
 
 Knows the transformers of Wan, HunyuanVideo, FLUX and CogVideoX. Parameters, their names, hooks and isinstance checks
 stay as they are: each module gets a subclass of its class with another forward. Modules that are not known, or are
-subclasses themselves, stay untouched.
+subclasses themselves, stay untouched: of another transformer of Diffusers the norms that it shares with these.
+LoRA (`add_adapter`), `compile_repeated_blocks` and `save_pretrained` may come before or after, `fully_shard` after.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 
 def fuse(model: nn.Module) -> Counter[str]:
@@ -27,16 +30,39 @@ def fuse(model: nn.Module) -> Counter[str]:
 
     swapped: Counter[str] = Counter()
     already = 0
-    for module in model.modules():
-        for part in (module, getattr(module, "processor", None)):
-            already += type(part) in forwards.FUSED.values()
-            replacement = forwards.FUSED.get(type(part))
-            if part is not None and replacement is not None:
-                swapped[type(part).__name__] += 1
-                part.__class__ = replacement
+    for part in list(_parts(model)):
+        kind = type(part)
+        if isinstance(part, FSDPModule) and any(base in forwards.FUSED for base in kind.__mro__):
+            raise ValueError(f"{kind.__name__} is sharded already, under a class of its own; fuse before fully_shard.")
+        already += kind in forwards.FUSED.values()
+        if kind in forwards.FUSED:
+            swapped[kind.__name__] += 1
+            part.__class__ = forwards.FUSED[kind]
     if not swapped and not already:
         raise ValueError(
             f"fuse found nothing to swap in a {type(model).__name__}. It knows the Diffusers transformers "
             "of Wan, HunyuanVideo, FLUX and CogVideoX."
         )
     return swapped
+
+
+def unfuse(model: nn.Module) -> Counter[str]:
+    """Give every module that `fuse` swapped its own class back; how many of each."""
+    from ops.diffusers_swap import forwards  # needs diffusers, which the rest of ops does not
+
+    originals = {fused: original for original, fused in forwards.FUSED.items()}
+    restored: Counter[str] = Counter()
+    for part in list(_parts(model)):
+        if type(part) in originals:
+            restored[type(part).__name__] += 1
+            part.__class__ = originals[type(part)]
+    return restored
+
+
+def _parts(model: nn.Module) -> Iterator[object]:
+    """All modules, and the processors of those that have one."""
+    for module in model.modules():
+        yield module
+        processor = getattr(module, "processor", None)
+        if processor is not None and not isinstance(processor, nn.Module):  # a module among `modules` otherwise
+            yield processor

@@ -1,18 +1,26 @@
 """`fuse` on small random transformers of each known family: same outputs, same gradients, same names."""
 
 import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from diffusers import (
     CogVideoXTransformer3DModel,
     FluxTransformer2DModel,
     HunyuanVideoTransformer3DModel,
     WanTransformer3DModel,
 )
+from peft import LoraConfig
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from ops.diffusers_swap.fuse import fuse
+from ops.diffusers_swap.fuse import fuse, unfuse
 
 FP32_ERROR = 2e-5  # relative L2, a few blocks deep
 
@@ -172,6 +180,101 @@ def test_names_and_checks_survive_and_a_second_call_changes_nothing() -> None:
     assert list(model.state_dict()) == keys
     assert isinstance(model.blocks[0], kind) and type(model.blocks[0]).__name__ == kind.__name__
     assert not fuse(model)
+
+
+def kinds(model: nn.Module) -> list[type]:
+    return [type(part) for part in (*model.modules(), *model.attn_processors.values())]
+
+
+@pytest.mark.parametrize("build", [wan, flux, hunyuan, cogvideox])
+def test_unfuse_gives_every_part_its_class_back(build) -> None:
+    model, _ = build(1)
+    before = kinds(model)
+    swapped = fuse(model)
+    assert kinds(model) != before
+    assert unfuse(model) == swapped and kinds(model) == before
+    assert not unfuse(model)
+
+
+def sampled(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    with torch.inference_mode():
+        model(**inputs)
+
+
+def without_values(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(**{name: mode.from_tensor(value) for name, value in inputs.items()})
+
+
+def exported(model: nn.Module, inputs: dict[str, Tensor]) -> None:
+    torch.export.export(model, (), inputs | {"return_dict": False}, strict=False)
+
+
+@pytest.mark.parametrize("before", [sampled, without_values, exported])
+def test_a_fused_transformer_trains_after(before: Callable[[nn.Module, dict[str, Tensor]], None]) -> None:
+    batch = 3 + [sampled, without_values, exported].index(before)  # sizes that no test has used
+    model, inputs = wan(batch)
+    fuse(model)
+    before(model, inputs)
+    _, grads = gradients(model, inputs)
+    assert len(grads) == len(list(model.parameters()))
+
+
+def test_fused_blocks_compile_whole() -> None:
+    torch._dynamo.reset()
+    model, inputs = wan(2)
+    fuse(model)
+    expected = model(**inputs).sample
+    for block in model.blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert error(model(**inputs).sample, expected) <= FP32_ERROR
+
+
+@pytest.mark.parametrize("first", ["fuse", "adapter"])
+def test_lora_and_folders_are_those_of_the_original(first: str) -> None:
+    original, inputs = wan(2)
+    original.requires_grad_(False)
+    fused, lora = copy.deepcopy(original), LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    steps: list[Callable[[], object]] = [lambda: fuse(fused), lambda: fused.add_adapter(lora)]
+    for step in steps if first == "fuse" else reversed(steps):
+        step()
+    original.add_adapter(lora)
+    original.load_state_dict(fused.state_dict())
+    (expected, expected_gradients), (actual, actual_gradients) = (gradients(m, inputs) for m in (original, fused))
+    assert error(actual, expected) <= FP32_ERROR and len(actual_gradients) == len(expected_gradients) == 16
+    for name, gradient in expected_gradients.items():
+        assert error(actual_gradients[name], gradient) <= FP32_ERROR, name
+    with tempfile.TemporaryDirectory() as folder:
+        fused.save_lora_adapter(folder)
+        assert [path.suffix for path in Path(folder).iterdir()] == [".safetensors"]
+
+
+def test_a_folder_of_a_fused_transformer_is_one_of_diffusers(tmp_path: Path) -> None:
+    model, inputs = wan(2)
+    fuse(model)
+    model.save_pretrained(tmp_path)
+    assert error(WanTransformer3DModel.from_pretrained(tmp_path)(**inputs).sample, model(**inputs).sample) <= FP32_ERROR
+
+
+def test_sharded_blocks_are_refused_and_fused_ones_are_sharded() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model, inputs = wan(2)
+        sharded = copy.deepcopy(model)
+        for block in sharded.blocks:
+            fully_shard(block, mesh=mesh)
+        with pytest.raises(
+            ValueError, match=r"FSDPWanTransformerBlock is sharded already, .* class of its own; fuse before"
+        ):
+            fuse(sharded)
+        expected = model(**inputs).sample
+        fuse(model)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        assert error(model(**inputs).sample, expected) <= FP32_ERROR
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_model_without_known_parts_is_refused() -> None:
