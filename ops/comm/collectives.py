@@ -101,7 +101,16 @@ class Group:
 
     @staticmethod
     def wrap(process_group: dist.ProcessGroup, timeout_s: float = 600.0) -> Group:
-        """A group over one of torch.distributed's, for torchrun scripts. Closing it leaves that one open."""
+        """A group over one of torch.distributed's (`dist.group.WORLD`, one of `dist.new_group` or of a device mesh),
+        for torchrun scripts. Closing it leaves that one open.
+
+        Raises ValueError in a process that is no member: `dist.new_group` gives it a number instead of a group.
+        """
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise ValueError(
+                f"Group.wrap takes a process group of torch.distributed that this process is in, not {process_group!r}"
+                "; initialise torch.distributed first, and leave groups of other ranks alone."
+            )
         members = tuple(dist.get_process_group_ranks(process_group))
         return Group(process_group, members, process_group.rank(), timeout_s)
 

@@ -9,15 +9,17 @@ collective runs.
 From any torchrun script, without Ray:
 
     dist.init_process_group("nccl")
-    bags = parse_topology("g1n4+g2n2")                        # 4 single ranks, 2 pairs: 8 ranks
-    pairs = {bag: dist.new_group(bag) for bag in bags}        # torch's rule: every rank makes every group
+    bags = parse_topology("g1n4+g2n2")                         # 4 single ranks, 2 pairs: 8 ranks
+    groups = {bag: dist.new_group(bag) for bag in bags}        # torch's rule: every rank makes every group
     world = Group.wrap(dist.group.WORLD)
-    for tokens, lengths, ids in loader:                       # tokens [sum(lengths), D] of this rank, ids [L]
+    for tokens, lengths, ids in loader:                        # tokens [sum(lengths), D] of this rank, ids [L]
         routing = plan(lengths, bags, world, width=3072, gamma=0.42)
-        x, ids = route([tokens, ids], routing, world)         # [sum(routing.chunk_lengths), ...]
-        y = model(x, ids, bag=Group.wrap(pairs[routing.bag])) # sequences routing.held, cut into chunks over the bag
-        (y,) = unroute([y], routing, world)                   # [sum(lengths), D] in the old order
-        loss(y).backward()                                    # parameter gradients are partial: sum over all ranks
+        x, ids = route([tokens, ids], routing, world)          # [sum(routing.chunk_lengths), ...]
+        y = model(x, ids, bag=Group.wrap(groups[routing.bag])) # sequences routing.held, cut into chunks over the bag
+        (y,) = unroute([y], routing, world)                    # [sum(lengths), D] in the old order
+        loss(y).backward()                                     # parameter gradients are partial: sum over all ranks
+
+docs/libraries.md has it as a script that runs. torch.compile leaves the functions that move rows out of its graphs.
 
 (Zhang et al., KnapFormer, 2025. Unlike there: a sequence is judged by what it adds to a bag, home is preferred, an
 empty bag or rank is no error, and per-sequence vectors are sent to their bag instead of gathered everywhere.)
@@ -35,11 +37,17 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from ops.chunks import chunk_bounds
 from ops.comm.collectives import Group
 from ops.degrees import BagRanks
 from ops.kernels.base.autograd import Context, InputGradients
+
+_NOT_INDEXED = {
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
+}
 
 
 class Transfer(NamedTuple):
@@ -168,14 +176,21 @@ def plan(
     *,
     width: int,
     gamma: float = 1.0,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> Routing:
-    """Collective over `group`: every rank brings its own sequence lengths and gets the common plan.
+    """Collective over `group`: every rank brings its own sequence lengths [tokens] and gets the common plan.
 
-    bags partition the ranks of the group; `width` is the model's, for the workload; the index tensors and the small
-    metadata collective live on `device`, which must be that of the group's backend.
+    bags partition the ranks of the group, counted in it from 0; `width` is the model's and `gamma` the time of an
+    attention FLOP over one of a linear layer, both for the workload (`workload`) and equal on all ranks. The index
+    tensors and the small metadata collective live on `device`, where the rows to be routed are; by default the current
+    GPU for a group of NCCL, else the CPU. A group that has both is given the device.
+
+    Raises ValueError for bags that do not partition the group, and for lengths below 1.
     """
     _check_bags(bags, group.size)
+    if width < 1 or not 0 <= gamma < math.inf:
+        raise ValueError(f"width {width} and gamma {gamma}: the workload needs a width of at least 1, a gamma from 0.")
+    device = ("cuda" if group.on_device else "cpu") if device is None else device
     everyone = gather_lengths(lengths, group, device)
     return make_routing(everyone, bags, assign(everyone, bags, width, gamma), group.rank, device)
 
@@ -207,7 +222,9 @@ def make_routing(
 
 def route(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Tensor]:
     """Home rows [n_home, ...] to bag rows [n_bag, ...] for tokens and features at once: one all-to-all. Differentiable
-    in the floating-point tensors; collective, also for ranks without rows, and so is its backward."""
+    and complex tensors, also twice; collective, also for ranks without rows, and so is its backward.
+
+    Raises ValueError for tensors that are not on the routing's device or have other rows than this rank."""
     return _apply(tensors, routing.tokens, group, back=False)
 
 
@@ -218,8 +235,14 @@ def unroute(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[T
 
 def replicate(tensors: Sequence[Tensor], counts: Sequence[int], routing: Routing, group: Group) -> list[Tensor]:
     """Per-sequence rows (timesteps, pooled vectors, text tokens) from home to every rank of the sequence's bag, in the
-    order of `routing.held`. counts[i] are the rows of sequence i over all ranks: ones for vectors. Gradients of all
-    receivers are added up at home."""
+    order of `routing.held`. counts[i] are the rows of sequence i, of the sequences of all ranks: ones for vectors.
+    Gradients of all receivers are added up at home. Raises ValueError as `route` does."""
+    known = len(routing.assignment)
+    if len(counts) != known or any(count < 0 for count in counts):
+        raise ValueError(
+            f"counts {list(counts)}: give the rows of each of the {known} sequences of all ranks, 0 or more, in the "
+            "order of routing.lengths."
+        )
     ends = np.cumsum([0, *map(len, routing.lengths)])
     per_home = [list(counts[low:high]) for low, high in pairwise(ends)]
     next_row = [0] * len(routing.lengths)
@@ -297,12 +320,22 @@ def _move(
     )
 
 
+@_disable_dynamo  # a process group is nothing that a graph holds
 def _apply(tensors: Sequence[Tensor], move: Move, group: Group, back: bool) -> list[Tensor]:
-    wanted = move.rows_out if back else move.rows_in
+    wanted, device = move.rows_out if back else move.rows_in, move.send.device
     for tensor in tensors:
-        if tensor.shape[0] != wanted:
-            raise ValueError(f"a tensor of {tensor.shape[0]} rows where the routing has {wanted} on this rank.")
-    return list(_Route.apply(move, group, back, *tensors))
+        if tensor.ndim == 0 or tensor.shape[0] != wanted:
+            rows = tensor.shape[0] if tensor.ndim else "no"
+            raise ValueError(
+                f"a tensor of {rows} rows where the routing has {wanted} on this rank; give the rows of the sequences "
+                "that this rank has, one after the other."
+            )
+        if tensor.device != device:
+            raise ValueError(
+                f"a tensor on {tensor.device} where the routing is on {device}; move it, or give plan device="
+                f'"{tensor.device.type}".'
+            )
+    return list(_Route.apply(move, group, back, back and move.repeats, *tensors)) if tensors else []
 
 
 class _RoutingContext(Context, Protocol):
@@ -311,23 +344,30 @@ class _RoutingContext(Context, Protocol):
     move: Move
     group: Group
     back: bool
-    floating: list[bool]
+    add: bool
+    differentiable: list[bool]
 
 
 class _Route(torch.autograd.Function):
+    """Rows there or `back`; with `add` rows that meet are added up. Its derivative is the other direction, by itself:
+    what was copied is added, and what was added is copied."""
+
     @staticmethod
-    def forward(ctx: _RoutingContext, move: Move, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.move, ctx.group, ctx.back = move, group, back
-        ctx.floating = [tensor.is_floating_point() for tensor in tensors]
-        outputs = _exchange(tensors, move, group, back, add=False)
-        ctx.mark_non_differentiable(*(out for out, floating in zip(outputs, ctx.floating) if not floating))
+    def forward(
+        ctx: _RoutingContext, move: Move, group: Group, back: bool, add: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.move, ctx.group, ctx.back, ctx.add = move, group, back, add
+        ctx.differentiable = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+        outputs = _exchange(tensors, move, group, back, add)
+        ctx.mark_non_differentiable(*(out for out, moves in zip(outputs, ctx.differentiable) if not moves))
         return outputs
 
     @staticmethod
     def backward(ctx: _RoutingContext, *grads: Tensor) -> InputGradients:
-        used = [grad for grad, floating in zip(grads, ctx.floating) if floating]
-        moved = iter(_exchange(used, ctx.move, ctx.group, not ctx.back, add=ctx.move.repeats))
-        return None, None, None, *(next(moved) if floating else None for floating in ctx.floating)
+        used = [grad for grad, moves in zip(grads, ctx.differentiable) if moves]
+        add = ctx.move.repeats and not ctx.add
+        moved = iter(_Route.apply(ctx.move, ctx.group, not ctx.back, add, *used))
+        return None, None, None, None, *(next(moved) if moves else None for moves in ctx.differentiable)
 
 
 def _exchange(tensors: Sequence[Tensor], move: Move, group: Group, back: bool, add: bool) -> tuple[Tensor, ...]:
@@ -337,6 +377,8 @@ def _exchange(tensors: Sequence[Tensor], move: Move, group: Group, back: bool, a
     if back:
         send, receive, keep_from, keep_to = receive, send, keep_to, keep_from
         send_splits, receive_splits, rows = receive_splits, send_splits, move.rows_in
+    dtypes = [tensor.dtype for tensor in tensors]
+    tensors = [tensor if add else tensor.view(_moved_as(tensor.dtype)) for tensor in tensors]
     arrived = [tensor[:0] for tensor in tensors]
     if not move.idle:
         sent = torch.cat([_bytes(tensor.index_select(0, send)) for tensor in tensors], dim=1)
@@ -345,7 +387,7 @@ def _exchange(tensors: Sequence[Tensor], move: Move, group: Group, back: bool, a
         widths = [_row_bytes(tensor) for tensor in tensors]
         arrived = [_from_bytes(part, tensor) for part, tensor in zip(buffer.split(widths, dim=1), tensors)]
     outputs = []
-    for tensor, part in zip(tensors, arrived):
+    for tensor, part, dtype in zip(tensors, arrived, dtypes):
         kept = tensor.index_select(0, keep_from)
         if add:
             out = tensor.new_zeros(rows, *tensor.shape[1:])
@@ -353,8 +395,15 @@ def _exchange(tensors: Sequence[Tensor], move: Move, group: Group, back: bool, a
         else:
             out = tensor.new_empty(rows, *tensor.shape[1:])
             out.index_copy_(0, keep_to, kept).index_copy_(0, receive, part)
-        outputs.append(out)
+        outputs.append(out.view(dtype))
     return tuple(outputs)
+
+
+def _moved_as(dtype: torch.dtype) -> torch.dtype:
+    """A dtype of the same size that PyTorch indexes: it does not index float8, nor integers that are unsigned and
+    wide."""
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return signed[dtype.itemsize] if dtype in _NOT_INDEXED else dtype
 
 
 def _row_bytes(tensor: Tensor) -> int:

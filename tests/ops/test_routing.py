@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -236,9 +238,94 @@ def test_bags_must_hold_every_rank_once() -> None:
         plan([1], ((0,), (0,)), Group.solo(), width=WIDTH)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint64])
+def test_every_dtype_travels(dtype: torch.dtype, run_ranks) -> None:
+    def work(group: Group) -> None:
+        rows = sum(LENGTHS[group.rank])
+        tensor = torch.randint(0, 100, (rows, 8 * dtype.itemsize), dtype=torch.uint8).view(dtype)
+        routing = plan(LENGTHS[group.rank], parse_topology("g1n2+g2n1"), group, width=WIDTH)
+        (there,) = route([tensor], routing, group)
+        (back,) = unroute([there], routing, group)
+        assert there.dtype == back.dtype == dtype
+        assert torch.equal(back.view(torch.uint8), tensor.view(torch.uint8))
+
+    run_ranks(4, work)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_of_gradients_cross_ranks(dtype: torch.dtype, run_ranks) -> None:
+    """The sum over |x|^4, whose second derivative along x is 12 |x|^2 x."""
+
+    def quartic(x: Tensor) -> Tensor:
+        return (x * x.conj()).real.square().sum()
+
+    def second(function, x: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = torch.autograd.grad(function(x), x, create_graph=True)
+        (again,) = torch.autograd.grad((grad * x.detach().conj()).real.sum(), x)
+        return grad.detach(), again
+
+    def work(group: Group) -> None:
+        own = LENGTHS[group.rank]
+        routing = plan(own, parse_topology("g1n2+g2n1"), group, width=WIDTH)
+        rows = torch.randn(sum(own), 3, dtype=dtype, requires_grad=True)
+        there = lambda x: quartic(route([x], routing, group)[0])  # noqa: E731
+        back = lambda x: quartic(unroute([route([x], routing, group)[0]], routing, group)[0])  # noqa: E731
+        torch.testing.assert_close(second(there, rows), second(quartic, rows))
+        torch.testing.assert_close(second(back, rows), second(quartic, rows))
+        vectors = torch.randn(len(own), 3, dtype=dtype, requires_grad=True)
+        before = sum(map(len, LENGTHS[: group.rank]))
+        copies = [len(routing.bags[bag]) for bag in routing.assignment[before : before + len(own)]]
+        copied = lambda x: quartic(replicate([x], [1] * len(routing.assignment), routing, group)[0])  # noqa: E731
+        repeated = lambda x: quartic(x.repeat_interleave(torch.tensor(copies, dtype=torch.int64), 0))  # noqa: E731
+        torch.testing.assert_close(second(copied, vectors), second(repeated, vectors))
+
+    run_ranks(4, work)
+
+
+def _compiled(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    world = Group.wrap(dist.group.WORLD)
+    routing = plan([9] if rank else [], parse_topology("g2n1"), world, width=WIDTH)
+
+    def step(x: Tensor) -> Tensor:
+        (there,) = route([x * 2], routing, world)
+        return unroute([there + 1], routing, world)[0]
+
+    x = torch.randn(9 if rank else 0, 4, requires_grad=True)
+    out = torch.compile(step, backend="aot_eager")(x)
+    torch.testing.assert_close(out, 2 * x + 1)
+    torch.testing.assert_close(*torch.autograd.grad(out.sum(), x), torch.full_like(x, 2))
+    dist.destroy_process_group()
+
+
+def test_compiled_code_leaves_the_routing_to_python(tmp_path: Path) -> None:
+    mp.spawn(_compiled, args=(str(tmp_path),), nprocs=2)  # raises what a process raised
+
+
 def test_wrong_row_counts_and_empty_sequences_are_refused() -> None:
     routing = make_routing([[3]], [(0,)], [0], 0)
     with pytest.raises(ValueError, match="2 rows where the routing has 3"):
         route([torch.zeros(2)], routing, Group.solo())
+    with pytest.raises(ValueError, match="no rows where the routing has 3"):
+        route([torch.tensor(1.0)], routing, Group.solo())
+    with pytest.raises(ValueError, match=r"on meta where the routing is on cpu.*device=\"meta\""):
+        route([torch.zeros(3, device="meta")], routing, Group.solo())
     with pytest.raises(ValueError, match="leave empty sequences out"):
         plan([0], [(0,)], Group.solo(), width=WIDTH)
+    with pytest.raises(ValueError, match="width 0 and gamma"):
+        plan([3], [(0,)], Group.solo(), width=0)
+    assert route([], routing, Group.solo()) == []
+
+
+def test_counts_are_of_the_sequences_of_all_ranks() -> None:
+    """Those of the own sequences alone were taken for the first ones of all."""
+    routing = make_routing([[3], [4, 1]], [(0,), (1,)], [0, 1, 1], 1)
+    for counts in ([1, 1], [1] * 4, [1, -1, 1]):
+        with pytest.raises(ValueError, match="rows of each of the 3 sequences of all ranks"):
+            replicate([torch.zeros(2)], counts, routing, Group.solo())
+
+
+def test_a_group_of_other_ranks_is_not_wrapped() -> None:
+    with pytest.raises(ValueError, match="that this process is in, not -100"):
+        Group.wrap(dist.GroupMember.NON_GROUP_MEMBER)
