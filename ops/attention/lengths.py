@@ -21,6 +21,7 @@ class Lengths:
 
     @property
     def total(self) -> int:
+        """Rows of all sequences."""
         return sum(self.host)
 
     @property
@@ -42,7 +43,10 @@ class Lengths:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", recur: bool = True) -> Lengths:
+        """Of sequences of these numbers of rows, 0 or more, for tensors on `device`."""
         host = tuple(int(length) for length in lengths)
+        if any(length < 0 for length in host):
+            raise ValueError(f"negative length {min(host)}; lengths count rows.")
         offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(host, dtype=np.int32)]).astype(np.int32))
         return Lengths(host, offsets.to(device), max(host, default=0), recur)
 

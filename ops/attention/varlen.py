@@ -89,8 +89,13 @@ def attention(
     """q [Nq, H, d], k and v [Nk, H, d] -> [Nq, H, d]. A sequence without keys gives zeros, without queries no rows. One
     call of a backend has up to `most_sequences`.
 
-    Raises ValueError when the named backend cannot serve this call; `auto`, also by a table, always finds one.
+        lengths = Lengths.of([5, 3])            # rows of each sequence, once for all layers; on a GPU with its device
+        out = attention(q, k, v, lengths, lengths)
+
+    Raises ValueError when rows and lengths do not fit, and when the named backend cannot serve this call; `auto`, also
+    by a table, always finds one.
     """
+    _check_rows(q, k, v, q_lengths, k_lengths)
     if len(q_lengths.host) != len(k_lengths.host):
         raise ValueError(f"{len(q_lengths.host)} sequences of queries and {len(k_lengths.host)} of keys; they pair up.")
     if not q_lengths.host:  # a rank of a bag that has no rows
@@ -107,6 +112,19 @@ def attention(
     if reason := named.why_not(q, lengths):
         raise ValueError(reason)
     return named.run(q, k, v, q_lengths, k_lengths)
+
+
+def _check_rows(q: Tensor, k: Tensor, v: Tensor, q_lengths: Lengths, k_lengths: Lengths) -> None:
+    """What no backend sees: sequences of one length are a batch to them, whatever that length is."""
+    if not isinstance(q_lengths, Lengths) or not isinstance(k_lengths, Lengths):
+        raise ValueError("attention takes lengths that Lengths.of([...], device) has made, for all layers at once.")
+    queries = q_lengths.total  # temporal layers have a sequence for each position: added up once
+    keys = queries if k_lengths is q_lengths else k_lengths.total
+    if any(x.ndim != 3 or x.shape[0] != rows for x, rows in ((q, queries), (k, keys), (v, keys))):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} are not [rows, heads, head size] with the "
+            f"{queries} rows of the queries' lengths and the {keys} of the keys'; flatten batches into rows."
+        )
 
 
 def _parts(

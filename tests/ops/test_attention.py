@@ -73,6 +73,24 @@ def test_lengths_must_pair_up() -> None:
         attention(q, q, q, Lengths.of((2, 2)), Lengths.of((4,)))
 
 
+@pytest.mark.parametrize("lengths", [(3, 3), (5, 5), (5, 2), (), (0, 0)])
+def test_rows_that_no_sequence_has_are_refused(lengths: tuple[int, ...]) -> None:
+    """Two sequences of one length were taken for halves of the rows, whatever their length."""
+    q, packed = torch.zeros(8, 1, 8), Lengths.of(lengths)
+    with pytest.raises(ValueError, match=rf"q \(8, 1, 8\).*with the {sum(lengths)} rows of the queries' lengths"):
+        attention(q, q, q, packed, packed)
+
+
+def test_a_batch_a_list_and_negative_lengths_are_refused() -> None:
+    batch, q, packed = torch.zeros(2, 4, 1, 8), torch.zeros(8, 1, 8), Lengths.of((4, 4))
+    with pytest.raises(ValueError, match=r"q \(2, 4, 1, 8\).*flatten batches into rows"):
+        attention(batch, batch, batch, packed, packed)
+    with pytest.raises(ValueError, match=r"Lengths.of\(\[\.\.\.\], device\)"):
+        attention(q, q, q, [4, 4], [4, 4])
+    with pytest.raises(ValueError, match="negative length -1"):
+        Lengths.of([9, -1])
+
+
 PACK = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=8)
 ON_CPU: tuple[BackendName, ...] = ("sdpa", "flex")
 
