@@ -19,6 +19,7 @@ DOCUMENTS = (
     "docs/models.md",
     "docs/clusters.md",
     "docs/records.md",
+    "docs/libraries.md",
     "docs/words.md",
     "CONTRIBUTING.md",
 )

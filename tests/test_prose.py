@@ -26,6 +26,7 @@ DOCUMENTS = (
     "docs/models.md",
     "docs/clusters.md",
     "docs/records.md",
+    "docs/libraries.md",
 )
 
 BEHIND = re.compile(r"\bbehind\b", re.IGNORECASE)

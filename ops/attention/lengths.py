@@ -43,7 +43,7 @@ class Lengths:
 
     @staticmethod
     def of(lengths: Sequence[int], device: torch.device | str = "cpu", recur: bool = True) -> Lengths:
-        """Of sequences of these numbers of rows, 0 or more, for tensors on `device`."""
+        """Lengths of sequences of these numbers of rows, 0 or more, for tensors on `device`."""
         host = tuple(int(length) for length in lengths)
         if any(length < 0 for length in host):
             raise ValueError(f"negative length {min(host)}; lengths count rows.")

@@ -221,10 +221,14 @@ def make_routing(
 
 
 def route(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Tensor]:
-    """Home rows [n_home, ...] to bag rows [n_bag, ...] for tokens and features at once: one all-to-all. Differentiable
-    and complex tensors, also twice; collective, also for ranks without rows, and so is its backward.
+    """Home rows [n_home, ...] to bag rows [n_bag, ...] for tokens and features at once: one all-to-all. Collective,
+    also for ranks without rows, and so is its backward.
 
-    Raises ValueError for tensors that are not on the routing's device or have other rows than this rank."""
+    Differentiable in floating-point and complex tensors, also twice. Results of these dtypes require gradients,
+    whatever was given, so that all ranks exchange the same: detach what takes none.
+
+    Raises ValueError for tensors that are not on the routing's device or have other rows than this rank.
+    """
     return _apply(tensors, routing.tokens, group, back=False)
 
 
