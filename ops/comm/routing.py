@@ -185,7 +185,7 @@ def plan(
     tensors and the small metadata collective live on `device`, where the rows to be routed are; by default the current
     GPU for a group of NCCL, else the CPU. A group that has both is given the device.
 
-    Raises ValueError for bags that do not partition the group, and for lengths below 1.
+    Raises ValueError for bags that do not partition the group, lengths below 1, and a width or gamma below its least.
     """
     _check_bags(bags, group.size)
     if width < 1 or not 0 <= gamma < math.inf:

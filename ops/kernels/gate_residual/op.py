@@ -42,7 +42,10 @@ def gate_residual(
     *,
     residual_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x + gate * y in residual_dtype (default: x's dtype). x, y [..., D]; gate [S, D]; without a gate x + y."""
+    """x + gate * y in residual_dtype (default: x's dtype, also under autocast), rounded once.
+
+    x, y [..., D]; gate [S, D] as the tables of `ln_modulate`; without a gate x + y. ValueError for what does not fit.
+    """
     check_same_shape(x, y)
     dtype = residual_dtype or x.dtype
     if gate is None:
@@ -72,7 +75,8 @@ def gate_residual_ln_modulate(
     """x' = x + gate * y and ln_modulate(x', scale, shift): one pass over memory instead of two.
 
     x, y [..., D]; gate, scale, shift [S, D], each optional. x' has residual_dtype (default: x's dtype, so an fp32
-    residual stream stays fp32 beside a bf16 branch y); the norm is that of x' as stored.
+    residual stream stays fp32 beside a bf16 branch y); the norm is that of x' as stored. Tables, weights, dtypes, the
+    second result and errors are those of `ln_modulate`. x' is saved for the backward: do not change it in place.
     """
     check_same_shape(x, y)
     x_ND, y_ND = token_rows(x), token_rows(y)

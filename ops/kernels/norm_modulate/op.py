@@ -57,6 +57,13 @@ def ln_modulate(
 
     x [..., D]; scale, shift [S, D] (other leading dimensions are flattened; chunks of a wider table are fine); weight,
     bias [D]. Without segments, tables of one row apply to all tokens and tables of N rows to one token each.
+
+        h = ln_modulate(x, scale, shift, Segments.dense(B, L))        # x [B, L, D], scale and shift [B, D]
+        h = ln_modulate(x, scale, shift, Segments.packed([5, 3]))     # x [8, D], scale and shift [2, D]
+
+    x is bf16, fp16, fp32 or fp64, the tables and weights independently; fp32 inside, fp64 for fp64. The result has the
+    shape of x and out_dtype: by default autocast's dtype where that is on, else x's. Gradients for all tensors, once:
+    by backward(), not of gradients. Raises ValueError for what does not fit.
     """
     x_ND = token_rows(x)
     (scale, shift), index = check_tables(x_ND, segments, scale=scale, shift=shift)

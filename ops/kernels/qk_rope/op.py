@@ -57,6 +57,9 @@ def qk_norm_rope(
     full-width norm needs all heads: call it before the Ulysses all-to-all.
     cos, sin [n, head_dim / 2] in fp32 or fp64; token r uses table row r % n, so n = N, or N = B * n. Without them only
     the norm, and q and k may have different numbers of tokens (cross attention).
+
+    q and k come back in their shapes, in out_dtype (default: autocast's where that is on, else the dtype of q).
+    Gradients for q, k and the weights; cos and sin take none. Raises ValueError for what does not fit.
     """
     q_ND, k_ND = token_rows(q), token_rows(k)
     width = q.shape[-1]
