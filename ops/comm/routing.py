@@ -224,8 +224,8 @@ def route(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Ten
     """Home rows [n_home, ...] to bag rows [n_bag, ...] for tokens and features at once: one all-to-all. Collective,
     also for ranks without rows, and so is its backward.
 
-    Differentiable in floating-point and complex tensors, also twice. Results of these dtypes require gradients,
-    whatever was given, so that all ranks exchange the same: detach what takes none.
+    Differentiable in floating-point and complex tensors, also twice: where one of them requires gradients, on all ranks
+    or on none, all results of these dtypes do, so that the ranks exchange the same. Detach what takes none.
 
     Raises ValueError for tensors that are not on the routing's device or have other rows than this rank.
     """
@@ -233,7 +233,13 @@ def route(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Ten
 
 
 def unroute(tensors: Sequence[Tensor], routing: Routing, group: Group) -> list[Tensor]:
-    """Bag rows [n_bag, ...] to home rows [n_home, ...] in their old order: the inverse of `route`."""
+    """Bag rows [n_bag, ...] to home rows [n_home, ...] in their old order: the inverse of `route`.
+
+    Results require gradients wherever these are enabled: a rank whose bag has no sequence has called no model, and
+    takes part in the backward of the others, which may well be that of its own sequences.
+    """
+    if torch.is_grad_enabled():
+        tensors = [tensor.detach().requires_grad_() if _lacks_gradient(tensor) else tensor for tensor in tensors]
     return _apply(tensors, routing.tokens, group, back=True)
 
 
@@ -361,7 +367,7 @@ class _Route(torch.autograd.Function):
         ctx: _RoutingContext, move: Move, group: Group, back: bool, add: bool, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.move, ctx.group, ctx.back, ctx.add = move, group, back, add
-        ctx.differentiable = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+        ctx.differentiable = [_is_differentiable(tensor) for tensor in tensors]
         outputs = _exchange(tensors, move, group, back, add)
         ctx.mark_non_differentiable(*(out for out, moves in zip(outputs, ctx.differentiable) if not moves))
         return outputs
@@ -408,6 +414,14 @@ def _moved_as(dtype: torch.dtype) -> torch.dtype:
     wide."""
     signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return signed[dtype.itemsize] if dtype in _NOT_INDEXED else dtype
+
+
+def _lacks_gradient(tensor: Tensor) -> bool:
+    return _is_differentiable(tensor) and not (tensor.requires_grad or tensor.is_inference())
+
+
+def _is_differentiable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _row_bytes(tensor: Tensor) -> int:

@@ -413,6 +413,7 @@ def test_bad_input_is_an_error_that_names_the_remedy() -> None:
             lambda: qk_norm_rope(x, x, None, None, x[:, :4], leaf(10, 4, dtype=torch.float32, seed=0), head_dim=8),
             "no gradient",
         ),
+        (lambda: ln_modulate(torch.nested.nested_tensor([x, x[:3]], layout=torch.jagged)), r"give its values\(\)"),
         (lambda: ln_modulate(x[:, :0]), "width 0"),
         (lambda: ln_modulate(x, table.to("meta"), None, Segments.packed([5, 5])), "scale on meta"),
         (lambda: ln_modulate(x, table, None, Segments.packed([5, 5], device="meta")), "segments on meta"),

@@ -282,6 +282,26 @@ def test_gradients_of_gradients_cross_ranks(dtype: torch.dtype, run_ranks) -> No
     run_ranks(4, work)
 
 
+def test_a_rank_that_ran_no_model_takes_part_in_the_backward_of_its_sequence(run_ranks) -> None:
+    """The only sequence is rank 0's, its bag that of ranks 2 and 3, and its tokens are data: nothing on rank 0 and 1
+    requires gradients but the model that they do not call."""
+    tokens = torch.randn(50, 2)
+
+    def work(group: Group) -> Tensor:
+        weight = torch.ones(2, requires_grad=True)
+        own = [50] if group.rank == 0 else []
+        routing = plan(own, parse_topology("g1n2+g2n1"), group, width=WIDTH)
+        (x,) = route([tokens[: sum(own)]], routing, group)
+        y = x * weight if routing.held else x
+        (home,) = unroute([y], routing, group)
+        home.square().sum().backward()
+        return torch.zeros(2) if weight.grad is None else weight.grad
+
+    grads = run_ranks(4, work)
+    assert not grads[0].any() and not grads[1].any()
+    torch.testing.assert_close(sum(grads), 2 * tokens.square().sum(0))
+
+
 def _compiled(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

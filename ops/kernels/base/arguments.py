@@ -35,6 +35,8 @@ def token_rows(x: Tensor) -> Tensor:
             f"expected floating point tokens [..., N, D], got {x.dtype} {tuple(x.shape)}; tokens have two dimensions "
             "or more, and are bfloat16, float16, float32 or float64."
         )
+    if x.is_nested:
+        raise ValueError("tokens are a nested tensor; give its values() [N, D] and Segments.packed(lengths).")
     if x.shape[-1] == 0:
         raise ValueError(f"tokens {tuple(x.shape)} have width 0; a norm needs at least one value per token.")
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
