@@ -30,8 +30,9 @@ from ops.models.base.config import DiTConfig
 from ops.models.base.vae import DiffusersVAE, latents_of
 from ops.models.chunked import ChunkedVAE
 from ops.models.config import ImageConfig, TextConfig, VAEConfig
-from ops.models.experts import slice_by
+from ops.models.experts import slice_by, transformers
 from ops.models.first_frame import FirstFrame
+from ops.models.frozen_blocks import FrozenBlocks, frozen_in_blocks
 from ops.models.image import Preprocessor, clip_skeleton, image_size, vision_rows
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
@@ -122,10 +123,12 @@ class _PretendBlocks:
 
     def __init__(self) -> None:
         self.buffers: list[Tensor] = []
+        self.host_bytes = 0  # of what blocks are copied from
         self._held: Held = lambda block: []
         self._turn = 0
 
     def hold(self, memory: Tensor, held: Held, largest: int) -> None:
+        self.host_bytes = memory.untyped_storage().nbytes()
         self._held, self.buffers = held, [torch.empty(largest, dtype=torch.uint8) for _ in range(2)]
 
     def let_go(self) -> None:
@@ -139,17 +142,13 @@ class _PretendBlocks:
 
 
 class _FetchedParameters(NodeParameters):
-    """Parameters of a node whose other workers are not there. `host_bytes` of them are no device's."""
+    """Parameters of a node whose other workers are not there."""
 
     def __init__(
         self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], layout: Sequence[Slot], received: Received
     ) -> None:
         self.blocks_here = _PretendBlocks()
         super().__init__(module, named, layout, self.blocks_here, received)
-
-    @property
-    def host_bytes(self) -> int:
-        return self._flat.untyped_storage().nbytes()
 
     def form(self, group: Group, bounds: Bounds, current: bool) -> None:
         self._let_go()
@@ -169,7 +168,7 @@ def pass_bytes(
     """(peak of a forward and backward of these sequences on rank 0 of `degree`, bytes of the parameters and gradient).
 
     The peak is beside parameters, gradient and the inputs, as a worker counts it. Blocks as in `config`, however many;
-    with `fetched` their parameters come from memory of the host.
+    with `fetched` their parameters, beside LoRA the frozen ones, come from memory of the host.
     """
     layout = _layout_read(sequences, degree)
     config = replace(config.experts[0], attention="auto", path=None)  # a pass is of one expert
@@ -178,14 +177,15 @@ def pass_bytes(
     with FakeTensorMode(allow_non_fake_inputs=True), standing_in(_flash(precision)):
         dit = _without_data(config, precision.parameters)
         slice_by(dit, WHOLE)
+        frozen = _fetched_frozen(dit) if fetched and config.freezes_blocks else None
         sync = FlatSync(
             dit,
             OptimizerConfig(),
             1,
             gradients=gradients_in("own", gathers=precision.cuda),
-            parameters=_FetchedParameters if fetched else "replicated",
+            parameters=_FetchedParameters if fetched and not frozen else "replicated",
         )
-        if fetched:
+        if fetched and not frozen:
             sync.form(Group.solo(), None)
         sync.begin_step()
         dtype = torch.float64 if precision.parameters == torch.float64 else torch.float32
@@ -214,8 +214,9 @@ def pass_bytes(
                 ),
                 Conditions(image=torch.empty(images, config.image_width)) if images else NOTHING,
             )
-        held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers(), *_buffers(sync)]) - _on_host(sync)
-    return count.peak_bytes, held
+        blocks = frozen or _fetched_trained(sync)
+        held = storage_bytes([sync.gradient(), *dit.parameters(), *dit.buffers(), *blocks.buffers])
+    return count.peak_bytes, held - blocks.host_bytes
 
 
 def forward_bytes(
@@ -255,14 +256,17 @@ def _layout_read(sequences: Sequence[PackedSequence], degree: int) -> Layout:
     return layout
 
 
-def _buffers(sync: FlatSync) -> list[Tensor]:
-    """Buffers of a device through which blocks come."""
-    return sync.parameters.blocks_here.buffers if isinstance(sync.parameters, _FetchedParameters) else []
+def _fetched_trained(sync: FlatSync) -> _PretendBlocks:
+    """How its blocks come to the device; where they lie there, nothing does."""
+    return sync.parameters.blocks_here if isinstance(sync.parameters, _FetchedParameters) else _PretendBlocks()
 
 
-def _on_host(sync: FlatSync) -> int:
-    """Bytes of parameters that lie in memory of the host."""
-    return sync.parameters.host_bytes if isinstance(sync.parameters, _FetchedParameters) else 0
+def _fetched_frozen(dit: nn.Module) -> _PretendBlocks:
+    """How the frozen weights of its blocks come to the device from now on."""
+    place = _PretendBlocks()
+    FrozenBlocks(transformers(dit), place, torch.empty(0))
+    place.host_bytes = storage_bytes(map(dit.get_parameter, frozen_in_blocks(dit)))
+    return place
 
 
 def dit_need_gib(config: DiTConfig, sequences: Sequence[PackedSequence], degree: int, precision: Precision) -> float:
@@ -325,21 +329,28 @@ def states_bytes(
     """What the first of `workers` workers keeps on its GPU between two cascades, as FlatSync makes it: (bytes of
     parameters, gradient and its part of the optimizer's state, those of parameters and gradient alone). The gradient is
     its own or, with `per_node` workers on each node, the part that it holds in its GPU's memory for its node. With
-    `fetched` parameters of lower precision than the state lie in memory of the host, but for those outside of blocks.
+    `fetched` parameters of lower precision than the state lie in memory of the host, but for those outside of blocks;
+    beside LoRA the frozen ones of blocks.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), StorageCount() as count:
         dit = _without_data(config, precision.parameters)
         gradients_of = _ReservedGradients if per_node else gradients_in("own")
+        frozen = _fetched_frozen(dit) if fetched and config.freezes_blocks else None
         sync = FlatSync(
-            dit, optimizer, 1, gradients=gradients_of, parameters=_FetchedParameters if fetched else "replicated"
+            dit,
+            optimizer,
+            1,
+            gradients=gradients_of,
+            parameters=_FetchedParameters if fetched and not frozen else "replicated",
         )
         group = _PretendGroup(workers)
         group.nodes = tuple(rank // (per_node or workers) for rank in range(workers))
         sync.form(group, None)
         gradients = sync.gradients
         staged = gradients.part_here.buffers if isinstance(gradients, _ReservedGradients) else []
-        held = [sync.gradient(), *staged, *dit.parameters(), *dit.buffers(), *_buffers(sync)]
-        return count.live_bytes - _on_host(sync), storage_bytes(held) - _on_host(sync)
+        blocks = frozen or _fetched_trained(sync)
+        held = [sync.gradient(), *staged, *dit.parameters(), *dit.buffers(), *blocks.buffers]
+        return count.live_bytes - blocks.host_bytes, storage_bytes(held) - blocks.host_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ MEASURED = Figures(
     communicators=(2.0, 2.5) * 4,
     fetched=7.0,
 )
-LORA = replace(MEASURED, states=MEASURED.states[:4], communicators=MEASURED.communicators[:4], fetched=0.0)
+UNFETCHED = replace(MEASURED, states=MEASURED.states[:4], communicators=MEASURED.communicators[:4], fetched=0.0)
 
 
 def row(planned: Figures, measured: Figures = MEASURED, **fields: Any) -> Headroom:
@@ -45,7 +45,7 @@ def test_what_is_free_is_left_beside_states_and_the_worst_cascade() -> None:
 
 
 def test_a_model_whose_blocks_cannot_be_fetched_has_no_such_places() -> None:
-    head, _, line = table([row(LORA, LORA, lora=True)], 40.0).splitlines()
+    head, _, line = table([row(UNFETCHED, UNFETCHED)], 40.0).splitlines()
     assert line.count("|") == head.count("|") and line.count("| - ") == 7
 
 
@@ -90,7 +90,7 @@ def test_full_training_on_one_node_at_720p_should_leave_20_gib() -> None:
         row(MEASURED, clip="720p81", roomy=there),
         row(MEASURED, clip="480p81"),
         row(MEASURED, clip="720p81", workers=64),
-        row(LORA, LORA, clip="720p81", lora=True),
+        row(UNFETCHED, UNFETCHED, clip="720p81", lora=True),
     ]
     assert not [one for one in enough if one.short]
 

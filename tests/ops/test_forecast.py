@@ -26,6 +26,7 @@ from ops.models.forecast import (
     text_need,
     vae_need,
 )
+from ops.models.frozen_blocks import bytes_of_blocks
 from ops.models.image import CLIPImages, vision_rows
 from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.wan.config import WanConfig
@@ -198,6 +199,26 @@ def test_a_pass_needs_no_more_where_its_blocks_are_fetched(degree: int) -> None:
     precision = Precision(parameters=torch.bfloat16, autocast=True, cuda=True)
     (peak, held), (fetched, less) = (pass_bytes(deep, CLIPS, degree, precision, way) for way in (False, True))
     assert fetched == pytest.approx(peak, rel=0.01) and less < held
+
+
+@pytest.mark.parametrize("changes", [{}, {"frozen_dtype": "float8"}, {"expert": "both"}], ids=str)
+def test_beside_lora_a_gpu_has_two_blocks_of_frozen_weights_and_a_pass_needs_no_more(
+    changes: dict[str, object],
+) -> None:
+    deep = replace(WAN, num_layers=5, gradient_checkpointing=True, lora_rank=4)
+    deep = replace(deep, **changes)  # type: ignore[arg-type]
+    precision = Precision(parameters=torch.bfloat16, cuda=True)
+    (peak, _), (fetched, _) = (pass_bytes(deep, CLIPS, 1, precision, way) for way in (False, True))
+    assert fetched == pytest.approx(peak, rel=0.01)
+    blocks = bytes_of_blocks(dit_skeleton(deep), 2, frozen=True)
+    assert len(blocks) == 5 * len(deep.experts)
+    spared = [
+        here - there
+        for here, there in zip(
+            *(states_bytes(deep, OptimizerConfig(), 3, precision, fetched=way) for way in (False, True)), strict=True
+        )
+    ]
+    assert spared == pytest.approx([sum(blocks) - 2 * max(blocks)] * 2, rel=1e-3)
 
 
 def test_an_image_encoder_needs_what_it_takes_on_tensors_with_data() -> None:
