@@ -4,6 +4,7 @@ Real processes."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -152,3 +153,12 @@ def test_an_address_that_lends_nothing_is_named(key: str) -> None:
     with pytest.raises(ConnectionError, match="has the address of these weights and does not lend them"):
         NodeWeights.of(key, never, tries=2, patience_s=0.05)
     squatter.close()
+
+
+def test_processes_of_another_user_have_an_address_of_their_own(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They lend nothing to this one, which could not begin."""
+    theirs = claim(_number_of(key))
+    assert theirs is not None
+    monkeypatch.setattr(os, "getuid", lambda: 4321)
+    assert NodeWeights.of(key, numbers, tries=2, patience_s=0.05).read_here
+    theirs.close()
