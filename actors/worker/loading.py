@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
@@ -289,11 +290,10 @@ def fit_graphs(dit: nn.Module, settings: WorkerSettings, device_gib: float) -> N
         return
     least = settings.graphs_least_gib[number_of_chosen(settings.least_gib, device_gib)]
     if least > device_gib:
-        log.warning(
-            "model.dit.cuda_graphs: blocks run as written. With graphs it takes a GPU of %.1f GiB, this one has %.1f.",
-            least,
-            device_gib,
-        )
+        why = f"With graphs it takes a GPU of {least:.1f} GiB, this one has {device_gib:.1f}."
+        if math.isinf(least):
+            why = "Their weights are fetched from host memory (train.memory.parameters)."
+        log.warning("model.dit.cuda_graphs: blocks run as written. %s", why)
         run_as_written(dit)
 
 
