@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ops.memory.cuda_memory import CudaBlockCopies
 from ops.shards import Slot
@@ -113,7 +114,13 @@ class BlockBuffers:
             self._memory = None
 
     def fetch(self, block: int) -> list[Tensor]:
-        """As `BlockPlace.fetch`. Begins to copy the block that is expected after it."""
+        """As `BlockPlace.fetch`. Begins to copy the block that is expected after it. Where attention is kept, the
+        operators of a block's forward and of its recomputation are matched by their number: not those of copies, of
+        which each has as many as the blocks before and after it make necessary."""
+        with _disable_current_modes():
+            return self._fetch(block)
+
+    def _fetch(self, block: int) -> list[Tensor]:
         turn = self._turn_of(block)
         if turn is None:
             turn = 1 - self._turn

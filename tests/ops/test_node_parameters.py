@@ -66,6 +66,13 @@ def passes(dit: PackedTransformer, case: str, autocast: bool, scale: float) -> f
     return float(loss.detach())
 
 
+def look(dit: PackedTransformer, case: str) -> None:
+    """Two steps of a sample: after the last block comes the first, and not the one before it as in training."""
+    with torch.no_grad():
+        for _ in range(2):
+            our_velocity(dit, parity_sample(VARIANTS[case]))
+
+
 def trained(
     case: str,
     parameters: ParameterMemory | ParametersOf,
@@ -74,9 +81,12 @@ def trained(
     state: StateLocation = "device",
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
+    layers: int = 2,
+    keeps: bool = False,
 ) -> dict[str, Tensor]:
     """Losses, gradients before each end of a step, parameters and state of one worker after some steps."""
-    dit = model(case, dtype=dtype)
+    dit = model(case, layers, dtype)
+    dit.keeps_attention = keeps
     sync = FlatSync(dit, OPTIMIZER, STEPS, gradients=gradients, state=state, parameters=parameters)
     sync.form(Group.solo(), None)
     found: dict[str, Tensor] = {}
@@ -84,6 +94,8 @@ def trained(
         sync.begin_step()
         losses = []
         for scale in (1.0, 0.5):  # passes add up
+            if keeps:
+                look(dit, case)
             sync.watch_backward()
             losses.append(passes(dit, case, autocast, scale))
         sync.start_sum()
@@ -128,6 +140,13 @@ def test_every_variant_trains_bit_for_bit_as_with_parameters_of_its_own(case: st
 @pytest.mark.parametrize("way", [pytest.param("node", marks=pytest.mark.long), "buffers"])
 def test_it_is_so_wherever_gradients_and_state_lie(way: str, places: dict) -> None:
     assert_equal(trained("wan", WAYS[way], **places), trained("wan", "replicated", **places))
+
+
+@pytest.mark.parametrize("case", ["wan", "hunyuan"])
+def test_so_it_is_where_attention_is_kept_and_samples_come_between_passes(case: str) -> None:
+    """Operators of a block's two forwards are matched by their number, and not in both are as many weights fetched."""
+    found = trained(case, in_buffers, layers=3, keeps=True)
+    assert_equal(found, trained(case, "replicated", layers=3))
 
 
 # -- several workers, in threads ---------------------------------------------------------------------------------------
