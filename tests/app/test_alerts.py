@@ -16,7 +16,6 @@ from app.records.metrics import TAGS
 from app.records.trackers import EVENT_TIME, gauge_of
 
 RULES = Path(__file__).parents[2] / "docker" / "prometheus" / "heddle.rules.yaml"
-RUN = '{run="demo", of=""}'
 
 
 def rules() -> dict[str, str]:
@@ -36,24 +35,70 @@ def test_what_somebody_should_look_at_is_said_in_words() -> None:
     assert all("describe" in vars(kind) for kind in ALERTS)
 
 
-def series(name: str, values: str, of: str = "") -> dict[str, str]:
-    return {"series": f'ray_{name}{{run="demo", of="{of}"}}', "values": values}
+def series(name: str, values: str, of: str = "", worker: str = "a1") -> dict[str, str]:
+    """A gauge of the process that Ray calls `worker`: of a controller that is started again it is another one."""
+    return {"series": f'ray_{name}{{run="demo", of="{of}", WorkerId="{worker}"}}', "values": values}
 
 
+STEPS = series("heddle_step", "0+1x180")
 # what Prometheus saw once a minute, when it is asked, and whether the alert fires then
 CASES = {
     "HeddleNoStep stands": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x60")], "60m", True),
     "HeddleNoStep goes on": ("HeddleNoStep", [series("heddle_step", "0+1x100")], "60m", False),
     "HeddleNoStep has just begun": ("HeddleNoStep", [series("heddle_step", "_x50 0+0x10")], "60m", False),
     "HeddleNoStep has ended": ("HeddleNoStep", [series("heddle_step", "0+1x10 10+0x29 stale")], "45m", False),
+    "HeddleNoStep stands, as often as its controller starts": (
+        "HeddleNoStep",
+        [series("heddle_step", "10+0x40 stale"), series("heddle_step", "_x45 10+0x20", worker="b2")],
+        "60m",
+        True,
+    ),
+    "HeddleNoStep is resumed": (
+        "HeddleNoStep",
+        [series("heddle_step", "10+0x10 stale"), series("heddle_step", "_x50 10+1x20", worker="b2")],
+        "60m",
+        False,
+    ),
+    "HeddleEnded": ("HeddleEnded", [series("heddle_step", "0+1x10 stale")], "22m", True),
+    "HeddleEnded goes on": ("HeddleEnded", [series("heddle_step", "0+1x60")], "40m", False),
+    "HeddleEnded is started again": (
+        "HeddleEnded",
+        [series("heddle_step", "0+1x10 stale"), series("heddle_step", "_x16 11+1x20", worker="b2")],
+        "22m",
+        False,
+    ),
+    "HeddleEnded is long ago": ("HeddleEnded", [series("heddle_step", "0+1x10 stale")], "60m", False),
+    "HeddleStepsComputedAgain by a controller that is started again": (
+        "HeddleStepsComputedAgain",
+        [series("heddle_step", "0+1x20 stale"), series("heddle_step", "_x23 5+1x60", worker="b2")],
+        "25m",
+        True,
+    ),
+    "HeddleStepsComputedAgain has ended": (
+        "HeddleStepsComputedAgain",
+        [series("heddle_step", "0+1x20 5 6 stale")],
+        "25m",
+        False,
+    ),
     "HeddleStepsComputedAgain": ("HeddleStepsComputedAgain", [series("heddle_step", "0+1x20 5+1x60")], "25m", True),
     "HeddleEvent": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "30m", True),
     "HeddleEvent is long ago": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "checkpoint_failed")], "40m", False),
     "HeddleEvent has its own": ("HeddleEvent", [series(EVENT_TIME, "1200+0x60", "skipped")], "30m", False),
-    "HeddleStepsSkipped": ("HeddleStepsSkipped", [series(EVENT_TIME, "60 600 1200 1800+0x60", "skipped")], "30m", True),
+    "HeddleStepsSkipped": (
+        "HeddleStepsSkipped",
+        [series(EVENT_TIME, "60 600 1200 1800+0x60", "skipped"), STEPS],
+        "30m",
+        True,
+    ),
+    "HeddleStepsSkipped has ended": (
+        "HeddleStepsSkipped",
+        [series(EVENT_TIME, "60 600 1200 1800 1800 stale", "skipped"), series("heddle_step", "0+1x4 stale")],
+        "30m",
+        False,
+    ),
     "HeddleGenerationsChange": (
         "HeddleGenerationsChange",
-        [series("heddle_elastic_generation", "0+1x8 8+0x60")],
+        [series("heddle_elastic_generation", "0+1x8 8+0x60"), STEPS],
         "40m",
         True,
     ),
@@ -66,13 +111,32 @@ CASES = {
     ),
     "HeddleWaitsForData": (
         "HeddleWaitsForData",
-        [series("heddle_perf_data_wait_s", "1+0x120"), series("heddle_perf_step_time_s", "5+0x120")],
+        [series("heddle_perf_data_wait_s", "1+0x120"), series("heddle_perf_step_time_s", "5+0x120"), STEPS],
         "60m",
         True,
     ),
+    "HeddleFewerWorkers than before its controller was started again": (
+        "HeddleFewerWorkers",
+        [
+            series("heddle_elastic_workers", "8+0x30 stale"),
+            series("heddle_elastic_workers", "_x35 4+0x120", worker="b2"),
+        ],
+        "125m",
+        True,
+    ),
+    "HeddleWaitsForData has ended": (
+        "HeddleWaitsForData",
+        [
+            series("heddle_perf_data_wait_s", "1+0x60 stale"),
+            series("heddle_perf_step_time_s", "5+0x60 stale"),
+            series("heddle_step", "0+1x60 stale"),
+        ],
+        "65m",
+        False,
+    ),
     "HeddleSlowerThanPlanned": (
         "HeddleSlowerThanPlanned",
-        [series("heddle_plan_predicted_s", "2+0x120"), series("heddle_perf_step_time_s", "5+0x120")],
+        [series("heddle_plan_predicted_s", "2+0x120"), series("heddle_perf_step_time_s", "5+0x120"), STEPS],
         "90m",
         True,
     ),
