@@ -20,10 +20,8 @@ import hashlib
 import io
 import json
 import logging
-import os
 import queue
 import shutil
-import tempfile
 import threading
 import zlib
 from collections import Counter
@@ -35,6 +33,7 @@ import numpy as np
 
 from data.config import CacheConfig, DataConfig
 from data.types import Bucket, DataItem, SampleRef
+from ops.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -230,21 +229,12 @@ def _read(path: Path) -> np.ndarray:
 
 
 def _write(path: Path, array: np.ndarray) -> None:
-    """Written whole or left as it was, also after a power cut: under another name first, and on the disk before it is
-    renamed."""
+    """Written whole or left as it was, also after a power cut."""
     body = io.BytesIO()
     np.save(body, array, allow_pickle=False)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".partial")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(body.getbuffer())
-            file.write(_sealed(body.getbuffer()))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with whole_file(path, synced=True) as part, part.open("wb") as file:
+        file.write(body.getbuffer())
+        file.write(_sealed(body.getbuffer()))
 
 
 def _sealed(body: bytes | memoryview) -> bytes:

@@ -7,11 +7,11 @@ resume, also from an old checkpoint, forms the batches that the run had.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 from data.dataset.order import BatchSizes, SizesRecord
 from data.errors import DataError
+from ops.whole_file import write_whole
 
 DECISIONS = "batches.json"
 
@@ -37,14 +37,4 @@ class BatchDecisions:
     def add(self, record: SizesRecord) -> None:
         """Keep a decision for later steps than all before, on disk when this returns."""
         self.records = [*self.records, record]
-        write_whole(self._path, self.records)
-
-
-def write_whole(path: Path, value: object) -> None:
-    """Write as JSON, atomically; on disk when this returns."""
-    torn = path.with_name(f"{path.name}.torn")
-    with torn.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(torn, path)
+        write_whole(self._path, json.dumps(self.records, indent=1), synced=True)

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.feed.decisions import write_whole
 from data.buckets import BatchSize, BucketTable
 from data.config import BatchConfig, DataConfig, SegmentConfig
 from data.errors import DataError
 from data.types import Bucket
 from ops.geometry import Geometry
+from ops.whole_file import write_whole
 
 FIRST_SIZES = "first_batches.json"
 
@@ -42,7 +42,7 @@ def first_sizes(run_dir: Path, config: DataConfig, geometry: Geometry, timed: Ba
             sizes = {**{name: timed(bucket, limits) for name, bucket in named.items() if name not in sizes}, **sizes}
     if sizes != known:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, sizes)
+        write_whole(path, json.dumps(sizes, indent=1), synced=True)
     return FirstSizes(sizes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +17,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.files import read_json
 from ops.models.folders import component
+from ops.whole_file import whole_file
 
 log = logging.getLogger(__name__)
 
@@ -94,14 +94,12 @@ def _text_of(text: TextConfig, device: str) -> str:
 
 
 def save_learned(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> None:
-    """Write what was learned, atomically. A profile that has learned nothing writes nothing."""
+    """Write what was learned. A profile that has learned nothing writes nothing."""
     if not (profile.live or profile.spanning or profile.needs.known().kinds):
         return
     profile.setting = setting
-    path = run_dir / LEARNED
-    torn = path.with_name(f"{LEARNED}.torn")
-    write_profile(profile, torn)
-    os.replace(torn, path)
+    with whole_file(run_dir / LEARNED) as part:
+        write_profile(profile, part)
 
 
 def take_up(profile: Profile, setting: ProfiledSetting, run_dir: Path) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,6 +25,7 @@ from actors.messages import HostGpu
 from actors.plan.devices import device_speed
 from actors.pool.workers import uses_gpu
 from actors.ray_calls import get, given_gpu, kill, remote_of, resources, wait
+from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -72,9 +72,7 @@ class WorkersDevice:
 
     def keep(self, folder: Path) -> None:
         """Write it into a run's folder."""
-        torn = folder / f"{DEVICE}.torn"
-        torn.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        os.replace(torn, folder / DEVICE)
+        write_whole(folder / DEVICE, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def kept(cls, folder: Path) -> WorkersDevice | None:

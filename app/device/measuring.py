@@ -5,7 +5,6 @@ What runs out of memory becomes a limit; a bag in which that happened is closed,
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledSha
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.models.config import ModelConfig
+from ops.whole_file import whole_file
 
 if TYPE_CHECKING:
     import torch
@@ -107,13 +107,12 @@ class Measuring:
                 bag.close()
 
     def save(self) -> None:
-        """Write what is known, atomically."""
+        """Write what is known."""
         if not self._profile.measured:
             return
         with_degrees(self._profile)
-        torn = self._out.with_name(f"{self._out.name}.torn")
-        write_profile(self._profile, torn)
-        os.replace(torn, self._out)
+        with whole_file(self._out) as part:
+            write_profile(self._profile, part)
 
     def _search(self, wanted: LongestClip | LargestBatch, until: float) -> None:
         """Bisect over lengths or batches. All on the way are points or limits, so another call goes on from there."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from actors.records.span_record import SpanRecord
 from app.records.rundir import RunDir
 from app.records.tails import JsonObject
 from ops.typed import ConfigError
+from ops.whole_file import whole_file
 
 RUN_PID = 1_000_000  # the group of steps and events, away from worker ids
 MEASURED, PLANNED = 0, 1
@@ -210,9 +210,8 @@ def write_timeline(run: RunDir, steps: StepRange | None = None, most: int = MOST
     spans, older = (run.spans(), False) if steps else run.newest_spans(most)
     shown = _Shown(spans, steps, most, skip_first=older)
     path = run.path / "timeline.json"
-    torn = path.with_name(f"{path.name}.{os.getpid()}.torn")  # of this report: another may be made at the same time
-    try:
-        with torn.open("w", encoding="utf-8") as file:
+    with whole_file(path) as part:
+        with part.open("w", encoding="utf-8") as file:
             file.write('{"traceEvents": [')
             for number, entry in enumerate(_entries(shown, run.events(), to_the_end=steps is None)):
                 file.write((", " if number else "") + json.dumps(entry))
@@ -222,9 +221,6 @@ def write_timeline(run: RunDir, steps: StepRange | None = None, most: int = MOST
                 f"the timeline of {run.path} has no step from {steps.first} to {steps.last}; it keeps the newest "
                 f"steps, now from {shown.oldest} on. Leave --steps out, or give some of these."
             )
-        os.replace(torn, path)
-    finally:
-        torn.unlink(missing_ok=True)
     return WrittenTimeline(path=path, first=shown.first, last=shown.last, whole=not (older or steps or shown.cut))
 
 

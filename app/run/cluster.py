@@ -22,6 +22,7 @@ from actors.names import NAMESPACE
 from app.inputs.cluster import given_cluster
 from app.settings.config import RunConfig, check
 from ops.typed import ConfigError
+from ops.whole_file import write_whole
 
 if TYPE_CHECKING:
     from actors.pool.device import WorkersDevice
@@ -78,9 +79,7 @@ class ClusterAddress:
 
     def write(self, folder: Path) -> None:
         """Write it into the run's folder, for commands that reach the run from outside."""
-        part = folder / f"{CLUSTER}.part"
-        part.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        os.replace(part, folder / CLUSTER)
+        write_whole(folder / CLUSTER, json.dumps(asdict(self)))
 
     @staticmethod
     def read(folder: Path) -> ClusterAddress | None:

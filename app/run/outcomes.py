@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import TypedDict
 
 from actors.outcome import Exit, Outcome
+from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +29,7 @@ def ended_run(outcome: Outcome) -> EndedRun:
 
 def write_outcome(folder: Path, ended: EndedRun, token: str) -> None:
     """Leave it in the run's folder for the process of this start, which `token` names. Raises OSError."""
-    part = folder / f".{OUTCOME}.part"
-    part.write_text(json.dumps({**ended, "token": token}), encoding="utf-8")
-    os.replace(part, folder / OUTCOME)
+    write_whole(folder / OUTCOME, json.dumps({**ended, "token": token}))
 
 
 def read_outcome(folder: Path, token: str | None = None) -> Outcome | None:

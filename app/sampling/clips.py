@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from ops.models.families import FAMILIES
 from ops.models.first_frame import FirstFrame
 from ops.packed.patches import patchify
 from ops.typed import ConfigError
+from ops.whole_file import write_whole
 
 T = TypeVar("T")
 
@@ -329,12 +329,9 @@ def write_clips(out: Path, videos: Sequence[np.ndarray], prompts: Sequence[str],
     Their prompts, in order, are left in `out`.json, where the report finds the captions.
     """
     files, sheet = clip_files(out, len(videos))
-    stem = sheet.with_suffix("")
     for file, video in zip(files, videos, strict=True):
         write_mp4(file, video, fps)
-    part = stem.with_name(f"{stem.name}.json.part")
-    part.write_text(json.dumps(list(prompts)), encoding="utf-8")
-    os.replace(part, stem.with_name(f"{stem.name}.json"))  # a report of the live run never reads half of it
+    write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
     contact_sheet(sheet, videos, prompts, columns=1 if len(videos) <= 4 else 2)
     return [*files, sheet]
 

@@ -23,6 +23,7 @@ from actors.records.events import RunEvent, SamplesFailed, SamplesMade
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.typed import ConfigError
+from ops.whole_file import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,12 +110,12 @@ class LiveSamples:
         prompts = self._config.sample.prompts
         files, sheet = clip_files(self._run_dir / "samples" / f"step-{now.step}.mp4", len(prompts))
         sheet.parent.mkdir(exist_ok=True)
-        _replaced(files[clip.number], made.mp4)
+        write_whole(files[clip.number], made.mp4)
         now.shown[clip.number] = made.shown
         if len(now.shown) < len(prompts):
             return None
         self._begin_next()
-        _replaced(sheet.with_suffix(".json"), json.dumps(list(prompts)).encode())
+        write_whole(sheet.with_suffix(".json"), json.dumps(list(prompts)))
         shown = [now.shown[index] for index in range(len(prompts))]
         contact_sheet(sheet, shown, prompts, columns=1 if len(prompts) <= 4 else 2)
         names = tuple(str(path.relative_to(self._run_dir)) for path in (*files, sheet))
@@ -268,9 +269,3 @@ def held_checkpoint(checkpoint: Path, at: Path) -> Path:
         shutil.rmtree(at, ignore_errors=True)
         return checkpoint
     return at
-
-
-def _replaced(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_bytes(content)
-    os.replace(part, path)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import tempfile
 import time
 from collections import deque
@@ -40,6 +39,7 @@ from ops.comm.collectives import Group
 from ops.counted import counted
 from ops.typed import ConfigError
 from ops.waiting import GroupError
+from ops.whole_file import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -155,9 +155,7 @@ class ClipRecord:
         same = header == self._header
         found = {int(line) for line in lines[:-1] if line.isdigit()} if same else set()  # the last one may be torn
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("\n".join([self._header, *map(str, sorted(found)), ""]), encoding="utf-8")
-        os.replace(part, self.path)
+        write_whole(self.path, "\n".join([self._header, *map(str, sorted(found)), ""]))
         return found
 
     def add(self, index: int) -> None:
@@ -325,9 +323,7 @@ def spread(
 
     def keep(chunk: Sequence[int], clips: Sequence[MadeClip]) -> None:
         for index, clip in zip(chunk, clips, strict=True):
-            part = files[index].with_name(f"{files[index].name}.part")
-            part.write_bytes(clip.mp4)
-            os.replace(part, files[index])
+            write_whole(files[index], clip.mp4)
             record.add(index)
             shown[index] = clip.shown
         made = len(shown) - len(finished)

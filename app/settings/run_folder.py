@@ -10,6 +10,7 @@ from pathlib import Path
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
+from ops.whole_file import write_whole
 
 CONFIG = "config.yaml"
 
@@ -68,13 +69,11 @@ def prepare_run_dir(config: RunConfig, resume: bool = False, overwrite: bool = F
 
 
 def save_config(config: RunConfig, folder: Path) -> bool:
-    """Write the resolved config into the run's folder, atomically. Returns whether it was another one."""
+    """Write the resolved config into the run's folder. Returns whether it was another one."""
     path, text = folder / CONFIG, _true_numbers(config) + config.to_yaml()
     if path.is_file() and path.read_text(encoding="utf-8") == text:
         return False
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, path)
+    write_whole(path, text)
     return True
 
 

@@ -63,7 +63,7 @@ def test_the_settings_of_a_resume_are_the_runs_with_its_first_step(resumed: tupl
             writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
             writer.on_step(metrics_of({"step": 0, "loss": 1.0}), [], plan())
     assert (run / "config.yaml").read_text() != before
-    assert RunConfig.load(run / "config.yaml") == config and not list(run.glob("*.part"))
+    assert RunConfig.load(run / "config.yaml") == config and not list(run.glob(".*.part"))
     told = [event.settings for event in RunDir(run).events() if isinstance(event, SettingsChanged)]
     assert told == [("workers.max 2 -> 3",)]
 

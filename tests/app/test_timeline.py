@@ -136,7 +136,7 @@ def test_two_reports_at_once_write_files_of_their_own(tmp_path: Path, monkeypatc
     whole = timeline._entries
     monkeypatch.setattr(timeline, "_entries", entries)
     written = write_timeline(run)
-    assert len(json.loads(written.path.read_text())["traceEvents"]) > 400 and list(tmp_path.glob("*.torn")) == []
+    assert len(json.loads(written.path.read_text())["traceEvents"]) > 400 and list(tmp_path.glob(".*.part")) == []
 
 
 def test_what_is_not_shown_is_not_parsed(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_steps_are_shown_that_are_asked_for(tmp_path: Path) -> None:
     before = written.path.read_text()
     with pytest.raises(ConfigError, match="no step from 50 to 60; it keeps the newest steps, now from 0 on"):
         write_timeline(run, StepRange.parse("50-60"))
-    assert written.path.read_text() == before and list(tmp_path.glob("*.torn")) == []
+    assert written.path.read_text() == before and list(tmp_path.glob(".*.part")) == []
     for wrong in ("7-5", "a", "1-2-3", "-3"):
         with pytest.raises(ConfigError, match="such as 4000-4100"):
             StepRange.parse(wrong)

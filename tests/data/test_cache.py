@@ -230,4 +230,4 @@ def test_several_processes_fill_one_cache(tmp_path: Path) -> None:
     for number in range(40):
         found = store.get("latents", text_key(str(number), "", 0))
         assert found is not None and (found == number).all()
-    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".partial")]
+    assert not [name for _, _, names in os.walk(tmp_path) for name in names if name.endswith(".part")]
