@@ -22,7 +22,7 @@ import typer
 from ops.counted import counted
 
 if TYPE_CHECKING:
-    from app.sampling.spread import ClipJob
+    from app.sampling.clip_worker import ClipJob
 
 ClipWay = Literal["apart", "one bag", "two halves"]
 _CLIPS = re.compile(r"(\d+)/\d+ clips")
@@ -70,9 +70,9 @@ def run(
 ) -> None:
     """Throughput of workers apart and latency of workers together, of one run's samples."""
     from app.run.borrowed_ray import borrowed_ray
+    from app.sampling.clip_worker import ClipJob
     from app.sampling.clips import ClipSettings, batch_limit
     from app.sampling.model import one_checkpoint, saved_model
-    from app.sampling.spread import ClipJob
     from app.sampling.ways import has_two_branches
     from ops.typed import ConfigError
 

@@ -186,8 +186,9 @@ def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | N
 
     def make(order: ClipOrder) -> list[Path]:
         from app.run.borrowed_ray import borrowed_ray
+        from app.sampling.clip_worker import ClipJob
         from app.sampling.clips import batch_limit
-        from app.sampling.spread import ClipJob, spread
+        from app.sampling.spread import spread
         from app.sampling.ways import check_together
 
         if together:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -41,6 +42,14 @@ def write_mp4(path: Path, video: np.ndarray, fps: float) -> None:
             picture = np.ascontiguousarray(video[index, :height, :width])
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
         container.mux(stream.encode())
+
+
+def mp4_of(video: np.ndarray, fps: float) -> bytes:
+    """The bytes of its file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "clip.mp4"
+        write_mp4(path, video, fps)
+        return path.read_bytes()
 
 
 def read_mp4(path: Path) -> np.ndarray:

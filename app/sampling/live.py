@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import numpy as np
     from ray import ObjectRef
 
+    from app.sampling.clip_worker import MadeClip
     from app.sampling.live_clip import LiveClip
-    from app.sampling.spread import MadeClip
 
 log = logging.getLogger(__name__)
 

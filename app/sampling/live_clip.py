@@ -14,11 +14,11 @@ from torch import Tensor
 from actors.state.checkpoint_files import model_state
 from actors.worker.aside import with_room
 from actors.worker.loading import Modules
-from app.drawing.video import sheet_frames
+from app.drawing.video import mp4_of, sheet_frames
+from app.sampling.clip_worker import MadeClip
 from app.sampling.clips import ClipSettings, make_clips
 from app.sampling.model import Model, by_noise
 from app.sampling.prompts import encode_prompts
-from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.weights import check_state
 from ops.update.sync import trainable

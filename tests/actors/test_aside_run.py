@@ -18,12 +18,11 @@ from actors.records.events import HeldOutMeasured, SamplesMade
 from actors.state.checkpoint_files import model_state
 from actors.worker.worker import Worker
 from app.bench.lab import Lab, LabRun
-from app.drawing.video import read_mp4
+from app.drawing.video import mp4_of, read_mp4
 from app.run.asides import RunAsides
 from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
-from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
 from app.settings.sections import ValidationConfig
 from app.validation.checkpoint import validate

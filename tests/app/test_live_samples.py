@@ -18,11 +18,12 @@ from actors.messages import TurnReport, TurnTask
 from actors.records.events import SamplesFailed, SamplesMade
 from actors.worker.aside import Asides
 from actors.worker.loading import Modules
+from app.drawing.video import mp4_of
+from app.sampling.clip_worker import MadeClip
 from app.sampling.clips import ClipSettings, clips_of
 from app.sampling.live import LiveSamples
 from app.sampling.live_clip import LiveClip
 from app.sampling.model import saved_model
-from app.sampling.spread import MadeClip, mp4_of
 from app.settings.config import RunConfig
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_text, build_vae

@@ -24,20 +24,15 @@ from typer.testing import CliRunner
 
 from app.cli import app
 from app.drawing.video import read_mp4
+from app.sampling import clip_worker
 from app.sampling import spread as spreading
+from app.sampling.clip_worker import ClipJob, ClipWork, ClipWorker, MadeClip
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of
+from app.sampling.crew import ClipCrew, CrewError
 from app.sampling.model import saved_model
+from app.sampling.prompt_queue import ClipRecord, PromptQueue
 from app.sampling.prompts import PromptRows
-from app.sampling.spread import (
-    ClipJob,
-    ClipRecord,
-    ClipWork,
-    ClipWorker,
-    CrewError,
-    MadeClip,
-    PromptQueue,
-    spread,
-)
+from app.sampling.spread import spread
 from ops.models.base.config import DiTConfig
 from ops.models.stdit3.config import STDiT3Config
 from ops.typed import ConfigError
@@ -165,18 +160,18 @@ class DiesInside(Diary):
 
     def make(self, work: ClipWork, negative: PromptRows, *told: PromptRows) -> list[MadeClip]:
         assert self._job is not None
-        alive, whole = Path(self._job.checkpoint).parents[1] / "diary" / "alive", spreading.make_clips
+        alive, whole = Path(self._job.checkpoint).parents[1] / "diary" / "alive", clip_worker.make_clips
 
         def progress(done: int) -> None:
             if done == 1 and work.number >= 20 and alive.exists():
                 alive.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        spreading.make_clips = partial(whole, progress=progress)
+        clip_worker.make_clips = partial(whole, progress=progress)
         try:
             return super().make(work, negative, *told)
         finally:
-            spreading.make_clips = whole
+            clip_worker.make_clips = whole
 
 
 class Failing(ClipWorker):
@@ -266,7 +261,7 @@ def test_workers_that_join_make_the_clip_of_one(
     name: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The actor's own methods, in threads: a bag of more than one worker, also of spatial-temporal layers."""
-    monkeypatch.setattr(spreading, "node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(clip_worker, "node_address", lambda: "127.0.0.1")
     folder, told = saved_run(tmp_path, *MODELS[name])
     given = ClipJob(checkpoint=str(folder), ema=True, device="cpu", settings=told, halves="never")
     (expected,) = clips_of(saved_model(folder, device="cpu"), PROMPTS[:1], told)
@@ -404,7 +399,7 @@ def test_what_a_worker_cannot_load_is_said_as_it_is(tmp_path: Path) -> None:
 def test_a_worker_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "wait", lambda waiting, **how: ([], list(waiting)))
     with pytest.raises(CrewError, match=r"worker\(s\) 0, 1 of 2 have not met the others within 600 s"):
-        spreading._answers(SimpleNamespace(size=2), ["a", "b"], 600.0, "met the others")  # type: ignore[arg-type]
+        ClipCrew._answers(SimpleNamespace(size=2), ["a", "b"], 600.0, "met the others")  # type: ignore[arg-type]
 
 
 def test_together_needs_workers() -> None:

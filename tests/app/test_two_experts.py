@@ -17,13 +17,13 @@ from actors import ray_calls
 from actors.config import TrainConfig
 from actors.messages import TurnTask
 from actors.worker.loading import Modules
+from app.drawing.video import mp4_of
 from app.export import export
 from app.sampling import live as live_samples
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of, make_clips
 from app.sampling.live import LiveSamples
 from app.sampling.model import saved_model
 from app.sampling.sample import run
-from app.sampling.spread import mp4_of
 from app.settings.config import RunConfig
 from app.settings.resume import Change, is_refused
 from app.settings.rules import check_experts, check_sample
