@@ -1,4 +1,4 @@
-"""One worker of `heddle sample --workers N` as an actor, and what it is told and answers (`app.sampling.spread`)."""
+"""One worker of `heddle sample --workers N` as an actor, and what it gets and answers (`app.sampling.spread`)."""
 
 from __future__ import annotations
 
