@@ -44,7 +44,8 @@ class WorkersConfig:
     cluster: str = ""
     cpus_per_worker: float = 1.0  # what Ray reserves for a worker; fractions share a core
     torch_threads: int = 1  # of a worker; what a GPU's worker updates in host memory has its share of the node's cores
-    # auto: a GPU's worker runs on the cores of the memory node at which its GPU sits, as far as it may use them.
+    # auto: a GPU's worker runs on the cores of the memory node at which its GPU sits, as far as it may use them. none:
+    # the system places it.
     numa_binding: Literal["auto", "none"] = "auto"
     # GiB of each worker's device that the run may use. 0: all of a GPU, and no limit on the CPU, where a number has the
     # tensors of every worker counted.
@@ -72,7 +73,8 @@ class WorkersConfig:
     # From this number of workers on they are called through a relay on each node: a letter with all calls of a step
     # takes the controller as long as one of them. 0: every worker is called by itself.
     relay_from: int = 128
-    stall_factor: float = 10.0  # a cascade this many times over its prediction is reported with its stack
+    # a cascade that takes this many times its prediction, and 30 s at least, is reported with its stack
+    stall_factor: float = 10.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.min <= self.max:
@@ -110,22 +112,22 @@ class PlannerConfig:
     # actors/plan/strategies/
     strategy: StrategyName = "cascade"
     budget_s: float = 0.2  # planning time per step; spent while the previous step runs
-    lookahead: int = 1  # steps whose encode cascades may fill gaps of this one
+    lookahead: int = 1  # how many coming steps may have text and VAE cascades in gaps of this one
     # auto: bags of any degree, also where ranks have to share heads (context parallelism), as priced; ulysses: only
     # degrees that divide the heads.
     sequence: SequenceSetting = "auto"
     degrees: tuple[int, ...] = ()  # allowed DiT degrees; empty: divisors of the heads and, with auto, powers of two
     profile: str | None = None  # measured latencies (JSON); without it costs come from FLOPs and live measurements
-    topology: str = ""  # knapsack only, e.g. g1n16+g2n4+g8n1; empty: chosen by itself
-    static_degree: int = 1  # static only
+    topology: str = ""  # knapsack, knapformer: 16 bags of 1 GPU and 4 of 2 are g1n16+g2n4; empty: chosen by itself
+    static_degree: int = 1  # static only: the degree of every cascade of the transformer
     split: bool = True  # a batch may run as several cascades
     # Peers of all bags of a worker together: what is open beyond it is closed. Each takes 0.44 GiB of a GPU
     # (NVIDIA/nccl#1685), eleven of them 4.84; a bag with more peers is planned only where no smaller one is legal.
     # 0: no limit.
     bag_peers: int = 11
-    misfit: Literal["adapt", "wait"] = (
-        "adapt"  # topology or degrees that the workers cannot follow: the nearest, or wait
-    )
+    # where the workers cannot follow topology or degrees. adapt: plans follow the nearest that they can; wait: the run
+    # waits for other workers, for workers.wait_s at most
+    misfit: Literal["adapt", "wait"] = "adapt"
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -156,7 +158,7 @@ class SnapshotConfig:
     """State of committed steps in host memory: of the nodes of its workers, and copies on others. Without (`enabled`
     false) the state after a loss is that of the last checkpoint."""
 
-    enabled: bool = True  # a snapshot outlives workers and nodes
+    enabled: bool = True  # false: after a loss the run goes back to its last checkpoint
     # Steps from one snapshot to the next; with N, a loss costs up to N - 1 steps, which are computed again. auto: as
     # few as take at most 2 % of the steps' time, by what was measured, and no more than `checkpoint.every`: every step
     # where a snapshot costs less than that.
@@ -181,7 +183,7 @@ class SnapshotConfig:
 class CheckpointConfig:
     """State on durable storage."""
 
-    every: int = 100  # checkpointing_steps; 0: only at the end
+    every: int = 100  # steps from one checkpoint to the next; 0: only at the end
     keep_last: int = 3  # older ones are deleted
     keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
 
@@ -235,7 +237,8 @@ class TrainConfig:
     # Multiprocessors (CTAs) of a GPU that NCCL may take for the sum of gradients and for sharing parameters, which run
     # beside cascades: fewer leave more to these. 0: as NCCL finds best.
     sum_ctas: int = 0
-    # The same of the exchanges of a bag, which run beside its attention: of heads, and of encode results.
+    # The same of the exchanges of a bag (the workers of one cascade), which run beside its attention: of heads, and of
+    # encode results.
     bag_ctas: int = 0
     loss_weight: Literal["sample", "token"] = "sample"  # what counts alike in a step's loss: clips, or their tokens
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run

@@ -54,7 +54,7 @@ class SourceConfig:
     # webdataset: shards (braces, "::" lists); koala, panda, manifest: the table; pairs, mds: the folder.
     # Several as A::B; PyArrow URIs too
     path: str
-    kind: SourceKind = "auto"  # by its files
+    kind: SourceKind = "auto"  # auto: told by its files
     name: str = ""  # shown in reports; empty: the last part of the path
     media: str = ""  # folder of the videos a table names; empty: beside the table
     caption: str = "txt|json:caption"  # members or JSON fields tried in order; `a+b` offers several, one is drawn
@@ -100,12 +100,16 @@ class BucketsConfig:
     resolutions: tuple[str, ...] = ()  # generated: 256px (256^2 pixels) or 480p (480^2 * 16/9 pixels)
     ratios: tuple[str, ...] = ("16:9", "3:2", "4:3", "1:1", "3:4", "2:3", "9:16")  # generated: width:height
     frames: tuple[int, ...] = ()  # generated: frame counts, 4k+1 for causal VAEs; 1 is a still image
-    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted, unchecked: {"256px": {1: [1.0, 45]}}
+    open_sora: dict[str, Any] = field(default_factory=dict)  # pasted from Open-Sora: {"256px": {1: [1.0, 45]}}
     max_ratio_error: float = 1.5  # a clip whose aspect ratio is further than this factor from every bucket is dropped
     min_area: float = 0.8  # a clip joins a resolution when it has at least this share of its pixels
-    undersize: Literal["drop", "upscale"] = "drop"  # clips smaller than the smallest resolution
-    oversize: Literal["downscale", "crop", "drop"] = "downscale"  # clips larger than the largest resolution
-    short_videos: Literal["drop", "image"] = "drop"  # videos shorter than every video bucket; image: their first frame
+    # clips with fewer pixels than min_area of the smallest resolution; upscale: they join it
+    undersize: Literal["drop", "upscale"] = "drop"
+    # downscale: a clip is scaled to cover its bucket, then cut to its middle. crop: a clip that is larger than its
+    # bucket is cut to its middle unscaled. drop: as downscale, without clips larger than the largest resolution
+    oversize: Literal["downscale", "crop", "drop"] = "downscale"
+    # videos shorter than every video bucket; image: their first frame joins a bucket of 1 frame
+    short_videos: Literal["drop", "image"] = "drop"
 
     def __post_init__(self) -> None:
         given = [name for name in ("table", "resolutions", "open_sora") if getattr(self, name)]
@@ -142,8 +146,8 @@ class BatchConfig:
     # Sizes follow what a run measures: when the best size of a bucket has moved by more than `recalibrate_change`, all
     # are set anew between two steps, every `recalibrate_steps` at most. suggest: an event says so, and nothing changes.
     recalibrate: Literal["off", "suggest", "on"] = "off"
-    recalibrate_steps: int = 500
-    recalibrate_change: float = 0.15
+    recalibrate_steps: int = 500  # steps from one look to the next
+    recalibrate_change: float = 0.15  # a share of the size, 0.15 is 15 %
     max_batch: int = 0  # 0: no further cap
     text_tokens: int = 128  # text tokens of a sample counted in S
     from_table: bool = False  # take the batch sizes of the pasted Open-Sora table instead
@@ -217,13 +221,13 @@ class LimitsConfig:
     max_pixels: int = 4096 * 4096  # of one frame, checked in the header and again by the decoder
     max_frames: int = 100_000  # of one video
     max_member_bytes: int = 8 << 30  # of one file of a tar
-    max_caption_bytes: int = 1 << 20
+    max_caption_bytes: int = 1 << 20  # of the caption of one clip
     max_json_bytes: int = 16 << 20  # of the JSON beside one clip
     max_moov_bytes: int = 64 << 20  # of the header of one MP4
     max_bad_fraction: float = 0.01  # of samples, after the first `bad_after`; more end the run
     bad_after: int = 200  # samples
     max_bad_shards: int = 0  # unreadable or cut shards
-    retries: int = 4  # storage errors, each with a fresh handle, then the run stops
+    retries: int = 4  # of a read that failed, over new connections; then the run stops
 
     def __post_init__(self) -> None:
         check_numbers(
@@ -256,7 +260,7 @@ class EngineConfig:
     window: int = 256  # microbatches per Ray Data execution; the next one starts ahead
     stall_s: float = 120.0  # no microbatch for this long: an alarm that names the awaited one
     silent_s: float = 60.0  # a feeder whose process answers nothing for this long is replaced, half of it: a warning
-    clip_timeout_s: float = 120.0  # one clip in an isolated decoder
+    clip_timeout_s: float = 120.0  # what decoding may take, for each clip; a microbatch has their sum
     feeders: int = 1  # feeder actors; slot s of a step belongs to feeder s % feeders
 
     def __post_init__(self) -> None:
@@ -297,7 +301,7 @@ class DataConfig:
     fps: float = 0.0  # clips are resampled to this frame rate by time stamps; 0 keeps their own
     start_frame: Literal["random", "fixed"] = "random"  # which part of a longer clip is trained; fixed: the same always
     caption_dropout: float = 0.1  # training_cfg_rate: share of samples trained without their caption
-    min_coverage: float = 0.0  # `heddle plan --from-data` fails below this share of indexed samples
+    min_coverage: float = 0.0  # share of indexed samples below which heddle plan --from-data and --dry-run fail
     segments: tuple[SegmentConfig, ...] = ()  # a curriculum; empty: one stage
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -42,6 +42,8 @@ class TokenShift:
     pixels of a latent frame.
     """
 
+    # line: exp of a line through two points, as FLUX.1's and LTX-Video's pipelines set it; root: the square root of
+    # tokens / base_tokens, as Open-Sora 1.2
     law: Literal["line", "root"] = "line"
     base_tokens: int = 256  # at which the shift is exp(base) or, of a root, 1
     max_tokens: int = 4096  # at which it is exp(max); of a line alone, as the two below
@@ -76,11 +78,11 @@ class FlowConfig:
 
     # how noise levels are drawn, before the shift (Esser et al. 2024, section 3.1)
     weighting_scheme: Literal["uniform", "logit_normal", "mode"] = "logit_normal"
-    logit_mean: float = 0.0  # of logit_normal, as the next; above 0: more noise
-    logit_std: float = 1.0
+    logit_mean: float = 0.0  # of logit_normal: the mean of the logits; above 0: more noise
+    logit_std: float = 1.0  # of logit_normal: their standard deviation
     mode_scale: float = 1.29  # of mode
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
-    token_shift: TokenShift | None = None  # instead of flow_shift: one that grows with the tokens of a clip
+    token_shift: TokenShift | None = None  # instead of flow_shift
     # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
     # TI2V-5B was trained with, LTX-Video's trainer takes 0.1
     first_frame: float = 0.0
@@ -182,12 +184,12 @@ class OptimizerConfig:
     weight_decay: float = 0.01  # decoupled, of all trained weights
     max_grad_norm: float = 1.0  # 0 switches clipping off
     lr_scheduler: Literal["constant", "cosine", "linear"] = "constant"  # how the rate falls
-    lr_warmup_steps: int = 0  # over which it rises from 0, in a line
+    lr_warmup_steps: int = 0  # steps of a linear rise, the first at learning_rate / lr_warmup_steps
     # the decay takes this number of steps at the end of the run, with a constant rate before them; 0: all steps after
     # the warm-up
     lr_decay_steps: int = 0
     lr_min_ratio: float = 0.0  # the decay ends at learning_rate times this
-    ema_decay: float = 0.999  # 0 switches the EMA off
+    ema_decay: float = 0.999  # at most (1 + updates) / (10 + updates), so that it forgets the beginning; 0: no EMA
 
     def __post_init__(self) -> None:
         check_numbers(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _FIRST_WORD = re.compile(r"^[a-z]+(?=[ ,])")  # no name of a setting or of a value
+_OPTION = "the command line option"  # how ELSEWHERE begins to say of what is no setting
 _MEMBER = "N"  # in names: the place in a list, counted from 0
 _WORDS = {int: "whole number", float: "number", str: "text", bool: "true | false", type(None): "null"}
 
@@ -199,9 +200,15 @@ def _comments(kind: type) -> dict[str, str]:
 
 def chosen(sections: Sequence[Section], name: str) -> tuple[Section, ...]:
     """The section of that name with all below it, or else its section with that setting alone; also by its last words
-    (`flow_shift`), or by the name that another trainer has for it. Raises ConfigError with the nearest name."""
-    wanted = _without_places(name.strip("."))
-    for path in (wanted, ELSEWHERE.get(wanted, wanted)):
+    (`flow_shift`), by the family that a section is for (`cogvideox`), or by the name that another trainer has for it.
+    Raises ConfigError with the nearest name."""
+    wanted = _without_places(name.strip(".")).lower()
+    theirs = ELSEWHERE.get(wanted.rpartition(".")[2], wanted)
+    if theirs.startswith(_OPTION):
+        raise ConfigError(f"{name} is no setting here; it is {theirs}.")
+    for path in (wanted, theirs):
+        if of_family := tuple(one for one in sections if one.when and one.when.rpartition(" ")[2] == path):
+            return of_family
         at = [one.name for one in sections if f".{_without_places(one.name)}".endswith(f".{path}")]
         below = tuple(one for one in sections if any(f"{one.name}.".startswith(f"{top}.") for top in at))
         if found := below or tuple(_with_setting(sections, path)):

@@ -62,7 +62,7 @@ def _section(kinds: Sequence[type[DataclassInstance]]) -> Schema:
     about = first_paragraph(kinds[0]) if len(kinds) == 1 else ""
     mapping: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
     if AUTO in properties:  # `batch: auto` is short for `batch: {auto: true}`
-        mapping = {"anyOf": [mapping, {"const": AUTO}]}
+        mapping |= {"type": ["object", "string"], "pattern": f"^{AUTO}$"}
     return {"description": about, **mapping} if about else mapping
 
 
@@ -91,6 +91,9 @@ def _of(hint: object) -> Schema:
     if sections := dataclasses_in(hint):
         rest = [one for one in inner if one not in sections]
         found = _section(sections)
+        if rest == [type(None)]:  # not by anyOf, of which an editor says that nothing in it fits
+            kinds = found["type"] if isinstance(found["type"], list) else [found["type"]]
+            return found | {"type": [*kinds, "null"]}
         return {"anyOf": [found, *map(_of, rest)]} if rest else found
     if origin in (Union, types.UnionType):
         return {"anyOf": [_of(one) for one in inner]}

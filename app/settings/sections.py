@@ -41,12 +41,13 @@ class RunSection:
 class SampleConfig:
     """Pictures made during and after training, with the EMA weights where there are any."""
 
-    prompts: tuple[str, ...] = ()  # or a text file with one on each line
+    prompts: tuple[str, ...] = ()  # a clip is made of each; or the name of a text file with one on each line
     images: tuple[str, ...] = ()  # image to video: the first frame for each prompt, or one for all
     last_images: tuple[str, ...] = ()  # the last frame, for transformers that take one; as many
     negative_prompt: str = ""  # what guidance moves away from
-    every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only when asked
-    # Of the run's time that samples may take during training, beside the gaps that plans leave idle.
+    every: int = 0  # steps between samples during training, a multiple of checkpoint.every; 0: only by heddle sample
+    # Share of the run's time that samples and held-out losses (`validation`) may take during training, beside the gaps
+    # that plans leave idle.
     share: float = 0.05
     steps: int = 20  # Euler steps of the sampler
     # Instead of steps: the time of each, falling from at most train.flow.num_train_timesteps, for weights that were
@@ -57,7 +58,7 @@ class SampleConfig:
     frames: int = 17
     height: int = 64
     width: int = 64
-    fps: float = 8.0  # of a transformer that takes a frame rate, that one
+    fps: float = 8.0  # frames per second; leave it out where the transformer has a frame_rate, which counts
     seed: int = 0
     # Of autoencoders that make the last denoising step (LTX-Video from 0.9.1 on): the time that the decoder gets, from
     # 0 to 1, and the share of noise in the latents that it gets; unset: as large. Its authors advise 0.05 and

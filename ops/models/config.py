@@ -97,9 +97,9 @@ class TextConfig:
     """
 
     kind: TextKind = "t5"  # t5: T5 or UMT5; else the encoders of that family
-    path: str | None = (
-        None  # folder that holds text_encoder/ and tokenizer/ (two encoders: and those with _2); t5: or both
-    )
+    # folder that holds text_encoder/ and tokenizer/, and for kinds of two encoders text_encoder_2/ and tokenizer_2/;
+    # for t5 also one folder with both encoder and tokenizer. null: small random encoders over bytes, for trials
+    path: str | None = None
     max_length: int = 226  # longer captions are cut here
     # 0: true lengths, no padding. Published Wan weights were trained on embeddings followed by zeros up to 512, and
     # behave as published only with pad_to: 512 (WanPipeline's max_sequence_length).
@@ -110,19 +110,20 @@ class TextConfig:
     # true: entities of HTML resolved, white space joined; weights of Mochi were trained without it (false). lower: and
     # in lower case, as weights of Latte and Open-Sora were trained
     cleaned: Cleaning = True
-    # none: an empty caption is no text at all. So Mochi's weights were trained, as its model_index.json says
+    # encoded: an empty caption is what the encoder makes of it. none: it is no text at all; so Mochi's weights were
+    # trained, as its model_index.json says
     empty: EmptyText = "encoded"
     # device: beside the transformer. host: in host memory, once for all workers of a node, and on the device only while
     # it encodes, which copies 11 GB (UMT5-XXL in bfloat16) for every text cascade and leaves a GPU that much more for
     # clips. Where data.cache has texts already, an encoder is loaded when one is missing, and no sooner.
     place: EncoderPlace = "device"
-    d_model: int = 64  # the random encoder only, like the three below
+    d_model: int = 64  # the random encoder only, like the two below
     num_layers: int = 2
     num_heads: int = 4
     pooled_dim: int = 32  # the random CLIP or ByT5 only
     picture_tokens: int = 16  # the random LLaVA or SigLIP only: patches of a picture, a square number
     picture_dim: int = 32  # the random SigLIP only
-    picture_every: int = 0  # n: every n-th of their rows is text; follows model.dit.first_frame
+    picture_every: int = 0  # n: every n-th of their rows is text; set from model.dit.first_frame
     seed: int = 0  # of the random encoder
 
     def __post_init__(self) -> None:

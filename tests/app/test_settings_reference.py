@@ -29,10 +29,8 @@ PLAIN = {
         "rope_theta",
         "cross_attn_norm",
     ),
-    *("d_model", "seed", "recalibrate_steps", "recalibrate_change", "max_caption_bytes", "betas", "adam_eps"),
+    *("d_model", "seed", "betas", "adam_eps"),
     *(
-        "logit_std",
-        "law",
         "base",
         "max",
         "mean",
@@ -83,6 +81,8 @@ def test_a_section_has_all_below_it_and_a_setting_comes_alone() -> None:
         ("sources", "data.sources.N"),
         ("max_train_steps", "train"),
         ("segments.0.batch", "data.segments.N.batch"),
+        ("train.lr", "train.optimizer"),
+        ("TRAIN.STEPS", "train"),
     ],
 )
 def test_places_in_lists_last_words_and_names_of_others_are_understood(asked: str, found: str) -> None:
@@ -95,6 +95,13 @@ def test_what_is_unknown_is_answered_with_the_nearest() -> None:
         chosen(SECTIONS, "flowshift")
     with pytest.raises(ConfigError, match="heddle settings lists all"):
         chosen(SECTIONS, "qqqqq")
+    with pytest.raises(ConfigError, match="resume is no setting here; it is the command line option --resume"):
+        chosen(SECTIONS, "resume")
+
+
+def test_a_family_is_asked_for_by_its_name() -> None:
+    (mochi,) = chosen(SECTIONS, "mochi")
+    assert [one.name for one in mochi.settings] == ["context_dim"]
 
 
 def test_families_list_what_each_has_of_its_own() -> None:
@@ -149,5 +156,5 @@ def test_comments_above_and_beside_a_field_are_its_explanation() -> None:
 
 def test_the_command_prints_them() -> None:
     result = CliRunner().invoke(app, ["settings", "checkpoint.every"])
-    assert result.exit_code == 0 and "checkpointing_steps; 0: only at the end" in result.output
+    assert result.exit_code == 0 and "steps from one checkpoint to the next" in result.output
     assert "keep_last" not in result.output

@@ -43,6 +43,13 @@ def test_shipped_files_have_no_mistakes(path: Path) -> None:
         ("data: {buckets: {undersize: x}}", "$.data.buckets.undersize: 'x' is not one of ['drop', 'upscale']"),
         ("data: {sources: [{kind: webdatset}]}", "$.data.sources[0].kind: 'webdatset' is not one of ['auto', 'koala'"),
         ("model: {dit: {architecture: wann}}", "$.model.dit.architecture: 'wann' is not one of ['wan', 'cogvideox'"),
+        ("data: {batch: {memory: 3}}", "$.data.batch: Additional properties are not allowed ('memory' was unexpected)"),
+        ("data: {batch: often}", "$.data.batch: 'often' does not match '^auto$'"),
+        (
+            "data: {segments: [{batch: {exponent: p}}]}",
+            "$.data.segments[0].batch.exponent: 'p' is not of type 'number'",
+        ),
+        ("sample: {forcing: {ar_stp: 5}}", "$.sample.forcing: Additional properties are not allowed ('ar_stp' was"),
         ("model: {dit: {attention: fast}}", "$.model.dit.attention: 'fast' is not valid under any"),
     ],
 )
@@ -68,6 +75,9 @@ def test_mistakes_are_found(text: str, said: str) -> None:
         "snapshot: {every: auto}",
         "planner: {profile: null}",
         "sample: {forcing: {ar_step: 5}}",
+        "sample: {forcing: null}",
+        "data: {segments: [{until_step: 0, batch: auto}]}",
+        "data: {segments: [{until_step: 0, batch: null}]}",
     ],
 )
 def test_what_a_run_file_may_say_is_none(text: str) -> None:

@@ -55,12 +55,15 @@ class DiTConfig:
     cuda_graphs: CudaGraphsSetting = False
     lora_rank: int = 0  # 0 trains all weights; > 0 trains LoRA factors of the attention and MLP projections
     lora_alpha: float = 0.0  # 0 means equal to the rank
-    # of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*); (): all
+    # factors of these projections alone: patterns of a name or of its end after a dot (to_q, attn1.*, blocks.1?.ffn.*).
+    # []: of all those of attention and MLP
     lora_targets: tuple[str, ...] = ()
     lora_dora: bool = False  # DoRA: beside the factors, the length of every row of their sum with the weight is trained
-    # float8: with LoRA, all these projections, frozen, in 8 bits and a scale of each row (ops.models.float8)
+    # with LoRA, in what the frozen projections are kept. same: as all weights. float8: those of attention and MLP in 8
+    # bits, with a scale for each row (ops.models.float8)
     frozen_dtype: Literal["same", "float8"] = "same"
-    # trains these weights alone: patterns of their names, or of what they are below (blocks.3[0-9], *.attn1, *.bias)
+    # trains these weights alone: patterns of their names, or of the modules that hold them (blocks.3[0-9], *.attn1,
+    # *.bias). []: all, or the factors of LoRA
     train_only: tuple[str, ...] = ()
     lora_from: str | None = None  # factors to begin with: a .safetensors file of PEFT or Diffusers, or its folder
 

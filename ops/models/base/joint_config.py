@@ -38,7 +38,7 @@ class JointDiTConfig(DiTConfig):
     num_single_layers: int = 0  # single-stream blocks after the double-stream ones
     pooled_dim: int = 0  # width of the pooled text vector; 0 pools the text embeddings themselves
     guidance_embeds: bool = False  # guidance-distilled weights
-    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); None scales 16, 56, 56
+    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); null: 16, 56, 56 of 128, scaled
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)

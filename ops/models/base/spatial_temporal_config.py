@@ -19,11 +19,14 @@ class SpatialTemporalDiTConfig(DiTConfig):
     """
 
     bag_mode: Literal["sliced", "ulysses"] = "sliced"  # what a bag deals out: frames and positions, or attention heads
-    # In numbers, or auto: by what computation and exchanges cost, for each grid and degree
-    temporal_slices: int | Literal["auto"] = "auto"  # of the frames, in which a bag runs spatial blocks
-    spatial_slices: int | Literal["auto"] = "auto"  # of the positions of a frame, in which it runs temporal blocks
-    temporal_lead: int | Literal["auto"] = "auto"  # slices of the next spatial block that are sent under the one before
-    spatial_lead: int | Literal["auto"] = "auto"  # the same of the next temporal block
+    # into how many slices a bag cuts the frames when it runs spatial blocks. auto, here and in the three below: by what
+    # computation and exchanges cost, for each grid of latents and each degree
+    temporal_slices: int | Literal["auto"] = "auto"
+    # into how many it cuts the positions of a frame when it runs temporal blocks
+    spatial_slices: int | Literal["auto"] = "auto"
+    # how many slices of the next spatial block are sent while the block before it computes; at most temporal_slices
+    temporal_lead: int | Literal["auto"] = "auto"
+    spatial_lead: int | Literal["auto"] = "auto"  # the same of the next temporal block; at most spatial_slices
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)

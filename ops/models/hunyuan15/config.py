@@ -28,7 +28,7 @@ class Hunyuan15Config(DiTConfig):
     # rows of SigLIP are text; none: text to video
     first_frame: Literal["none", "channels"] = "none"
     target_size: int = 640  # side of a square of as many pixels as clips of its pipeline have (480p: 640, 720p: 960)
-    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); None scales 16, 56, 56
+    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); null: 16, 56, 56 of 128, scaled
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)

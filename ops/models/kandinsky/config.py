@@ -37,8 +37,8 @@ class KandinskyConfig(DiTConfig):
     pooled_dim: int = 0  # width of the pooled text vector; 0: text_dim
     # the weights have as many more channels for a first frame and one for its mask, which are zero in text to video
     visual_cond: bool = True
-    vae_stride: int = 8  # pixels of a latent, over height and width; follows model.vae
-    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); None scales 16, 24, 24
+    vae_stride: int = 8  # pixels of a latent, over height and width; set from model.vae
+    rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); null: 16, 24, 24 of 64, scaled
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)

@@ -27,7 +27,7 @@ class LTXConfig(DiTConfig):
     architecture: Literal["ltx"] = "ltx"
     patch: tuple[int, int, int] = (1, 1, 1)
     frame_rate: float = 25.0  # of samples, and of clips by data.fps; where that is 0 each has its own
-    vae_stride: tuple[int, int, int] = (8, 32, 32)  # follows model.vae
+    vae_stride: tuple[int, int, int] = (8, 32, 32)  # over t, h, w; set from model.vae
     # 0.9.5 and later: a latent frame stands at its first frame, where the first one stands for one frame alone
     # (LTXConditionPipeline: max(8 f - 7, 0) / fps seconds); else at 8 f / fps, as LTXPipeline has it
     causal_temporal_positioning: bool = False

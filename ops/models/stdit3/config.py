@@ -23,7 +23,7 @@ class STDiT3Config(SpatialTemporalDiTConfig):
     base_size: int = 512  # side in pixels of the square frame whose positions are counted one by one
     caption_rows: int = 300  # fixed random rows that stand for a caption that is no text (model.text.empty: none)
     frame_rate: float = 24.0  # of samples, and of clips by data.fps; where that is 0 each has its own
-    pixel_stride: tuple[int, int] = (8, 8)  # over height and width; follows model.vae
+    pixel_stride: tuple[int, int] = (8, 8)  # over height and width; set from model.vae
 
     def __post_init__(self) -> None:
         SpatialTemporalDiTConfig.__post_init__(self)

@@ -25,7 +25,8 @@ class WanBlocksConfig(DiTConfig):
     # Wan2.1-FLF2V: the last frame is given, too; rows of the embeddings of both, each with a trained place (514 as
     # published: 257 of each). 0: the first frame alone
     pos_embed_seq_len: int = 0
-    image_dim: int = 0  # width of the image encoder's output, whose rows the blocks attend to; follows model.image
+    # width of the image encoder's output, whose rows the blocks attend to; 0: they attend to none. Set from model.image
+    image_dim: int = 0
 
     def __post_init__(self) -> None:
         DiTConfig.__post_init__(self)
