@@ -49,11 +49,11 @@ class SampleConfig:
     # Share of the run's time that samples and held-out losses (`validation`) may take during training, beside the gaps
     # that plans leave idle.
     share: float = 0.05
-    steps: int = 20  # Euler steps of the sampler
+    steps: int = 20  # of the sampler: of Euler, or DDIM where the transformer was trained by diffusion
     # Instead of steps: the time of each, falling from at most train.flow.num_train_timesteps, for weights that were
     # distilled for a few (LTX-Video 0.9.7 distilled: [1000, 993, 987, 981, 975, 909, 725, 0.03])
     timesteps: tuple[float, ...] = ()
-    guidance_scale: float = 3.0  # 1 switches classifier-free guidance off
+    guidance_scale: float = 3.0  # 1 switches it off; weights with guidance_embeds are given it instead
     guidance_scale_2: float | None = None  # of the expert for low noise, where there are two; unset: the same
     frames: int = 17
     height: int = 64

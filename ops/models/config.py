@@ -30,8 +30,8 @@ class VAEConfig:
     temporal: int = 4  # haar only: stride over time
     spatial: int = 8  # haar only: stride over height and width
     channels: int = 48  # haar only: strongest channels kept, at most 3 * temporal * spatial^2
-    tile_sample_min: tuple[int, int] = (256, 256)  # tiled encode above this many pixels (height, width)
-    tile_sample_stride: tuple[int, int] = (192, 192)  # from one tile to the next
+    tile_sample_min: tuple[int, int] = (256, 256)  # height and width of a tile; larger clips are cut
+    tile_sample_stride: tuple[int, int] = (192, 192)  # pixels from one tile to the next; less than a tile, they overlap
     tiling: bool = False  # encode and decode in tiles, which take less memory and which workers share
     # What it computes in; latents always come in fp32. auto: bfloat16 on a GPU, float32 on a CPU. In 16 bits latents
     # are those of float32 but for rounding (docs/results.md says by how much), in half the memory.
@@ -108,7 +108,7 @@ class TextConfig:
     # padded to 128 and 226 rows without a mask. The caption's own are kept (LTX-Video), or with an equal pad_to all
     unmasked: int = 0
     # true: entities of HTML resolved, white space joined; weights of Mochi were trained without it (false). lower: and
-    # in lower case, as weights of Latte and Open-Sora were trained
+    # in lower case, as weights of Latte and Open-Sora were trained. With unmasked: lower alone counts, for the case
     cleaned: Cleaning = True
     # encoded: an empty caption is what the encoder makes of it. none: it is no text at all; so Mochi's weights were
     # trained, as its model_index.json says
