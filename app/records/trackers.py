@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ _PARAMETER_LENGTH = 6000
 _WORKERS, _CURVES_OF_WORKERS, _SELDOM = "workers/", 40, 10
 _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
 _ALERTS_S = 900  # W&B repeats an alert of one title no sooner
+_GAUGES_S = 5.0  # from one setting of gauges to the next
 _TITLE_LENGTH = 63  # W&B's limit
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
@@ -257,13 +259,20 @@ class RayTracker:
     The tag perf/mfu is the gauge `heddle_perf_mfu`, which Prometheus sees as `ray_heddle_perf_mfu`, with the label
     `run`. Curves of workers and of buckets have the label `of`: workers/tflops/w0 is `heddle_workers_tflops{of="w0"}`.
     A worker that has left stands at 0. In a process without Ray nothing collects them.
+
+    Ray's nodes forget a gauge that is not set for two of their reports, 20 s: all are set again until `close`, so a run
+    whose steps are longer, or do not come, is seen as long as its process lives.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
-        self._run = label_of(folder.name)
+    def __init__(self, folder: Path, config: Mapping[str, object], *, repeat_s: float = _GAUGES_S) -> None:
+        self._run, self._repeat_s = label_of(folder.name), repeat_s
         self._gauges: dict[str, Gauge] = {}
         self._labels: dict[str, set[str]] = {}  # that a gauge had last
         self._latest = -1
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, str], float] = {}  # of (gauge, label)
+        self._closed = threading.Event()
+        self._repeats: threading.Thread | None = None
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         import ray
@@ -288,7 +297,24 @@ class RayTracker:
 
         if name not in self._gauges:
             self._gauges[name] = Gauge(name, description="Heddle: see docs/records.md, Metrics", tag_keys=("run", "of"))
-        self._gauges[name].set(value, tags={"run": self._run, "of": label_of(label)})
+        with self._lock:
+            self._values[name, label_of(label)] = value
+            self._send(name, label_of(label), value)
+        if self._repeats is None:
+            self._repeats = threading.Thread(target=self._set_again, name="heddle-gauges", daemon=True)
+            self._repeats.start()
+
+    def _send(self, name: str, label: str, value: float) -> None:
+        self._gauges[name].set(value, tags={"run": self._run, "of": label})
+
+    def _set_again(self) -> None:
+        import ray
+
+        while not self._closed.wait(self._repeat_s):
+            if ray.is_initialized():
+                with self._lock:
+                    for (name, label), value in self._values.items():
+                        self._send(name, label, value)
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         """Gauges are numbers."""
@@ -304,7 +330,10 @@ class RayTracker:
         """Gauges show the present alone."""
         self._latest = step - 1
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self._closed.set()
+        if self._repeats is not None:
+            self._repeats.join()
 
 
 def gauge_of(tag: str) -> tuple[str, str]:

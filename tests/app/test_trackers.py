@@ -17,7 +17,7 @@ from actors.records.events import CheckpointFailed, HeldOutMeasured, RunEvent, S
 from actors.records.metrics_line import StepMetrics
 from app.plan.dry_run import dry_run
 from app.records.metrics import TAGS, Metrics, held_out_scalars, scalars
-from app.records.trackers import EVENT_TIME, TRACKERS, SampleFiles, Trackers, gauge_of
+from app.records.trackers import EVENT_TIME, TRACKERS, RayTracker, SampleFiles, Trackers, gauge_of
 from app.run.recorder import Recorder
 from app.sampling.clips import write_clips
 from app.settings.config import RunConfig
@@ -271,6 +271,35 @@ def test_gauges_of_ray_are_named_by_their_tags_and_labelled_by_worker(monkeypatc
     assert told[EVENT_TIME, "demo", "checkpoint_failed"] == 1.7e9, "it stays until the next one"
     TRACKERS["ray"](Path("runs/Übung 日"), {}).log(0, 0.0, scalars(line(0, loss=0.5)))
     assert told["heddle_train_loss", "_bung _", ""] == 0.5, "Ray's labels are ASCII"
+
+
+def test_gauges_of_ray_are_set_again_while_no_step_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's nodes forget a gauge that nobody sets for 20 s: a run that stands would not be seen."""
+    import ray
+    import ray.util.metrics
+
+    told: list[tuple[str, float]] = []
+
+    class FakeGauge:
+        def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+            self.name = name
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            told.append((self.name, value))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util.metrics, "Gauge", FakeGauge)
+    tracker = RayTracker(Path("runs/demo"), {}, repeat_s=0.01)
+    tracker.log(7, 0.0, [])
+    tracker.alert(CheckpointFailed(time=1.7e9, step=3, why=""))
+    until = time.monotonic() + 20
+    while time.monotonic() < until and min(told.count(("heddle_step", 7.0)), told.count((EVENT_TIME, 1.7e9))) < 3:
+        time.sleep(0.01)
+    tracker.close()
+    assert min(told.count(("heddle_step", 7.0)), told.count((EVENT_TIME, 1.7e9))) >= 3
+    after = len(told)
+    time.sleep(0.05)
+    assert len(told) == after, "a run that has ended is not seen"
 
 
 def test_the_dashboard_asks_for_gauges_that_there_are() -> None:
