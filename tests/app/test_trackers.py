@@ -191,6 +191,7 @@ def test_wandb_writes_a_run_of_its_own_without_a_network(tmp_path: Path, monkeyp
             trackers.show(4, 1.7e9, SampleFiles.of(folder, made_samples(folder).samples))
             trackers.alert(CheckpointFailed(step=3, why="no space left on device"))
         trackers.close()
+        time.sleep(1.1)  # W&B names what it writes by the second
     runs = list((folder / "wandb").glob("offline-run-*"))
     assert runs and all((folder / "wandb.id").read_text() in run.name for run in runs)
     stored = b"".join(file.read_bytes() for run in runs for file in run.glob("*.wandb"))
