@@ -153,7 +153,7 @@ def parameters_meta(layout: Sequence[Slot]) -> list[ParameterMeta]:
 def trained_parameters(model: ModelConfig) -> list[ParameterMeta]:
     """`meta["parameters"]` of a run with this (resolved) model, without building its weights."""
     from ops.models.load import dit_skeleton
-    from ops.update.sync import slots, trainable
+    from ops.update.flat_vector import slots, trainable
 
     return parameters_meta(slots(trainable(dit_skeleton(model.dit))))
 

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from actors.messages import MORE_ROOM, WAITS, AsideWork, NoMoreRoom, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
-from ops.update.sync import trainable
+from ops.update.flat_vector import trainable
 
 log = logging.getLogger(__name__)
 

@@ -53,8 +53,8 @@ from ops.packed.conditions import NOTHING, Conditions
 from ops.packed.packing import FamilyPart, Layout
 from ops.packed.packing import Sequence as PackedSequence
 from ops.shards import ShardState
+from ops.update.engine import PhaseListener, StepIncomplete, Sync
 from ops.update.own_state import ShardBanks
-from ops.update.sync import PhaseListener, StepIncomplete, Sync
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig

@@ -29,8 +29,9 @@ from ops.models.load import build_dit, build_image, build_text, build_vae, first
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
 from ops.shards import ShardState
-from ops.update.gradient_places import GradientMemory
-from ops.update.sync import Sync, initial_shard, trainable
+from ops.update.engine import Sync
+from ops.update.flat_vector import initial_shard, trainable
+from ops.update.sync_places import SyncPlaces
 
 if TYPE_CHECKING:
     from ops.models.base.vae import VAE
@@ -275,9 +276,7 @@ def build_sync(
         dit,
         train.optimizer,
         train.steps,
-        gradients=memory_of(train, places),
-        state=places.state,
-        parameters="replicated" if frozen else places.parameters,
+        places=sync_places(train, places, frozen),
         parts=parts_of(dit),
         host_cores=host_cores,
     )
@@ -297,9 +296,15 @@ def fit_graphs(dit: nn.Module, settings: WorkerSettings, device_gib: float) -> N
         run_as_written(dit)
 
 
-def memory_of(train: TrainConfig, places: Places) -> GradientMemory:
-    """The name by which gradients are made there. `auto` goes to host memory where GPUs cannot reach each other."""
-    return "node_or_host" if places.gradients == "node" and train.memory.gradients == "auto" else places.gradients
+def sync_places(train: TrainConfig, places: Places, frozen_blocks: bool) -> SyncPlaces:
+    """These places as the engine takes them. Gradients by `auto` go to host memory where GPUs cannot reach each other;
+    of a model whose blocks are frozen, what is trained is small and on every worker."""
+    automatic = places.gradients == "node" and train.memory.gradients == "auto"
+    return SyncPlaces(
+        gradients="node_or_host" if automatic else places.gradients,
+        parameters="replicated" if frozen_blocks else places.parameters,
+        state=places.state,
+    )
 
 
 class GpuUnusable(RuntimeError):

@@ -28,7 +28,7 @@ from actors.worker.stopwatch import Stopwatch
 from actors.worker.work_done import Launched
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
-from ops.update.sync import PhaseListener
+from ops.update.engine import PhaseListener
 from ops.waiting import Waited
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from actors.messages import NOT_FINITE, CascadeTask, FinishTask, Span
-from ops.update.sync import StepIncomplete, StepResult
+from ops.update.engine import StepIncomplete, StepResult
 
 log = logging.getLogger(__name__)
 

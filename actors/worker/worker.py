@@ -76,8 +76,8 @@ from ops.models.weights import checksums
 from ops.packed.uploads import expect
 from ops.precision import allow_tf32
 from ops.shards import shard_bounds
+from ops.update.flat_vector import trainable
 from ops.update.shard_export import ShardExport
-from ops.update.sync import trainable
 from ops.upload_room import uploads_gib
 from ops.waiting import CancelToken, Patience, first_line, patient
 

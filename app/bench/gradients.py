@@ -40,6 +40,7 @@ from ops.heap import give_back
 from ops.update.gradient_places import GradientMemory
 from ops.update.parameters import ParameterMemory
 from ops.update.sync import FlatSync
+from ops.update.sync_places import SyncPlaces
 from ops.waiting import CancelToken
 
 WAYS: dict[str, tuple[GradientMemory, ParameterMemory]] = {  # gradients, parameters
@@ -101,7 +102,9 @@ class Steps:
     def __init__(self, group: Group, elements: int, dtype: torch.dtype, way: str) -> None:
         self._model, self._group = Layers(elements, dtype), group
         gradients, parameters = WAYS[way]
-        self._sync = FlatSync(self._model, FULL, total_steps=1000, gradients=gradients, parameters=parameters)
+        self._sync = FlatSync(
+            self._model, FULL, total_steps=1000, places=SyncPlaces(gradients=gradients, parameters=parameters)
+        )
         self._sync.form(group, None)
         self._sync.begin_step()
         longest = max(parameter.numel() for parameter in self._model.parameters())

@@ -117,10 +117,9 @@ class Bench:
         """What a run adds to every backward pass. Without optimizer state: a run of more workers has less of it."""
         import torch
 
-        from actors.worker.loading import memory_of
+        from actors.worker.loading import sync_places
         from ops.shards import shard_bounds
-        from ops.update.gradient_places import gradients_in
-        from ops.update.sync import slots, trainable
+        from ops.update.flat_vector import slots, trainable
 
         train, named = self.config.train, trainable(module)
         layout = slots(named)
@@ -134,7 +133,8 @@ class Bench:
                 parameter.register_post_accumulate_grad_hook(_let_fall)
             return
         dtype = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        made = gradients_in(memory_of(train, self.places))(parameters, layout, dtype)
+        places = sync_places(train, self.places, self.model.dit.freezes_blocks)
+        made = places.make_gradients(parameters, layout, dtype)
         made.form(self.group, shard_bounds(layout[-1].hi, self.group.size))
         made.begin_step()
 
@@ -199,22 +199,15 @@ class Bench:
     def update(self, repeats: int) -> PointTimes:
         """Seconds of the end of a step, several times after a warm-up: gradient sum, optimizer and new parameters, by
         the engine of the run and with the members of this bag as all of its workers."""
-        from actors.worker.loading import memory_of
+        from actors.worker.loading import sync_places
         from actors.worker.meter import collect
         from ops.update.sync import FlatSync
 
         self._drop("dit")
         collect()
         module, train, group = self._bare_dit(), self.config.train, self.group
-        memory = memory_of(train, self.places)
-        sync = FlatSync(
-            module,
-            train.optimizer,
-            train.steps,
-            gradients=memory,
-            state=self.places.state,
-            parameters="replicated" if self.model.dit.freezes_blocks else self.places.parameters,
-        )
+        places = sync_places(train, self.places, self.model.dit.freezes_blocks)
+        sync = FlatSync(module, train.optimizer, train.steps, places=places)
 
         def work() -> None:
             sync.finish_step(0, 0.0, 1.0, float(group.size), lambda phase: None)

@@ -21,7 +21,7 @@ from app.sampling.model import Model, by_noise
 from app.sampling.prompts import encode_prompts
 from app.settings.config import RunConfig
 from ops.models.weights import check_state
-from ops.update.sync import trainable
+from ops.update.flat_vector import trainable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

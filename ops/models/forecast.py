@@ -47,13 +47,14 @@ from ops.packed.patches import patchify
 from ops.shards import Bounds, Slot
 from ops.spatial_temporal.choice import WHOLE
 from ops.storages import StorageCount, storage_bytes
-from ops.update.gradient_places import gradients_in
+from ops.update.gradient_places import GradientsOf, gradients_in
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_parameters import Held, NodeParameters, bytes_laid_out, laid_out
 from ops.update.node_routes import routes
 from ops.update.parameters import Received
 from ops.update.peer_sum import PeerSum
 from ops.update.sync import FlatSync
+from ops.update.sync_places import SyncPlaces
 from ops.waiting import PendingCollective
 
 GIB = 2**30
@@ -182,8 +183,7 @@ def pass_bytes(
             dit,
             OptimizerConfig(),
             1,
-            gradients=gradients_in("own", gathers=precision.cuda),
-            parameters=_FetchedParameters if fetched and not frozen else "replicated",
+            places=_places(gradients_in("own", gathers=precision.cuda), fetched and not frozen),
         )
         if fetched and not frozen:
             sync.form(Group.solo(), None)
@@ -307,6 +307,13 @@ class _PretendPeers:
     def wait(self) -> None: ...
 
 
+def _places(gradients: GradientsOf, fetched: bool) -> SyncPlaces:
+    """These gradients and, with `fetched`, parameters in host memory."""
+    if fetched:
+        return SyncPlaces(gradients_of=gradients, parameters="node", parameters_of=_FetchedParameters)
+    return SyncPlaces(gradients_of=gradients)
+
+
 class _ReservedGradients(NodeGradients):
     """A node's gradient of which this worker's part is taken, and nothing else."""
 
@@ -340,8 +347,7 @@ def states_bytes(
             dit,
             optimizer,
             1,
-            gradients=gradients_of,
-            parameters=_FetchedParameters if fetched and not frozen else "replicated",
+            places=_places(gradients_of, fetched and not frozen),
         )
         group = _PretendGroup(workers)
         group.nodes = tuple(rank // (per_node or workers) for rank in range(workers))

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.shards import ARRAYS, ShardState, cut, padding, shard_bounds
+from ops.update.engine import PhaseListener, StepResult, check_weight
+from ops.update.flat_vector import slots, state_names, trainable
 from ops.update.optimizer import ema_decay_at, lr_at
 from ops.update.own_state import ShardBanks, copied
 from ops.update.shard_export import CopyAtOnce, ShardExport
-from ops.update.sync import PhaseListener, StepResult, check_weight, slots, state_names, trainable
 
 log = logging.getLogger(__name__)
 

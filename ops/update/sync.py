@@ -18,11 +18,8 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,172 +29,26 @@ from ops.cores import computing_with, host_threads
 from ops.counted import counted
 from ops.memory.cuda_memory import CudaHostCopy
 from ops.packed.uploads import upload, upload_numbers
-from ops.shards import ARRAYS, Bounds, ShardState, Slot, cut, padding, shard_bounds
-from ops.update.gradient_places import MEMORIES, GradientMemory, GradientsOf, gradients_in
+from ops.shards import Bounds, ShardState, Slot, cut, padding, shard_bounds
+from ops.update.engine import PhaseListener, StepResult, check_weight
+from ops.update.flat_vector import check_alike, part_ranges, slots, state_names, trainable
 from ops.update.gradients import Gradients
 from ops.update.host_sum import HostCopy
-from ops.update.node_sum import exchange, fellows_of
+from ops.update.node_sum import fellows_of
 from ops.update.optimizer import TrainedRange, clip_factor, lr_at, update_range
 from ops.update.own_state import OwnState, ShardBanks
-from ops.update.parameter_places import ParametersOf, node_parameters
-from ops.update.parameters import PARAMETER_MEMORIES, ParameterMemory, Parameters
+from ops.update.parameters import Parameters
 from ops.update.shard_export import ShardExport
+from ops.update.sync_places import SyncPlaces
 from ops.waiting import PendingCollective
 
 log = logging.getLogger(__name__)
 
-PhaseListener = Callable[[str], None]
-StateLocation = Literal["device", "host"]
+_USUAL = SyncPlaces()
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
 _BUCKET_CUDA = 1 << 25  # with state in host memory some five of them are pinned, 128 MiB each as fp32 and 64 as bf16
-_WEIGHT_ERROR = 1e-9  # what rounding may do to a sum of weights; one sample of a million weighs more
-
-
-class StepIncomplete(RuntimeError):
-    """Samples of the step have not been run: applying it would be another training. Nothing has changed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StepResult:
-    """What a step did, equal on all workers but for `export` and `held_up_s`. `grad_norm` is the global norm before
-    clipping."""
-
-    grad_norm: float
-    lr: float
-    applied: bool  # False: a non-finite norm or no good sample at all; parameters and state are as before
-    weight: float  # good samples of the step, over all workers
-    bad_weight: float  # its bad samples; with `weight` this is the planned weight
-    loss: float  # over all workers, per planned weight
-    export: ShardExport | None = None  # this worker's state after the step, where it was asked for
-    held_up_s: float = 0.0  # that its update took longer as others count on the state before it: waits, and copies
-
-
-class Sync(Protocol):
-    """What the worker needs of a sync engine; FlatSync and DeepSpeedSync provide it."""
-
-    @property
-    def layout(self) -> tuple[Slot, ...]: ...
-    @property
-    def state_on_host(self) -> bool:
-        """Optimizer state lies in host memory."""
-        ...
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Arrays of the optimizer state."""
-        ...
-
-    @property
-    def gradient_memory(self) -> str:
-        """Where gradients lie or, before a generation, would: "own", "node" or "host"."""
-        ...
-
-    @property
-    def parameter_memory(self) -> str:
-        """Where parameters lie or, before a generation, would: "replicated" or "node"."""
-        ...
-
-    def form(self, group: Group, shards: Sequence[ShardState] | None, banks: ShardBanks | None = None) -> None: ...
-    def leave(self) -> None:
-        """The generation has ended; another one may follow."""
-        ...
-
-    def begin_step(self) -> None: ...
-    def watch_backward(self) -> None:
-        """The next backward is the last of this worker in the step: parts of the sum may start inside it."""
-        ...
-
-    def start_sum(self) -> None:
-        """This worker adds no more gradient in this step, and joins no bag before its end: its sum may start."""
-        ...
-
-    def finish_step(
-        self,
-        step: int,
-        loss: float,
-        weight: float,
-        planned_weight: float,
-        phase: PhaseListener,
-        bad_weight: float = 0.0,
-        part_weights: Sequence[float] | None = None,
-        export: bool = False,
-    ) -> StepResult: ...
-    def begin_export(self, step: int) -> ShardExport:
-        """The state after `step`, which others count on from now on: in the node's memory where `form` was given banks,
-        else a copy. It may still be made while the next step's cascades run."""
-        ...
-
-
-def check_weight(step: int, weight: float, bad_weight: float, planned_weight: float) -> None:
-    """Raise StepIncomplete unless good and bad samples of all workers are the whole step."""
-    if abs(weight + bad_weight - planned_weight) > _WEIGHT_ERROR * planned_weight:
-        raise StepIncomplete(
-            f"step {step}: the workers ran good samples of weight {weight:g} and bad ones of {bad_weight:g}, planned "
-            f"were {planned_weight:g}. The step is not applied; it is computed again."
-        )
-
-
-def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of the flat vector. Raises ValueError when there are none or their dtypes differ."""
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    if not named:
-        raise ValueError("the model has no trainable parameter; set requires_grad on what should be trained.")
-    _check_alike({p.dtype for _, p in named})
-    return named
-
-
-def _check_alike(kinds: Collection[object]) -> None:
-    if len(kinds) > 1:
-        raise ValueError(
-            f"trainable parameters are of {sorted(map(str, kinds))}; cast the module to one dtype on one device first."
-        )
-
-
-def slots(named: Sequence[tuple[str, Tensor]]) -> tuple[Slot, ...]:
-    """Name, shape and range of each parameter in the flat vector; checkpoints store it."""
-    found, at = [], 0
-    for name, parameter in named:
-        found.append(Slot(name=name, shape=tuple(parameter.shape), lo=at, hi=at + parameter.numel()))
-        at += parameter.numel()
-    return tuple(found)
-
-
-def state_names(config: OptimizerConfig) -> tuple[str, ...]:
-    """Arrays of the optimizer state."""
-    return ARRAYS if config.ema_decay > 0 else ARRAYS[:-1]
-
-
-def part_ranges(layout: Sequence[Slot], parts: Sequence[str]) -> list[tuple[int, int]]:
-    """[lo, hi) of the flat vector for each beginning of names. Raises ValueError unless they divide it in order."""
-    found = [[slot for slot in layout if slot.name.startswith(part)] for part in parts]
-    if [slot for slots_of in found for slot in slots_of] != list(layout) or not all(found):
-        raise ValueError(f"parts {list(parts)} do not divide the trained parameters in their order.")
-    return [(slots_of[0].lo, slots_of[-1].hi) for slots_of in found]
-
-
-def initial_shard(
-    named: Sequence[tuple[str, Tensor]], lo: int, hi: int, value: Callable[[str], Tensor] | None = None
-) -> ShardState:
-    """State of [lo, hi) of the flat vector before the first update: these trainable parameters and zero moments.
-
-    The state is fp32 (or fp64). Parameters in bf16 have been rounded: `value` gives, by name, those that were read, and
-    is asked only for what the range touches.
-    """
-    layout = slots(named)
-    dtype = torch.float64 if named[0][1].dtype == torch.float64 else torch.float32
-    pieces = [
-        (parameter if value is None else value(name))
-        .detach()
-        .reshape(-1)[max(lo, slot.lo) - slot.lo : min(hi, slot.hi) - slot.lo]
-        .to("cpu", dtype)
-        for (name, parameter), slot in zip(named, layout, strict=True)
-        if max(lo, slot.lo) < min(hi, slot.hi)
-    ]
-    master = (torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype)).numpy()
-    moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    return ShardState(updates=0, lo=lo, hi=hi, total=layout[-1].hi, arrays={"master": master, **moments})
 
 
 class FlatSync:
@@ -215,23 +66,13 @@ class FlatSync:
         config: OptimizerConfig,
         total_steps: int,
         *,
-        sum_elements: int | None = None,
-        gradients: GradientMemory | GradientsOf = "own",
-        state: StateLocation = "device",
-        parameters: ParameterMemory | ParametersOf = "replicated",
+        places: SyncPlaces = _USUAL,
         parts: Sequence[str] = ("",),
         host_cores: int | None = None,
         copies: HostCopy | None = None,
         update_elements: int | None = None,
     ) -> None:
-        """`gradients`, `state` and `parameters` name the places where these lie.
-
-        `gradients`: see `ops.update.gradient_places`; own ones are summed in buckets of `sum_elements` (None: the usual
-        number). `state` host: master, moments and EMA of the own range lie in host memory and are updated there.
-        `parameters` node: they lie once in host memory of each node (ops.update.node_parameters). Where workers name
-        different places for gradients, or for parameters, `form` has all take the one that takes least of a device.
-
-        For gradients or parameters that have no name, give a function that makes them; then all workers must.
+        """`places`: where gradients, parameters and state lie; `form` has all workers agree on them.
 
         `parts`: what parameter names begin with, of parts that lie one after the other. Each is trained as if it were
         alone: by the mean over its own samples, clipped by its own norm, with updates that are counted for it. A step
@@ -242,7 +83,7 @@ class FlatSync:
         state in host memory, and make room there for what goes back (None: as that GPU does it); `update_elements` are
         updated together (None: the usual number)."""
         named = trainable(module)
-        _check_alike({p.device for _, p in named})
+        check_alike({p.device for _, p in named})
         self.config = config
         self.total_steps = total_steps
         self.layout = slots(named)
@@ -256,20 +97,17 @@ class FlatSync:
         first = self._parameters[0]
         self._device = first.device
         self._state_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-        self._state_device = torch.device("cpu") if state == "host" else self._device
+        self._state_device = torch.device("cpu") if places.state == "host" else self._device
         between = self._device.type == "cuda" and self._state_device.type == "cpu"
         self._copies = copies or (CudaHostCopy(self._device) if between else None)
         # What stays in a core's cache from one array to the next; a device has none that would matter.
         self._piece = update_elements or (_BUCKET_CPU if self._state_device.type == "cpu" else _BUCKET_CUDA)
         self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
         self._module, self._named = module, named
-        self._take_parameters(parameters)
-        self._memory: GradientMemory | None = None if callable(gradients) else gradients
         self._host_cores, self._threads = host_cores, 1
-        # by what was given, so that there is nothing to agree on with workers that name places
-        self._made = callable(gradients) and (callable(parameters) or parameters == "replicated")
-        make = gradients if callable(gradients) else gradients_in(gradients, sum_elements, host_cores=host_cores)
-        self.gradients: Gradients = make(self._parameters, self.layout, self._state_dtype)
+        self.places = places
+        self.parameters = self._make_parameters()
+        self.gradients = self._make_gradients()
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(self._received_hook(index))
 
@@ -394,12 +232,12 @@ class FlatSync:
     @property
     def gradient_memory(self) -> str:
         """As `Sync.gradient_memory`."""
-        return (self._memory or "node").removesuffix("_or_host")
+        return self.places.gradients.removesuffix("_or_host")
 
     @property
     def parameter_memory(self) -> str:
         """As `Sync.parameter_memory`."""
-        return self._parameter_memory
+        return self.places.parameters
 
     def gradient(self) -> Tensor:
         """What of the flat gradient lies here: before `finish_step` the partial one of this worker, or its node's."""
@@ -407,18 +245,18 @@ class FlatSync:
 
     # Memory -----------------------------------------------------------------------------------------------------
 
-    def _take_parameters(self, memory: ParameterMemory | ParametersOf) -> None:
-        self._parameter_memory: ParameterMemory = "node" if callable(memory) else memory
-        if memory == "replicated":
-            self.parameters: Parameters = ReplicatedParameters(self._parameters, self.layout)
-        else:
-            make = memory if callable(memory) else node_parameters
-            self.parameters = make(self._module, self._named, self.layout, self._given)
+    def _make_gradients(self) -> Gradients:
+        return self.places.make_gradients(self._parameters, self.layout, self._state_dtype, self._host_cores)
+
+    def _make_parameters(self) -> Parameters:
+        if self.places.parameters == "replicated":
+            return ReplicatedParameters(self._parameters, self.layout)
+        return self.places.make_node_parameters(self._module, self._named, self.layout, self._given)
 
     @property
     def _is_master(self) -> bool:
         """The own range of the parameters is the master copy."""
-        there = self._device if self._parameter_memory == "replicated" else torch.device("cpu")
+        there = self._device if self.places.parameters == "replicated" else torch.device("cpu")
         same = self._parameters[0].dtype == self._state_dtype and there == self._state_device
         return same and not self.state.in_banks
 
@@ -428,25 +266,18 @@ class FlatSync:
     def _agree_on_places(self, group: Group) -> None:
         """All workers sum and send alike, also those whose device would have room for a gradient or parameters of its
         own."""
-        if group.size == 1 or self._made:
+        if group.size == 1 or self.places.are_given:
             return
         self.gradients.leave()  # and so have all, once they have exchanged this
-        mine = 0 if self._memory is None else MEMORIES.index(self._memory)
-        held = PARAMETER_MEMORIES.index(self._parameter_memory)
-        found = [divmod(one, len(MEMORIES)) for one in exchange(group, held * len(MEMORIES) + mine, self._device)]
-        parameters = PARAMETER_MEMORIES[max(held for held, _ in found)]
-        if parameters != self._parameter_memory:
-            log.info("parameters: %s, as another worker has no room for %s", parameters, self._parameter_memory)
-            self._take_parameters(parameters)
-        gradients = MEMORIES[max(gradients for _, gradients in found)]
-        if self._memory is not None and gradients != self._memory:
-            log.info("gradients: %s, as another worker has no room for %s", gradients, self._memory)
+        before, self.places = self.places, self.places.agreed(group, self._device)
+        if self.places.parameters != before.parameters:
+            log.info("parameters: %s, as another worker has no room for %s", self.places.parameters, before.parameters)
+            self.parameters = self._make_parameters()
+        if self.places.gradients != before.gradients:
+            log.info("gradients: %s, as another worker has no room for %s", self.places.gradients, before.gradients)
             self.gradients.release()
             del self.gradients  # before the other ones take memory
-            self._memory = gradients
-            self.gradients = gradients_in(gradients, host_cores=self._host_cores)(
-                self._parameters, self.layout, self._state_dtype
-            )
+            self.gradients = self._make_gradients()
 
     def _received_hook(self, index: int) -> Callable[[Tensor], None]:
         # A parameter's hooks are no part of what the garbage collector sees: one that held the engine, which holds the

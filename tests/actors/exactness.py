@@ -38,6 +38,7 @@ from ops.update.sync import FlatSync
 from ops.waiting import CancelToken
 from tests.actors.fakes import step_items
 from tests.families.kit import MODEL
+from tests.ops.placed import placed
 
 SUM_ELEMENTS = 4000  # the model's gradient is summed in several buckets
 HANGS_S = 120.0  # what waits for longer waits for ever, also on a busy machine
@@ -112,10 +113,7 @@ def make_hosts(
             dit,
             train.optimizer,
             train.steps,
-            sum_elements=SUM_ELEMENTS,
-            gradients=gradients,
-            state=state,
-            parameters=parameters,
+            places=placed(gradients=gradients, parameters=parameters, state=state, sum_elements=SUM_ELEMENTS),
             parts=parts_of(dit),
         )
         made = executor(modules, sync, train, torch.device("cpu"), **hooks)

@@ -13,7 +13,7 @@ from actors.run.dispatch import Holdings, calls_of, finish_of
 from actors.worker.executor import Executor
 from actors.worker.handoff import HandoffError
 from ops.geometry import Geometry
-from ops.update.sync import StepIncomplete
+from ops.update.engine import StepIncomplete
 from ops.waiting import GroupError
 from tests.actors.exactness import Host, items_of, make_hosts, one_worker, random_cascades, run_step, train_config
 from tests.actors.fakes import step_items

@@ -17,10 +17,12 @@ from app.bench.lab import Lab
 from ops.comm.collectives import Group
 from ops.models.base.transformer import PackedTransformer
 from ops.shards import ShardState, cut
-from ops.update.sync import FlatSync, Sync
+from ops.update.engine import Sync
+from ops.update.sync import FlatSync
 from tests.ops.block_copies import in_buffers
 from tests.ops.exported import own_shard
 from tests.ops.peers import in_host, in_peers
+from tests.ops.placed import placed
 from tests.ops.test_node_parameters import OPTIMIZER, model, on_ranks, passes
 
 FP32 = 1e-5
@@ -30,7 +32,7 @@ Make = Callable[[PackedTransformer], Sync]
 
 
 def flat(**places: object) -> Make:
-    return lambda module: FlatSync(module, OPTIMIZER, TOTAL_STEPS, **places)  # type: ignore[arg-type]
+    return lambda module: FlatSync(module, OPTIMIZER, TOTAL_STEPS, places=placed(**places))  # type: ignore[arg-type]
 
 
 def deepspeed(module: PackedTransformer) -> Sync:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ops.shards import ShardState
-from ops.update.sync import Sync
+from ops.update.engine import Sync
 
 
 def own_shard(sync: Sync) -> ShardState:

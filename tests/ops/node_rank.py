@@ -25,11 +25,11 @@ from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.memory.node_memory import RangeLock
 from ops.shards import shard_bounds
+from ops.update.flat_vector import slots
 from ops.update.host_sum import HostSum
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_sum import NodeSum, SharedSum
 from ops.update.peer_sum import PeerSum
-from ops.update.sync import slots
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.ops.peers import HostCopies
 

@@ -22,10 +22,12 @@ import torch.distributed as dist
 
 from ops.comm.groups import Groups
 from ops.shards import ShardState
+from ops.update.flat_vector import trainable
 from ops.update.parameters import ParameterMemory
-from ops.update.sync import FlatSync, trainable
+from ops.update.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken, GroupError
 from tests.ops.exported import own_shard
+from tests.ops.placed import placed
 from tests.ops.test_node_parameters import OPTIMIZER, model, passes
 
 STEPS = 3
@@ -55,7 +57,7 @@ def main(rank: int, size: int, port: int, folder: Path, parameters: ParameterMem
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=WAIT_S))
     dit = model("wan", 2)
-    sync = FlatSync(dit, OPTIMIZER, STEPS, parameters=parameters)
+    sync = FlatSync(dit, OPTIMIZER, STEPS, places=placed(parameters=parameters))
 
     def dies_half_way() -> None:
         """In the place of what writes the new values."""

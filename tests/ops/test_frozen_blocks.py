@@ -30,8 +30,9 @@ from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import is_lora, write_folder
 from ops.storages import storage_bytes
+from ops.update.flat_vector import trainable
 from ops.update.parameter_places import BlockBuffers
-from ops.update.sync import FlatSync, trainable
+from ops.update.sync import FlatSync
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.block_copies import LateCopies
 from tests.ops.exported import own_shard

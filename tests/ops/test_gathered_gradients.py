@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ops.comm.collectives import Group
+from ops.update.flat_vector import slots
 from ops.update.gathered_gradients import GatheredGradients
 from ops.update.own_gradients import OwnGradients
-from ops.update.sync import FlatSync, slots
+from ops.update.sync import FlatSync
+from tests.ops.placed import placed
 from tests.ops.test_sync import FULL, START, SUM_ELEMENTS, TOTAL_STEPS, flat_weights, on_threads, sample_loss
 
 torch.set_num_threads(1)
@@ -118,7 +120,7 @@ def trained(dtype: torch.dtype, gathers: bool, watches: bool, size: int) -> list
     def work(rank: int, group: Group) -> Tensor:
         model = copy.deepcopy(START).to(dtype)
         made = partial(OwnGradients, sum_elements=SUM_ELEMENTS, gathers=gathers)
-        sync = FlatSync(model, FULL, TOTAL_STEPS, gradients=made)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(gradients=made))
         sync.form(group, None)
         for step in range(3):
             if step == 1:
@@ -170,7 +172,7 @@ def test_a_gradient_that_is_let_go_gives_its_memory_back_at_once() -> None:
     """Where another worker has no room for one, `FlatSync` lets its own go before the node's takes memory."""
     model = copy.deepcopy(START)
     made = partial(OwnGradients, sum_elements=SUM_ELEMENTS, gathers=True)
-    sync = FlatSync(model, FULL, TOTAL_STEPS, gradients=made)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(gradients=made))
     sync.form(Group.solo(), None)
     sync.begin_step()
     sample_loss(model, 0, 0).backward()

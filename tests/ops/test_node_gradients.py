@@ -23,11 +23,11 @@ from torch import nn
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.memory.node_memory import NodeMemory, RangeLock
+from ops.update.flat_vector import slots
 from ops.update.gradient_places import gradients_in
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_routes import peers, routes
 from ops.update.node_sum import SharedSum
-from ops.update.sync import slots
 from ops.waiting import Cancelled, CancelToken
 from tests.ops.node_rank import STEPS
 

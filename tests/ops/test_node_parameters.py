@@ -29,15 +29,18 @@ from ops.models.frozen_blocks import bytes_of_blocks
 from ops.models.load import build_dit
 from ops.shards import bytes_per_weight, cut
 from ops.storages import StorageCount, storage_bytes
+from ops.update.flat_vector import trainable
 from ops.update.gradient_places import GradientMemory
 from ops.update.node_parameters import NodeParameters
 from ops.update.parameter_places import BlockBuffers, ParametersOf
 from ops.update.parameters import ParameterMemory
-from ops.update.sync import FlatSync, StateLocation, trainable
+from ops.update.sync import FlatSync
+from ops.update.sync_places import StateLocation
 from ops.waiting import CancelToken
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.block_copies import LateCopies, in_buffers
 from tests.ops.exported import own_shard
+from tests.ops.placed import placed
 
 GIB = 2**30
 STEPS = 2
@@ -87,7 +90,7 @@ def trained(
     """Losses, gradients before each end of a step, parameters and state of one worker after some steps."""
     dit = model(case, layers, dtype)
     dit.keeps_attention = keeps
-    sync = FlatSync(dit, OPTIMIZER, STEPS, gradients=gradients, state=state, parameters=parameters)
+    sync = FlatSync(dit, OPTIMIZER, STEPS, places=placed(gradients, parameters, state))
     sync.form(Group.solo(), None)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -184,7 +187,7 @@ def elastic_run(
     """A step in every generation, `worlds` being the nodes of its workers, which run uneven numbers of passes.
     Parameters of all workers after each step, which are the same ones."""
     dits = [model("wan", 2, dtype) for _ in ways]
-    syncs = [FlatSync(dit, OPTIMIZER, 9, parameters=way) for dit, way in zip(dits, ways, strict=True)]
+    syncs = [FlatSync(dit, OPTIMIZER, 9, places=placed(parameters=way)) for dit, way in zip(dits, ways, strict=True)]
     shards = None
     found = []
     for step, nodes in enumerate(worlds):
@@ -230,7 +233,7 @@ def test_workers_of_some_nodes_that_come_and_go_have_the_same_parameters(
 
 def test_a_generation_that_had_no_room_leaves_nothing_that_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     dit = model("wan", 2)
-    sync = FlatSync(dit, OPTIMIZER, 9, parameters="node")
+    sync = FlatSync(dit, OPTIMIZER, 9, places=placed(parameters="node"))
     sync.form(Group.solo(), None)
     expected = {name: p.detach().clone() for name, p in trainable(dit)}
     shard = own_shard(sync)
@@ -299,7 +302,9 @@ def in_two_buffers(
     dit = model("wan", 4, dtype)
     copies = LateCopies()
     buffers = BlockBuffers(copies)
-    sync = FlatSync(dit, OPTIMIZER, 9, parameters=lambda *given: NodeParameters(*given[:3], buffers, given[3]))
+    sync = FlatSync(
+        dit, OPTIMIZER, 9, places=placed(parameters=lambda *given: NodeParameters(*given[:3], buffers, given[3]))
+    )
     sync.form(Group.solo(), None)
     sync.begin_step()
     return dit, sync, buffers, copies
@@ -347,7 +352,7 @@ def test_a_pass_takes_no_more_than_where_all_parameters_are_there() -> None:
     peaks = []
     for way in ("replicated", in_buffers):
         dit = model("wan", 4)
-        sync = FlatSync(dit, OPTIMIZER, 9, parameters=way)
+        sync = FlatSync(dit, OPTIMIZER, 9, places=placed(parameters=way))
         sync.form(Group.solo(), None)
         sync.begin_step()
         with StorageCount() as count:
@@ -403,10 +408,10 @@ def test_modules_without_blocks_and_frozen_blocks_are_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match=r"transformers that run in blocks, and Linear does not\. Set it to replicated"
     ):
-        FlatSync(nn.Linear(2, 2), OPTIMIZER, 1, parameters="node")
+        FlatSync(nn.Linear(2, 2), OPTIMIZER, 1, places=placed(parameters="node"))
     lora = build_dit(replace(VARIANTS["wan"], lora_rank=2), seed=0)
     with pytest.raises(ValueError, match=r"scale_shift_table of a block is frozen\. Build the module with"):
-        FlatSync(lora, OPTIMIZER, 1, parameters="node")
+        FlatSync(lora, OPTIMIZER, 1, places=placed(parameters="node"))
 
 
 @pytest.mark.parametrize("case", VARIANTS)

@@ -21,6 +21,7 @@ from ops.shards import Slot, shard_bounds
 from ops.update.own_gradients import OwnGradients, cut_buckets
 from ops.update.sync import FlatSync
 from ops.waiting import Cancelled, CancelToken, PendingCollective
+from tests.ops.placed import placed
 from tests.ops.test_sync import (
     FULL,
     LIMIT_S,
@@ -56,7 +57,7 @@ def trained(dtype: torch.dtype, how: str, size: int = 3) -> list[np.ndarray]:
 
     def work(rank: int, group: Group) -> np.ndarray:
         model = copy.deepcopy(START).to(dtype)
-        sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
         sync.form(group, None)
         for step in range(4):
             sync.begin_step()
@@ -123,7 +124,7 @@ def test_complete_buckets_are_summed_while_a_slow_worker_is_still_in_its_last_ba
                 second.extend(pending for pending, _ in sync.gradients._pending)
 
         model = Gated(pass_through)
-        sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
         sync.form(group, None)
         sync.begin_step()
         sync.watch_backward()
@@ -200,7 +201,7 @@ def test_parts_that_wait_to_be_added_take_bounded_memory(late: str) -> None:
 def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
     def work(rank: int, group: Group) -> None:
         model = copy.deepcopy(START).float()
-        sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
         sync.form(group, None)
         sync.begin_step()
         sync.start_sum()
@@ -213,7 +214,7 @@ def test_a_gradient_behind_the_start_of_its_bucket_is_an_error() -> None:
 def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() -> None:
     """Rank 1 never starts. Rank 0 learns this, and trains alone in the next generation like one never disturbed."""
     token, models = CancelToken(), [copy.deepcopy(START).float() for _ in range(2)]
-    store, sync = dist.HashStore(), FlatSync(models[0], FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+    store, sync = dist.HashStore(), FlatSync(models[0], FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     formed, raised = threading.Event(), []
 
     def rank_0() -> None:
@@ -231,7 +232,9 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
 
     def rank_1() -> None:
         groups = Groups(store, 1, (0, 1), "gloo", 0, LIMIT_S, token, "127.0.0.1")
-        FlatSync(models[1], FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS).form(groups.world_group(), None)
+        FlatSync(models[1], FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS)).form(
+            groups.world_group(), None
+        )
         assert formed.wait(LIMIT_S)
         token.set("generation 1 has begun")
         groups.close()
@@ -244,7 +247,10 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         assert not thread.is_alive(), "a worker hangs"
     assert raised
     calm = copy.deepcopy(START).float()
-    for model, one in ((models[0], sync), (calm, FlatSync(calm, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS))):
+    for model, one in (
+        (models[0], sync),
+        (calm, FlatSync(calm, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))),
+    ):
         one.form(Group.solo(), None)
         one.begin_step()
         sample_loss(model, 1, 0).backward()

@@ -21,10 +21,12 @@ from torch import nn
 from ops.comm.collectives import Group
 from ops.memory.lending import Lender, borrow
 from ops.shards import ShardState, cut, shard_bounds
+from ops.update.flat_vector import initial_shard, trainable
 from ops.update.own_state import ShardBanks
 from ops.update.state_memory import BankOrder, StateMemory
-from ops.update.sync import FlatSync, initial_shard, trainable
+from ops.update.sync import FlatSync
 from tests.ops.exported import own_shard
+from tests.ops.placed import placed
 from tests.ops.test_sync import FULL, PLAIN, SAMPLES, START, SUM_ELEMENTS, TOTAL_STEPS, deal, flat_weights, on_threads
 from tests.ops.test_sync import sample_loss as loss_of
 
@@ -62,7 +64,9 @@ def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: i
     """Two steps in every generation, of these numbers of workers; a version for others after `every` steps and at a
     generation's end. Weights and state at the end of each generation."""
     models = [copy.deepcopy(START).float() for _ in range(max(sizes))]
-    syncs = [FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, state="host") for model in models]
+    syncs = [
+        FlatSync(model, FULL, TOTAL_STEPS, places=placed(state="host", sum_elements=SUM_ELEMENTS)) for model in models
+    ]
     total = syncs[0].layout[-1].hi
     shards = [initial_shard(trainable(models[0]), 0, total)]
     found, first = [], 0
@@ -125,7 +129,7 @@ def test_an_average_that_is_switched_on_later_begins_with_the_weights() -> None:
     home.begin(1, [first])
     assert "ema" not in first.arrays
     for config, average in ((PLAIN, False), (FULL, True)):
-        sync = FlatSync(model, config, TOTAL_STEPS, state="host")
+        sync = FlatSync(model, config, TOTAL_STEPS, places=placed(state="host"))
         sync.form(Group.solo(), [home.held(first)], ShardBanks(home.memory, 1))
         assert ("ema" in sync.state.arrays) == average
     np.testing.assert_array_equal(own_shard(sync).arrays["ema"], first.arrays["master"])
@@ -156,7 +160,7 @@ def worker(number: int, generation: int, dies_in: int) -> None:
     banks, first = ShardBanks(memory, generation), memory.order.step + 1
     arrays = memory.arrays(banks.current, 0, memory.total)
     held = ShardState(updates=first, lo=0, hi=memory.total, total=memory.total, arrays=arrays)
-    sync = FlatSync(Wide(), FULL, TOTAL_STEPS, state="host")
+    sync = FlatSync(Wide(), FULL, TOTAL_STEPS, places=placed(state="host"))
     sync.form(Group.solo(), [held], banks)
     bring, pieces = sync.state.bring, itertools.count(1)
 

@@ -23,16 +23,18 @@ from ops.config import OptimizerConfig
 from ops.kernels.push.reference import ALIGN
 from ops.shards import EDGE, Slot, held_elements, shard_bounds
 from ops.typed import ConfigError
+from ops.update.flat_vector import slots
 from ops.update.gradient_places import GradientMemory
 from ops.update.host_sum import HostSum
 from ops.update.node_gradients import NodeGradients
 from ops.update.node_routes import routes
 from ops.update.node_sum import NodeSum
 from ops.update.peer_sum import PeerSum
-from ops.update.sync import FlatSync, slots
+from ops.update.sync import FlatSync
 from tests.ops.conftest import RunRanks
 from tests.ops.peers import STAGE, HostCopies, peer_sum
 from tests.ops.peers import in_host as gradients_in_host
+from tests.ops.placed import placed
 
 SIZES = (1, STAGE + 3, 7, 5 * ALIGN, 2 * STAGE, 13)
 
@@ -185,7 +187,7 @@ def test_who_changes_to_another_place_gives_back_what_its_gradient_took(
         return NodeGradients(parameters, layout, [peer_sum(layout[-1].hi, dtype, parameters, peers[-1])])
 
     def worker(memory: GradientMemory) -> FlatSync:
-        return FlatSync(nn.Linear(8, 64), OptimizerConfig(), 1, gradients=memory)
+        return FlatSync(nn.Linear(8, 64), OptimizerConfig(), 1, places=placed(gradients=memory))
 
     def form(*syncs: FlatSync) -> Callable[[Group], str]:
         def formed(group: Group) -> str:
@@ -195,7 +197,7 @@ def test_who_changes_to_another_place_gives_back_what_its_gradient_took(
         return formed
 
     places = {"node": in_parts, "host": gradients_in_host}
-    monkeypatch.setattr("ops.update.sync.gradients_in", lambda memory, *more, **named: places[memory])
+    monkeypatch.setattr("ops.update.sync_places.gradients_in", lambda memory, *more, **named: places[memory])
     first, second, later = worker("node"), worker("node"), worker("host")
     assert set(run_ranks(2, form(first, second))) == {"the memory of the node's GPUs"}
     assert all(one.mapped for one in peers)

@@ -32,14 +32,18 @@ from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
 from ops.shards import ShardState, cut
+from ops.update.engine import StepIncomplete, Sync
+from ops.update.flat_vector import initial_shard, trainable
 from ops.update.gradient_places import GradientMemory, GradientsOf
 from ops.update.optimizer import lr_at
 from ops.update.shard_export import CopyWait
-from ops.update.sync import FlatSync, StateLocation, StepIncomplete, Sync, initial_shard, trainable
+from ops.update.sync import FlatSync
+from ops.update.sync_places import StateLocation
 from ops.waiting import CancelToken
 from tests.nccl_rules import nccl_rules
 from tests.ops.exported import own_shard
 from tests.ops.peers import HostCopies, in_host, in_peers
+from tests.ops.placed import placed
 
 torch.set_num_threads(1)
 REPOSITORY = Path(__file__).parents[2]
@@ -252,13 +256,9 @@ MEMORIES: dict[str, tuple[GradientMemory | GradientsOf, tuple[int, ...]]] = {
 def run_flat(case: Case, dtype: torch.dtype = torch.float32, memory: str = "own") -> Outcome:
     gradients, nodes = MEMORIES[memory]
     models = [copy.deepcopy(START).to(dtype) for _ in range(max(case.sizes))]
-    beside: dict[str, Any] = (
-        {"state": "host", "copies": HostCopies(), "update_elements": 32} if "host" in memory else {}
-    )
-    syncs = [
-        FlatSync(model, case.config, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, gradients=gradients, **beside)
-        for model in models
-    ]
+    beside: dict[str, Any] = {"copies": HostCopies(), "update_elements": 32} if "host" in memory else {}
+    places = placed(gradients, state="host" if "host" in memory else "device", sum_elements=SUM_ELEMENTS)
+    syncs = [FlatSync(model, case.config, TOTAL_STEPS, places=places, **beside) for model in models]
     records: list[dict[str, float]] = []
     shards: list[ShardState] | None = None
     for number, size in enumerate(case.sizes):
@@ -438,7 +438,13 @@ def test_what_a_device_gets_back_leaves_a_part_alone_that_saw_nothing() -> None:
     """The room for what goes back to a device has other values before."""
     model = copy.deepcopy(START).bfloat16()
     sync = FlatSync(
-        model, FULL, TOTAL_STEPS, state="host", copies=HostCopies(), update_elements=13, parts=("stem", "left", "right")
+        model,
+        FULL,
+        TOTAL_STEPS,
+        places=placed(state="host"),
+        copies=HostCopies(),
+        update_elements=13,
+        parts=("stem", "left", "right"),
     )
     sync.form(Group.solo(), None)
     sync.begin_step()
@@ -452,7 +458,7 @@ def test_what_a_device_gets_back_leaves_a_part_alone_that_saw_nothing() -> None:
 @pytest.mark.parametrize("gradients", ["own", "node"])
 def test_bfloat16_gradients_of_many_passes_do_not_lose_small_parts(gradients: GradientMemory) -> None:
     model = nn.Linear(1, 1, bias=False).bfloat16()
-    sync = FlatSync(model, PLAIN, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, gradients=gradients)
+    sync = FlatSync(model, PLAIN, TOTAL_STEPS, places=placed(gradients=gradients, sum_elements=SUM_ELEMENTS))
     sync.form(Group.solo(), None)
     sync.begin_step()
     for _ in range(1000):  # a bf16 sum stops growing at 256
@@ -483,7 +489,7 @@ def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype
         shards: list[ShardState] | None = None
         for number, place in enumerate(places):
             model = copy.deepcopy(START).to(dtype)
-            sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, state=place)
+            sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(state=place, sum_elements=SUM_ELEMENTS))
             _, shard = run_generation(sync, model, Case((1,), FULL, steps=2), Group.solo(), shards, 2 * number)
             shards = [shard]
             np.testing.assert_array_equal(
@@ -499,7 +505,7 @@ def test_state_moves_between_host_memory_and_device_in_the_middle_of_a_run(dtype
 
 def test_export_is_a_copy() -> None:
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     sync.form(Group.solo(), None)
     exported = own_shard(sync)
     before = {name: array.copy() for name, array in exported.arrays.items()}
@@ -513,7 +519,7 @@ def test_export_is_a_copy() -> None:
 def test_an_update_waits_for_the_copy_of_the_state_that_it_changes() -> None:
     """The copy begins after one step and reads nothing before the next update asks for it."""
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     late = LateCopy()
     sync.state.copy_arrays = late
     sync.form(Group.solo(), None)
@@ -561,7 +567,7 @@ class LateCopy:
 @pytest.mark.parametrize("gradients", ["own", "node"])
 def test_a_step_without_a_single_good_sample_changes_nothing(gradients: GradientMemory) -> None:
     model = copy.deepcopy(START).float()
-    sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS, gradients=gradients)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(gradients=gradients, sum_elements=SUM_ELEMENTS))
     sync.form(Group.solo(), None)
     before = flat_weights(model)
     sync.begin_step()
@@ -574,7 +580,7 @@ def test_a_step_without_a_single_good_sample_changes_nothing(gradients: Gradient
 def test_the_norm_of_a_million_numbers_is_that_of_fp64(gradients: GradientMemory) -> None:
     """By which all are clipped: it may not depend on how many a worker has, nor on where they lie."""
     module = nn.Linear(1 << 10, 1 << 10, bias=False)
-    sync = FlatSync(module, PLAIN, TOTAL_STEPS, gradients=gradients)
+    sync = FlatSync(module, PLAIN, TOTAL_STEPS, places=placed(gradients=gradients))
     sync.form(Group.solo(), None)
     sync.begin_step()
     given = torch.randn(1 << 10, 1 << 10, generator=torch.Generator().manual_seed(1))
@@ -589,7 +595,7 @@ def test_a_step_whose_samples_are_not_all_accounted_for_is_applied_by_no_worker(
     models = [copy.deepcopy(START).float() for _ in range(2)]
 
     def work(rank: int, group: Group) -> None:
-        sync = FlatSync(models[rank], FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        sync = FlatSync(models[rank], FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
         sync.form(group, None)
         sync.begin_step()
         share = SAMPLES // 2
@@ -610,7 +616,10 @@ def test_fresh_start_takes_the_weights_of_rank_0() -> None:
         with torch.no_grad():
             model.stem.weight.add_(rank)
     on_threads(
-        3, lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS, sum_elements=SUM_ELEMENTS).form(group, None)
+        3,
+        lambda rank, group: FlatSync(models[rank], PLAIN, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS)).form(
+            group, None
+        ),
     )
     for model in models:
         np.testing.assert_array_equal(flat_weights(model), flat_weights(START.float()))
@@ -619,7 +628,7 @@ def test_fresh_start_takes_the_weights_of_rank_0() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) -> None:
     model, first = copy.deepcopy(START).to(dtype), copy.deepcopy(START).to(dtype)
-    sync = FlatSync(model, FULL, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     sync.form(Group.solo(), None)
     fresh = own_shard(sync)
     sync.begin_step()
@@ -635,15 +644,15 @@ def test_a_trained_sync_begins_again_from_the_first_weights(dtype: torch.dtype) 
 
 
 def test_state_of_another_model_and_mixed_dtypes_are_refused() -> None:
-    sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+    sync = FlatSync(nn.Linear(3, 3), PLAIN, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     arrays = {name: np.zeros(500, np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
     with pytest.raises(ValueError, match="500 parameters, the model 12"):
         sync.form(Group.solo(), [ShardState(updates=1, lo=0, hi=500, total=500, arrays=arrays)])
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
     with pytest.raises(ValueError, match="cast the module to one dtype"):
-        FlatSync(mixed, PLAIN, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        FlatSync(mixed, PLAIN, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
     with pytest.raises(ValueError, match="no trainable parameter"):
-        FlatSync(nn.Linear(2, 2).requires_grad_(False), PLAIN, TOTAL_STEPS, sum_elements=SUM_ELEMENTS)
+        FlatSync(nn.Linear(2, 2).requires_grad_(False), PLAIN, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
 
 
 if __name__ == "__main__":

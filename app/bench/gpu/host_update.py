@@ -13,7 +13,8 @@ from app.bench.timing import Timing
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.cores import usable_cores
-from ops.update.sync import FlatSync, StateLocation
+from ops.update.sync import FlatSync
+from ops.update.sync_places import StateLocation, SyncPlaces
 
 WEIGHTS = 1 << 28  # their state takes 4 GiB of the host
 _WORKERS = 8  # of a node, whose cores they share
@@ -55,7 +56,9 @@ def _updated(
     with torch.no_grad():
         module.weight.copy_(torch.linspace(-1, 1, count, device=place.device)[None])
     config = OptimizerConfig(learning_rate=1e-2)
-    sync = FlatSync(module, config, 1000, state=state, host_cores=host_cores, update_elements=elements)
+    sync = FlatSync(
+        module, config, 1000, places=SyncPlaces(state=state), host_cores=host_cores, update_elements=elements
+    )
     sync.form(Group.solo(), None)
     step = iter(range(1000))
 

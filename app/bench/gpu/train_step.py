@@ -30,8 +30,10 @@ from ops.models.base.config import DiTConfig
 from ops.models.base.transformer import PackedTransformer
 from ops.packed.compiled_blocks import CompiledBlocks
 from ops.packed.packing import Sequence as PackedSequence
+from ops.update.engine import StepResult
 from ops.update.parameters import ParameterMemory
-from ops.update.sync import FlatSync, StepResult
+from ops.update.sync import FlatSync
+from ops.update.sync_places import SyncPlaces
 
 _NORM_ERROR = 1e-2  # FlashAttention's backward adds in any order
 ROOM = 0.85  # of the free memory; fragments, cuBLAS and cuDNN take the rest
@@ -154,7 +156,7 @@ def make_trained(config: DiTConfig, settings: StepSettings, place: Place) -> tup
     dit = build(config, place.device, torch.bfloat16).train()
     dit.keeps_attention = settings.keeps
     parameters: ParameterMemory = "node" if settings.fetched else "replicated"
-    sync = FlatSync(dit, OptimizerConfig(), total_steps=1000, parameters=parameters)
+    sync = FlatSync(dit, OptimizerConfig(), total_steps=1000, places=SyncPlaces(parameters=parameters))
     gc.collect()  # the weights that the flat vector replaced
     if place.device.type == "cuda":
         torch.cuda.empty_cache()

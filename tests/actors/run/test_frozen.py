@@ -20,7 +20,7 @@ from ops.models.config import ModelConfig
 from ops.models.load import build_dit
 from ops.models.wan.config import WanConfig
 from ops.models.weights import checksums, frozen_digests
-from ops.update.sync import trainable
+from ops.update.flat_vector import trainable
 from tests.actors.exactness import train_config
 from tests.actors.fakes import StateHere, controller_of, pool_here
 from tests.families.kit import MODEL

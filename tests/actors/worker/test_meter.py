@@ -19,7 +19,7 @@ from actors.plan.types import USABLE, Item
 from actors.worker import executor as executor_room
 from actors.worker.executor import Executor
 from actors.worker.meter import GIB, DeviceMeter, NoMeter, TensorMeter, collect, freed, host_bytes, keep, ran_out
-from ops.update.sync import trainable
+from ops.update.flat_vector import trainable
 from tests.actors.exactness import MODEL, Host, make_hosts, one_worker, run_step, train_config
 
 ITEMS = [Item(id=f"s0.{n}", batch=3, frames=9, height=32, width=32, text_tokens=12) for n in range(2)]

@@ -20,7 +20,7 @@ from actors.run.steps import StepRunner
 from actors.step import StepItems
 from actors.worker.executor import Executor
 from actors.worker.work_done import FinishedStep
-from ops.update.sync import StepIncomplete
+from ops.update.engine import StepIncomplete
 from ops.waiting import GroupError
 from tests.actors.exactness import Host, execute, make_hosts, on_all, train_config
 from tests.actors.fakes import step_items

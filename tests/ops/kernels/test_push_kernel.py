@@ -9,8 +9,8 @@ from ops.kernels.base import backend
 from ops.kernels.push.op import push
 from ops.kernels.push.reference import ALIGN
 from ops.shards import shard_bounds
+from ops.update.flat_vector import slots
 from ops.update.peer_sum import PeerSum
-from ops.update.sync import slots
 
 RANKS, BLOCKS = 4, 5
 
