@@ -31,6 +31,7 @@ from app.settings.rules import (
     check_flow,
     check_frame_rate,
     check_images,
+    check_levels,
     check_memory,
     check_pictures,
     check_sample,
@@ -117,6 +118,7 @@ def check(config: RunConfig, read: Geometry | None = None) -> None:
     check_buckets(config.data, config.model, read)
     check_flow(config.model, config.train.flow)
     check_pictures(config.train, config.model, config.data, read)
+    check_levels(config.model, config.train.flow, read)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow, read)
     check_validation(config.validation, config.checkpoint, config.data)
     check_attention(config.model, config.train, config.workers)

@@ -17,6 +17,7 @@ from ops.config import FlowConfig, ForcingSchedule
 from ops.degrees import bags_of
 from ops.flow.forcing import windows_of
 from ops.geometry import Geometry
+from ops.models.base.config import DiTConfig
 from ops.models.config import ModelConfig, VAEConfig, geometry
 from ops.models.folders import decodes_in_time
 from ops.typed import ConfigError
@@ -157,20 +158,10 @@ def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, rea
         )
 
 
-def check_sample(
-    sample: SampleConfig,
-    checkpoint: CheckpointConfig,
-    model: ModelConfig,
-    flow: FlowConfig,
-    read: Geometry | None = None,
-) -> None:
-    """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
+def check_levels(model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
+    """Times and noise levels by frame are for a transformer that takes them, those of a first frame for one that is not
+    given it."""
     dit, known = model.dit, _is_known(model, read)
-    if known and sample.prompts and dit.starts_from_image and not sample.images:
-        raise ConfigError(
-            "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
-            "sample.prompts, or one for all."
-        )
     if known and flow.first_frame and not dit.frame_times:
         raise ConfigError(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit takes one time for all "
@@ -186,15 +177,45 @@ def check_sample(
             f"train.flow.first_frame is {flow.first_frame:g}, and the transformer of model.dit is given the first "
             f"frame of every clip; set it to 0."
         )
-    if known and sample.images and not (dit.starts_from_image or flow.knows_given_frames):
+
+
+def check_sample(
+    sample: SampleConfig,
+    checkpoint: CheckpointConfig,
+    model: ModelConfig,
+    flow: FlowConfig,
+    read: Geometry | None = None,
+) -> None:
+    """Samples are made from checkpoints, in a size that the model can make, and from pictures where it needs them."""
+    known = _is_known(model, read)
+    if known:
+        _check_given_pictures(sample, model.dit, flow)
+    _check_sampler(sample, model.dit, flow, known)
+    if model.vae.path is None:
+        check_decode(model.vae, sample)
+    _check_sample_every(sample, checkpoint)
+    if sample.prompts and (strides := _geometry(model, read)) is not None:
+        _check_sample_size(sample, strides)
+
+
+def _check_given_pictures(sample: SampleConfig, dit: DiTConfig, flow: FlowConfig) -> None:
+    if sample.prompts and dit.starts_from_image and not sample.images:
+        raise ConfigError(
+            "sample.images is empty, and the transformer of model.dit starts from a picture; give one for each of "
+            "sample.prompts, or one for all."
+        )
+    if sample.images and not (dit.starts_from_image or flow.knows_given_frames):
         raise ConfigError("sample.images is given, but model.dit makes video from text alone; leave it out.")
-    if known and sample.last_images and not dit.takes_last_frame:
+    if sample.last_images and not dit.takes_last_frame:
         raise ConfigError("sample.last_images is given, but model.dit takes no last frame; leave it out.")
-    if known and sample.prompts and dit.takes_last_frame and not sample.last_images:
+    if sample.prompts and dit.takes_last_frame and not sample.last_images:
         raise ConfigError(
             "sample.last_images is empty, and the transformer of model.dit makes clips between two pictures; give one "
             "for each of sample.prompts, or one for all."
         )
+
+
+def _check_sampler(sample: SampleConfig, dit: DiTConfig, flow: FlowConfig, known: bool) -> None:
     if sample.guidance_scale_2 is not None and not dit.two_experts:
         raise ConfigError(
             f"sample.guidance_scale_2 is {sample.guidance_scale_2:g}, of the expert for low noise, and model.dit has "
@@ -215,28 +236,30 @@ def check_sample(
             f"sample.timesteps begins with {sample.timesteps[0]:g}, and pure noise has the time "
             f"{flow.num_train_timesteps} (train.flow.num_train_timesteps). Begin there or below."
         )
-    if model.vae.path is None:
-        check_decode(model.vae, sample)
-    if not sample.prompts:
-        if sample.every:
-            raise ConfigError(
-                f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
-                f"or set sample.every: 0."
-            )
+
+
+def _check_sample_every(sample: SampleConfig, checkpoint: CheckpointConfig) -> None:
+    if not sample.every:
         return
-    if sample.every and checkpoint.every == 0:
+    if not sample.prompts:
+        raise ConfigError(
+            f"sample.every is {sample.every} but sample.prompts is empty; give at least one prompt "
+            f"or set sample.every: 0."
+        )
+    if checkpoint.every == 0:
         raise ConfigError(
             f"checkpoint.every is 0, so checkpoints are made at the end only, but sample.every "
             f"{sample.every} makes samples from checkpoints. Set checkpoint.every to a divisor of "
             f"{sample.every}, or sample.every: 0."
         )
-    if sample.every and sample.every % checkpoint.every:
+    if sample.every % checkpoint.every:
         raise ConfigError(
             f"sample.every {sample.every} must be a multiple of checkpoint.every "
             f"{checkpoint.every}: samples are made from checkpoints."
         )
-    if (strides := _geometry(model, read)) is None:
-        return
+
+
+def _check_sample_size(sample: SampleConfig, strides: Geometry) -> None:
     try:
         grid = strides.token_grid(sample.frames, sample.height, sample.width)
     except ValueError as error:
