@@ -23,6 +23,7 @@ from app.drawing.svg import BarRow, Series, bars, line_chart
 from app.records.progress import clock
 from app.records.rundir import RunDir
 from app.report.figures import Curve, RunningMean, Values
+from app.report.words import percent, short
 from app.settings.config import RunConfig
 from app.settings.out_files import check_page
 from ops.counted import counted
@@ -293,7 +294,7 @@ def _medians(runs: Sequence[ComparedRun]) -> str:
                 if math.isfinite(run.medians[key])
             ]
         )
-        for title, key, show in (("Seconds per step", "step_s", _number), ("Idle share", "idle_ratio", _percent))
+        for title, key, show in (("Seconds per step", "step_s", short), ("Idle share", "idle_ratio", percent))
         if any(math.isfinite(run.medians[key]) for run in runs)
     )
 
@@ -378,10 +379,10 @@ def _table(runs: Sequence[ComparedRun], differences: Mapping[str, LossDifference
             clock(run.seconds),
             f"{run.last_loss:.4f}",
             *([_held_out(run)] if measured else []),
-            _number(medians["step_s"]),
-            _number(medians["tokens_per_s"]),
-            _percent(medians["idle_ratio"]),
-            _percent(rate) if peak_tflops else _number(rate),
+            short(medians["step_s"]),
+            short(medians["tokens_per_s"]),
+            percent(medians["idle_ratio"]),
+            percent(rate) if peak_tflops else short(rate),
             "-" if found is None else f"{found.largest:.1e} (step {found.at})",
             f"<a href='{escape(report.as_uri())}'>report.html</a>" if report.is_file() else "-",
         )
@@ -396,13 +397,3 @@ def _held_out(run: ComparedRun) -> str:
         return "-"
     without = f", without {', '.join(map(escape, newest.no_room))}" if newest.no_room else ""
     return f"{newest.loss:.4f} (step {newest.step + 1:,}{without})"
-
-
-def _number(value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f}%" if math.isfinite(value) else "-"
