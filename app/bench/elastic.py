@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, TypedDict
 import typer
 
 from app.bench.lab import Lab
+from app.bench.markdown import markdown_table
 from app.settings.out_files import check_writable
 
 if TYPE_CHECKING:
@@ -313,5 +314,4 @@ def _table(figures: ElasticFigures) -> str:
             "<= 3 %, aim 1 %",
         ),
     ]
-    lines = ["| figure | measured | beside | ratio | must |", "|---|---|---|---|---|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    return markdown_table(("figure", "measured", "beside", "ratio", "must"), rows)

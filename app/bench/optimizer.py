@@ -32,6 +32,7 @@ import torch.distributed as dist
 import typer
 from torch import nn
 
+from app.bench.markdown import markdown_table
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
 from ops.config import OptimizerConfig
@@ -175,13 +176,13 @@ def measure_workers(workers: int, elements: int, repeats: int) -> list[StepCost]
 
 def table(costs: Sequence[StepCost], elements: int) -> str:
     """Markdown: medians, and the median over rounds of the ratio to the plain variant of the same round."""
-    lines = [f"{elements / 1e6:g} M elements, fp32 gradients", "", "| workers | step | median ms | x plain |"]
-    lines.append("|---|---|---|---|")
+    rows = []
     for cost in costs:
         plain = next(c for c in costs if c.workers == cost.workers and c.variant.startswith("plain"))
         ratio = statistics.median(mine / other for mine, other in zip(cost.seconds, plain.seconds))
-        lines.append(f"| {cost.workers} | {cost.variant} | {cost.median_ms:.0f} | {ratio:.2f} |")
-    return "\n".join(lines)
+        rows.append((cost.workers, cost.variant, f"{cost.median_ms:.0f}", f"{ratio:.2f}"))
+    measured = markdown_table(("workers", "step", "median ms", "x plain"), rows)
+    return f"{elements / 1e6:g} M elements, fp32 gradients\n\n{measured}"
 
 
 def run(

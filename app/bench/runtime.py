@@ -41,6 +41,7 @@ from actors.worker.measure import CascadeMeasure
 from actors.worker.worker import Worker
 from app.bench import host_memory, memory
 from app.bench.lab import Lab
+from app.bench.markdown import markdown_table
 from app.inputs.workload import drawn_items
 from app.settings.out_files import check_writable
 from data.types import Batch
@@ -340,5 +341,4 @@ def _real_table(real: Mapping[str, StrategyPace]) -> str:
 
 
 def _markdown(title: str, rows: Sequence[tuple[str, str, str]]) -> str:
-    lines = [f"| {title} | measured | must |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {name} | {value} | {must} |" for name, value, must in rows)])
+    return markdown_table((title, "measured", "must"), rows)

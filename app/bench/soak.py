@@ -25,6 +25,7 @@ import typer
 
 from actors.records.events import StepsLost
 from app.bench.lab import OPEN_END, Lab, LabRun
+from app.bench.markdown import markdown_table
 from app.bench.memory import object_store_mib
 from app.settings.out_files import check_writable
 
@@ -207,4 +208,4 @@ def table(result: SoakResult) -> str:
         ),
         ("object stores of all nodes, early / late", f"{result.store_first_mib:.1f} / {result.store_last_mib:.1f} MiB"),
     ]
-    return "\n".join(["| soak | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+    return markdown_table(("soak", ""), rows)

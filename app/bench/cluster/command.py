@@ -43,13 +43,13 @@ from app.bench.cluster.tables import (
     HEAD,
     change_rows,
     curves_of,
-    markdown,
     row,
     steps_line,
     thread_line,
     way_rows,
     ways_of,
 )
+from app.bench.markdown import markdown_table
 from app.bench.page import command_of, facts_of
 from app.settings.out_files import check_writable
 from ops.counted import counted
@@ -126,9 +126,9 @@ def run(
     compared = ways_of(evaluated, found)
     curves = curves_of([one for one in found if one.strategy in options.strategies[-1:]])
     if found:
-        print(f"\n{markdown(*change_rows(found))}")
+        print(f"\n{markdown_table(*change_rows(found))}")
     if compared:
-        print(f"\n{markdown(*way_rows(compared))}")
+        print(f"\n{markdown_table(*way_rows(compared))}")
     for curve in curves:
         print(curve.line())
     for path in out or []:

@@ -91,11 +91,6 @@ def way_rows(ways: Sequence[WayRow]) -> tuple[list[str], list[list[str]]]:
     return head, rows
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WayRow:
     """A way to train on `workers` GPUs. Times are virtual seconds; `ratio` is of samples per second, to DDP's."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from app.bench.gpu.lines import ResultLine
 from app.bench.gpu.measurement import Figure
 from app.bench.gpu.targets import judged
+from app.bench.markdown import markdown_table
 
 
 def report(lines: Sequence[ResultLine], skipped: Sequence[str]) -> str:
@@ -34,23 +35,19 @@ def _heading(lines: Sequence[ResultLine]) -> list[str]:
 
 
 def _targets(lines: Sequence[ResultLine]) -> list[str]:
-    rows = ["## Targets", "", "| figure | target | measured | met | by |", "|---|---|---|---|---|"]
+    rows = []
     for target, found in judged(lines):
         if found is None:
-            rows.append(f"| {target.what} | {target.wanted()} | - | open | |")
+            rows.append((target.what, target.wanted(), "-", "open", ""))
         else:
             answer = "yes" if target.met(found) else "**no**"
-            rows.append(
-                f"| {target.what} | {target.wanted()} | {found.value:{target.form}} | {answer} | {found.where} |"
-            )
-    return rows
+            rows.append((target.what, target.wanted(), f"{found.value:{target.form}}", answer, found.where))
+    return ["## Targets", "", markdown_table(("figure", "target", "measured", "met", "by"), rows)]
 
 
 def _figures(lines: Iterable[ResultLine]) -> list[str]:
-    rows = ["## Every figure", "", "| measurement | figure | value |", "|---|---|---|"]
-    for line in lines:
-        rows += [f"| {line.name} | {name} | {cell(value)} |" for name, value in line.figures.items()]
-    return rows
+    rows = [(line.name, name, cell(value)) for line in lines for name, value in line.figures.items()]
+    return ["## Every figure", "", markdown_table(("measurement", "figure", "value"), rows)]
 
 
 def _failed(lines: Iterable[ResultLine]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from app.bench.markdown import markdown_table
 from app.bench.page import BLUE, GREY, document, folded, legend, number_of
 from app.bench.papers.figure import PublishedPaper, Row, ShownFigure
 from app.drawing.svg import BarRow, Series, bars, line_chart
@@ -123,11 +124,11 @@ def markdown(papers: Sequence[PublishedPaper], shown: Sequence[ShownFigure], fac
             figure = one.figure
             lines += [f"### {figure.id}: {figure.title}", ""]
             if one.found is not None:
-                lines += [f"| {one.found.way}, {one.units} | published | Heddle | ratio |", "|---|---|---|---|"]
-                lines += [
-                    f"| {label} | {number_of(published)} | {number_of(ours)} | {ratio_of(published, ours)} |"
+                rows = [
+                    (label, number_of(published), number_of(ours), ratio_of(published, ours))
                     for label, published, ours in one.rows()
                 ]
+                lines.append(markdown_table((f"{one.found.way}, {one.units}", "published", "Heddle", "ratio"), rows))
             else:
                 lines += [f"Not run here. {figure.open}"]
                 lines += [

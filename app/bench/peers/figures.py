@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from app.bench.markdown import markdown_table
 from app.bench.tree import SERVICES, TreeLook
 
 TRAINING = "training"  # the role of the processes that train
@@ -149,8 +150,7 @@ def table(
 ) -> str:
     """Markdown: medians over the rounds of every peer. Ratios are medians of those within a round, to `reference`."""
     head, rows = cells_of(rounds, reference, glue)
-    lines = [f"| {title} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return markdown_table((title, *head), rows)
 
 
 def cells_of(
@@ -188,11 +188,12 @@ def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]], least_s
         role: [median(r.roles_s.get(role, 0.0) for r in runs) for runs in rounds.values()]
         for role in dict.fromkeys(role for runs in rounds.values() for run in runs for role in run.roles_s)
     }
-    lines = [f"| {title}, CPU-s / step | {' | '.join(rounds)} |", "|---" * (len(rounds) + 1) + "|"]
-    for role, seconds in sorted(taken.items(), key=lambda pair: -max(pair[1])):
-        if max(seconds) >= least_s:
-            lines.append(f"| {role} | {' | '.join(f'{value:.3f}' for value in seconds)} |")
-    return "\n".join(lines)
+    rows = [
+        (role, *(f"{value:.3f}" for value in seconds))
+        for role, seconds in sorted(taken.items(), key=lambda pair: -max(pair[1]))
+        if max(seconds) >= least_s
+    ]
+    return markdown_table((f"{title}, CPU-s / step", *rounds), rows)
 
 
 def agree(rounds: Mapping[str, Sequence[PeerFigures]], reference: str) -> bool:
