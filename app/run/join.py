@@ -5,7 +5,7 @@ with the run. When it is to leave (SIGTERM, SIGUSR1, Ctrl-C), Ray starts nothing
 finish the steps that they were given, and no committed step is lost.
 
 A batch system tells all processes of a job at once. Ray's own would end at that and take the workers along: they are
-started with SIGTERM blocked. Workers hear it (`Worker._on_sigterm`).
+started with these signals blocked. Workers hear SIGTERM (`Worker._on_sigterm`).
 """
 
 from __future__ import annotations
@@ -161,11 +161,12 @@ class JoinedNode:
     def __init__(self, cluster: ClusterAddress, address: str) -> None:
         """`address`: as `Joining.address`."""
         ray = str(Path(sys.executable).with_name("ray"))
-        own = [f"--node-ip-address={address or _address_towards(cluster.address)}", f"--num-cpus={usable_cores()}"]
+        own = address or _address_towards(cluster.address)
+        options = [f"--num-cpus={usable_cores()}", *([f"--node-ip-address={own}"] if own else [])]
         descriptor, self._said = tempfile.mkstemp(prefix="heddle-join-")
         self._began = time.monotonic()
         self._process = subprocess.Popen(
-            [ray, "start", f"--address={cluster.address}", "--block", *own],
+            [ray, "start", f"--address={cluster.address}", "--block", *options],
             env={**os.environ, "RAY_AUTH_MODE": cluster.auth} if cluster.auth else None,
             stdout=descriptor,
             stderr=descriptor,
@@ -197,7 +198,7 @@ class JoinedNode:
         raise LookupError("this machine is in the cluster no more")
 
     def end(self) -> None:
-        """End them: they hear no SIGTERM."""
+        """End them: they hear no signal but this one."""
         with suppress(psutil.NoSuchProcess):
             ours = psutil.Process(self._process.pid)
             for process in (*ours.children(recursive=True), ours):
@@ -208,16 +209,19 @@ class JoinedNode:
 
 
 def _address_towards(cluster: str) -> str:
-    """The address of this machine on the network that leads to the cluster."""
+    """The address of this machine on the network that leads to the cluster; "" where the cluster has gone meanwhile."""
     host, _, port = cluster.rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
-        found: str = connection.getsockname()[0]
-        return found
+    try:
+        with socket.create_connection((host, int(port)), timeout=_ANSWER_S) as connection:
+            found: str = connection.getsockname()[0]
+            return found
+    except OSError:
+        return ""
 
 
 def _deaf() -> None:
-    """SIGTERM waits in this process and all that it starts, until one of them asks for it."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    """The signals wait in this process and all that it starts, until one of them asks for them."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 def _leave(found: ClusterAddress, node: JoinedNode, leave_s: float) -> None:
