@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ops.models.base.config import DiTConfig
@@ -276,6 +274,9 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
     """
     if not config.lora_from:
         return {}
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     file = file_of_factors(config)
     try:
         stored, declared = load_file(file), _declared_scale(file)
@@ -340,6 +341,8 @@ def file_of_factors(config: DiTConfig) -> Path:
 def _declared_scale(file: Path) -> float:
     """What is said of the scale beside the factors, as PEFT's LoraConfig; 1 without a word. Raises ValueError for
     layers of their own scale."""
+    from safetensors import safe_open
+
     with safe_open(file, framework="pt") as opened:
         header = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
     beside = file.with_name("adapter_config.json")

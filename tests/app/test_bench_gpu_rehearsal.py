@@ -47,7 +47,17 @@ def test_every_measurement_runs_with_few_packages(tmp_path: Path) -> None:
         "copies",
         "update",
     }
-    assert measured == wanted | {"counts", "graphs", "push", "slices", "longest", "worker", "launches", "together"}
+    assert measured == wanted | {
+        "counts",
+        "graphs",
+        "push",
+        "slices",
+        "longest",
+        "worker",
+        "launches",
+        "together",
+        "lora",
+    }
     for line in (line for line in lines if line.name.startswith("launches.")):
         assert (line.figures["tried"], line.figures["failed"]) == (2, 0), "the interpreter runs every launch"
     text = (tmp_path / "out" / "report.md").read_text()

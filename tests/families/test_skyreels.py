@@ -33,7 +33,7 @@ from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, first_f
 from app.sampling.model import saved_model
 from app.sampling.sample import run
 from app.settings.config import RunConfig
-from app.settings.rules import check_sample
+from app.settings.rules import check_levels, check_sample
 from app.settings.sections import SampleConfig
 from ops.comm.collectives import Group
 from ops.config import FlowConfig, ForcingSchedule, FrameLevels
@@ -203,11 +203,10 @@ def test_a_folder_of_diffusion_forcing_is_known_by_its_pipeline() -> None:
 )
 def test_levels_by_frame_are_refused_where_a_clip_has_one_time(dit: DiTConfig) -> None:
     model = whole(dit)
-    sample = SampleConfig()
     flow = FlowConfig(frame_levels="rising")
     with pytest.raises(ConfigError, match=r"train\.flow\.frame_levels is rising, and the transformer"):
-        check_sample(sample, CheckpointConfig(), model, flow)
-    check_sample(sample, CheckpointConfig(), whole(WanConfig()), flow)
+        check_levels(model, flow)
+    check_levels(whole(WanConfig()), flow)
 
 
 def test_a_transformer_with_one_time_for_a_clip_takes_no_layout_with_one_for_each_frame() -> None:
