@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data.dataset.order import BatchSizes, SizesRecord
+from data.dataset.order_state import BatchSizes, SizesRecord
 from data.errors import DataError
 from ops.whole_file import write_whole
 

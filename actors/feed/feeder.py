@@ -25,7 +25,7 @@ from actors.step import DrawnItem, Position, StepBatches
 from data.buckets import BatchSize
 from data.config import DataConfig
 from data.dataset.dataset import Dataset
-from data.dataset.order import BatchSizes, SizesRecord
+from data.dataset.order_state import BatchSizes, SizesRecord
 from data.engines.engine import Engine
 from data.types import DataItem, NeedsPixels
 

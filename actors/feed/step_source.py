@@ -24,7 +24,7 @@ from actors.refs import Method, RayNode, Ref
 from actors.step import DataLost, DrawnItem, Position, StepBatches, StepData, StepItems
 from data.buckets import BatchSize
 from data.config import DataConfig
-from data.dataset.order import SizesRecord
+from data.dataset.order_state import SizesRecord
 from data.engines.engine import make_engine
 from data.engines.placement import beside_me
 from ops.geometry import Geometry

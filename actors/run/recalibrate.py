@@ -22,7 +22,7 @@ from actors.planning.client import PlannerClient, SizesAnswer
 from actors.records.events import BatchesResized
 from data.buckets import BatchSize, BucketTable, planned_batch
 from data.config import BatchConfig, DataConfig
-from data.dataset.order import BatchSizes, SizesRecord
+from data.dataset.order_state import BatchSizes, SizesRecord
 from data.types import Bucket
 from ops.geometry import Geometry
 

@@ -38,7 +38,8 @@ from app.bench.truth import true_profile, wrong_profile
 from app.bench.truth_machine import EveryShape, Machine
 from data.buckets import Choice, batch_size
 from data.config import BatchConfig
-from data.dataset.order import BatchSizes, Population, SampleOrder, SizesRecord, Stage
+from data.dataset.order import SampleOrder
+from data.dataset.order_state import BatchSizes, Population, SizesRecord, Stage
 from data.types import Bucket
 from ops.geometry import Geometry
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.dataset.dataset import Dataset
-from data.dataset.order import OrderState
+from data.dataset.order_state import OrderState
 from data.types import Bucket
 
 NAMED = 1000  # dropped samples that are listed by name

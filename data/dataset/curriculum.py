@@ -16,7 +16,8 @@ import numpy as np
 from data.buckets import BatchSize, BucketTable, Choice, ClipShape, Refusal, available_frames, planned_batch
 from data.config import DataConfig, SegmentConfig
 from data.dataset.index import Index
-from data.dataset.order import Population, Stage, digest
+from data.dataset.order import digest
+from data.dataset.order_state import Population, Stage
 from data.errors import DataError
 from data.ledger import Ledger, Reason
 from data.types import Bucket

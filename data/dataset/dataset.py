@@ -18,19 +18,9 @@ from data.config import DataConfig
 from data.dataset.curriculum import Curriculum
 from data.dataset.index import Index, IndexRow
 from data.dataset.index_build import build_index
-from data.dataset.order import (
-    DROP,
-    PICK,
-    START,
-    BatchDraw,
-    BatchSizes,
-    DataToken,
-    OrderState,
-    SampleDraw,
-    SampleOrder,
-    digest,
-    uniform,
-)
+from data.dataset.order import DROP, PICK, START, SampleOrder, digest, uniform
+from data.dataset.order_state import BatchDraw, BatchSizes, OrderState, SampleDraw
+from data.dataset.order_token import DataToken
 from data.dataset.positions import Positions
 from data.ledger import DrawsRecord, Fault, Ledger, LedgerRecord
 from data.types import Bucket, Clip, DataItem, DecodeJob, SampleRef, StepOfItems

@@ -5,39 +5,38 @@
     micros = order.advance(state)          # the batches of step 0; `state` now stands before step 1
     token = order.token(state)             # JSON; order.restore(token) continues exactly there
 
-Within a source, shards are permuted per epoch and rows are shuffled within windows of a few shards, so reads stay near
-each other and no global permutation is held. The next source is the one the mixture owes most. Only row numbers wait
-in bucket queues, never pixels. A bucket emits a batch when it is full, or short when its oldest row has waited
-`max_wait` draws, so rare buckets do not starve. When a curriculum stage ends, the
-rows that wait get new buckets; none is dropped.
+The next source is the one the mixture owes most; which of its rows comes next, `data.dataset.source_rows` says. Only
+row numbers wait in bucket queues, never pixels. A bucket emits a batch when it is full, or short when its oldest row
+has waited `max_wait` draws, so rare buckets do not starve. When a curriculum stage ends, the rows that wait get new
+buckets; none is dropped.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import itertools
 import json
 import struct
-import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, field
-from typing import NotRequired, TypedDict
 
 import numpy as np
 
-from data.buckets import Choice, pick
+from data.buckets import pick
+from data.dataset.order_state import (
+    BatchDraw,
+    BatchSizes,
+    Cursor,
+    OrderState,
+    Population,
+    SampleDraw,
+    SourceMark,
+    Stage,
+)
+from data.dataset.order_token import TOKEN_VERSION, DataToken, body_of, state_of
+from data.dataset.source_rows import SourceRows
 from data.errors import DataError
-from data.ledger import DrawsRecord
 from data.types import Bucket
 
-TOKEN_VERSION = 2
-PACK_ABOVE_BYTES = 2048  # a longer token is compressed
-LISTED_MOST = 256  # most waiting rows that a token lists; if there are more, a restore draws them again
-MARK_EVERY = 2048  # draws between two marks, positions to draw from again
-MARKS_KEPT = 32  # marks of a source: a token is restored in a second
+MARKS_KEPT = 32  # of a position: a token is restored in a second
 START, DROP, PICK, BUCKET = 0, 1, 2, 16  # what a sample's random numbers are used for; bucket draws count up from 16
 
 
@@ -45,156 +44,6 @@ def uniform(seed: int, source: int, epoch: int, row: int, use: int) -> float:
     """The sample's own random number in [0, 1) for one use. Same on any machine, in any order."""
     key = hashlib.blake2b(struct.pack("<5q", seed, source, epoch, row, use), digest_size=8).digest()
     return (int.from_bytes(key, "little") >> 11) / (1 << 53)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleDraw:
-    """A row drawn for training. `number` counts the draws of the run."""
-
-    source: int
-    epoch: int
-    row: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class BatchDraw:
-    """One bucket batch: the draws that meet in it."""
-
-    bucket: Bucket
-    draws: tuple[SampleDraw, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Population:
-    """The rows of a source as the planner sees them."""
-
-    name: str
-    shard_bounds: np.ndarray  # int64 [shards + 1]: rows of shard s are bounds[s]:bounds[s + 1]
-    shape: np.ndarray  # int32 [rows]: number of the row's shape, -1 for rows that no stage trains
-    window: int  # shards shuffled together
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """A curriculum segment with everything resolved; valid for steps before `until_step` (0: without end)."""
-
-    until_step: int
-    choices: tuple[tuple[Choice, ...], ...]  # per shape, empty when no bucket takes it
-    batch: Mapping[Bucket, int]
-    tokens: Mapping[Bucket, int]  # of one sample, for mixtures by tokens
-    weights: tuple[float, ...]  # per source, sum 1
-    items_per_step: int
-    max_wait: int
-    by_tokens: bool = False
-    settings: str = ""  # what `choices` came from, for the identity of the plan
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BatchSizes:
-    """Clips per batch of each bucket from a step on, instead of those that a stage began with. A decision of the run:
-    once made it is data, so that any number of workers and any resume see the same batches."""
-
-    from_step: int
-    sizes: Mapping[Bucket, int]
-
-    def to_json(self) -> SizesRecord:
-        return {"from": self.from_step, "sizes": {str(bucket): size for bucket, size in sorted(self.sizes.items())}}
-
-    @classmethod
-    def from_json(cls, record: SizesRecord) -> BatchSizes:
-        """Raises DataError for sizes below 1."""
-        sizes = {Bucket.parse(name): int(size) for name, size in record["sizes"].items()}
-        if min(sizes.values(), default=1) < 1:
-            raise DataError(f"batch sizes {record['sizes']} from step {record['from']} on must be at least 1.")
-        return cls(from_step=int(record["from"]), sizes=sizes)
-
-
-@dataclass(slots=True)
-class Cursor:
-    """Where a source stands, and how much the mixture has taken of it in this stage."""
-
-    epoch: int = 0
-    window: int = 0
-    position: int = 0
-    drawn: int = 0
-    tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class SourceMark:
-    """Where the sources stood before draw `number`."""
-
-    number: int
-    cursors: tuple[Cursor, ...]
-
-    @classmethod
-    def of(cls, state: OrderState) -> SourceMark:
-        return cls(state.drawn, tuple(copy(cursor) for cursor in state.cursors))
-
-
-@dataclass(slots=True)
-class OrderState:
-    """The planner's position: everything the future depends on. Stands before step `step`.
-
-    `marks` are earlier positions of the same stage, oldest first; the future does not depend on them.
-    """
-
-    step: int
-    stage: int
-    drawn: int  # admitted draws so far
-    passed: int  # draws without a bucket: by the probabilities of a table, or dropped when a stage ended
-    cursors: list[Cursor]
-    queues: dict[Bucket, list[SampleDraw]] = field(default_factory=dict)
-    ready: list[BatchDraw] = field(default_factory=list)
-    marks: list[SourceMark] = field(default_factory=list)
-
-    def copy(self) -> OrderState:
-        return OrderState(
-            self.step,
-            self.stage,
-            self.drawn,
-            self.passed,
-            [copy(cursor) for cursor in self.cursors],
-            {bucket: list(queue) for bucket, queue in self.queues.items()},
-            list(self.ready),
-            list(self.marks),
-        )
-
-    @property
-    def waiting(self) -> int:
-        return sum(map(len, self.queues.values())) + sum(len(micro.draws) for micro in self.ready)
-
-
-SizesRecord = TypedDict("SizesRecord", {"from": int, "sizes": dict[str, int]})
-TokenBody = TypedDict(
-    "TokenBody",
-    {
-        "cursors": list[list[int]],  # a row per source, see `_plain`
-        "queues": dict[str, list[list[int]]],  # rows that wait, by bucket; columns, see `_columns`
-        # finished batches: [bucket, rows], or [its number, how many]
-        "ready": list[list[str | int | list[list[int]]]],
-        "from": list[int | list[list[int]]],  # many waiting rows are drawn again from here: [draw number, cursors]
-        "again": list[int],  # how many of each bucket still wait then
-        "listed": dict[str, list[list[int]]],  # older ones, by number of the bucket
-        "packed": str,  # all of these, compressed
-    },
-    total=False,
-)
-"""What a token lists: few waiting rows one by one, many by where to draw them from again."""
-
-
-class DataToken(TokenBody):
-    """The position of the data as JSON."""
-
-    v: int
-    step: int
-    stage: int
-    drawn: int
-    passed: int
-    plan: dict[str, str]
-    resized: NotRequired[list[SizesRecord]]
-    draws: NotRequired[DrawsRecord | None]
 
 
 class SampleOrder:
@@ -213,8 +62,7 @@ class SampleOrder:
         self.identity = dict(identity or {})
         self.resized: tuple[BatchSizes, ...] = ()  # in the order of their steps
         self._sizes: dict[tuple[int, int], Mapping[Bucket, int]] = {}  # (stage, resizes before) -> clips per batch
-        self._orders: dict[int, tuple[tuple[int, int], np.ndarray]] = {}  # source -> (epoch, window), permuted rows
-        self._shards: dict[int, tuple[int, np.ndarray]] = {}  # source -> epoch, permuted shards
+        self._rows = SourceRows(self.populations, seed)
         self._parts: dict[int, dict[str, str]] = {}
         for number, stage in enumerate(self.stages):
             self._check_supply(number, stage)
@@ -278,7 +126,7 @@ class SampleOrder:
     # drawing
 
     def _draw(self, state: OrderState, stage: Stage) -> None:
-        if state.drawn - state.marks[-1].number >= MARK_EVERY:
+        if state.mark_is_due:
             state.marks = [*state.marks[1 - MARKS_KEPT :], SourceMark.of(state)]
         draw, bucket = self._next_draw(state, stage)
         self._enqueue(state, stage, bucket, draw)
@@ -289,7 +137,7 @@ class SampleOrder:
         source = self._next_source(state, stage)
         cursor = state.cursors[source]
         while True:
-            epoch, row = self._next_row(source, cursor)
+            epoch, row = self._rows.next(source, cursor)
             shape = self.populations[source].shape[row]
             if shape < 0:
                 continue
@@ -310,38 +158,6 @@ class SampleOrder:
             total = sum(cursor.tokens for cursor in state.cursors)
             return max(active, key=lambda s: (stage.weights[s] * total - state.cursors[s].tokens, stage.weights[s], -s))
         return _chairman([stage.weights[s] for s in active], [state.cursors[s].drawn for s in active], active)
-
-    def _next_row(self, source: int, cursor: Cursor) -> tuple[int, int]:
-        order = self._order(source, cursor.epoch, cursor.window)
-        while cursor.position >= len(order):
-            cursor.position, cursor.window = 0, cursor.window + 1
-            population = self.populations[source]
-            if cursor.window * population.window >= len(population.shard_bounds) - 1:
-                cursor.window, cursor.epoch = 0, cursor.epoch + 1
-            order = self._order(source, cursor.epoch, cursor.window)
-        cursor.position += 1
-        return cursor.epoch, int(order[cursor.position - 1])
-
-    def _order(self, source: int, epoch: int, window: int) -> np.ndarray:
-        """Permuted rows of a window of permuted shards."""
-        held = self._orders.get(source)
-        if held is not None and held[0] == (epoch, window):
-            return held[1]
-        population = self.populations[source]
-        bounds, size = population.shard_bounds, population.window
-        shards = self._shard_order(source, epoch)[window * size : (window + 1) * size]
-        rows = np.concatenate([np.arange(bounds[s], bounds[s + 1]) for s in shards])
-        order = _generator(self.seed, source, epoch, window).permutation(rows)
-        self._orders[source] = ((epoch, window), order)
-        return order
-
-    def _shard_order(self, source: int, epoch: int) -> np.ndarray:
-        held = self._shards.get(source)
-        if held is None or held[0] != epoch:
-            count = len(self.populations[source].shard_bounds) - 1
-            held = (epoch, _generator(self.seed, source, epoch, -1).permutation(count))
-            self._shards[source] = held
-        return held[1]
 
     def _bucket(self, stage: Stage, shape: int, source: int, epoch: int, row: int) -> Bucket | None:
         choices = stage.choices[shape]
@@ -408,20 +224,7 @@ class SampleOrder:
         return self._parts[stage]
 
     def token(self, state: OrderState) -> DataToken:
-        """The position as JSON of a few kB, however many rows wait.
-
-        Few rows are listed. For many, the token says from where to draw again and how many of each bucket still wait.
-        Rows leave a bucket in the order they came, so the waiting ones are the last of those draws.
-        """
-        body: TokenBody = {"cursors": _plain(state.cursors)}
-        if state.waiting > LISTED_MOST:
-            body.update(self._counts(state))
-        else:
-            body["queues"] = {str(bucket): _columns(queue) for bucket, queue in state.queues.items()}
-            body["ready"] = [[str(micro.bucket), _columns(micro.draws)] for micro in state.ready]
-        text = json.dumps(body, separators=(",", ":"))
-        if len(text) > PACK_ABOVE_BYTES:
-            body = {"packed": base64.b85encode(zlib.compress(text.encode(), 9)).decode()}
+        """The position as JSON of a few kB, however many rows wait."""
         token: DataToken = {
             "v": TOKEN_VERSION,
             "step": state.step,
@@ -429,32 +232,11 @@ class SampleOrder:
             "drawn": state.drawn,
             "passed": state.passed,
             "plan": self.parts(state.stage),
-            **body,
+            **body_of(state, self._buckets(state.stage)),
         }
         if self.resized:
             token["resized"] = [one.to_json() for one in self.resized]
         return token
-
-    def _counts(self, state: OrderState) -> TokenBody:
-        """Waiting rows as numbers to draw again. Rows older than every mark (they waited long, or come from the stage
-        before) are listed. `ready` counts the rows of each finished batch; all other rows wait in the queues."""
-        buckets = sorted(self.stages[state.stage].batch)
-        waiting = _waiting(state, buckets)
-        oldest = min(draws[0].number for draws in waiting if draws)
-        reaching = [mark for mark in state.marks if mark.number <= oldest]
-        mark = reaching[-1] if reaching else state.marks[0]
-        again = [sum(draw.number >= mark.number for draw in draws) for draws in waiting]
-        listed = {
-            str(number): _columns(draws[: len(draws) - count])
-            for number, (draws, count) in enumerate(zip(waiting, again))
-            if len(draws) > count
-        }
-        return {
-            "from": [mark.number, _plain(mark.cursors)],
-            "again": again,
-            "listed": listed,
-            "ready": [[buckets.index(micro.bucket), len(micro.draws)] for micro in state.ready],
-        }
 
     def restore(self, token: DataToken) -> OrderState:
         """The state a token was made from. Raises DataError, naming what differs, when this is not its plan."""
@@ -473,56 +255,11 @@ class SampleOrder:
                 f"{', '.join(changed)} changed since. Restore them, or start a new run."
             )
         self.adopt(BatchSizes.from_json(record) for record in token.get("resized", ()))
-        body: TokenBody = token
-        if "packed" in token:
-            body = json.loads(zlib.decompress(base64.b85decode(token["packed"])))
-        state = OrderState(
-            step=token["step"],
-            stage=token["stage"],
-            drawn=token["drawn"],
-            passed=token["passed"],
-            cursors=[Cursor(*numbers) for numbers in body["cursors"]],
-        )
-        if "from" in body:
-            self._draw_again(state, body)
-        else:
-            state.marks = [SourceMark.of(state)]
-            state.queues = {Bucket.parse(name): _draws(rows) for name, rows in body["queues"].items()}
-            for name, rows in body["ready"]:
-                assert isinstance(name, str) and isinstance(rows, list), "queues that are listed, batches that are not"
-                state.ready.append(BatchDraw(Bucket.parse(name), tuple(_draws(rows))))
-        return state
+        stage = self.stages[token["stage"]]
+        return state_of(token, self._buckets(token["stage"]), lambda state: self._next_draw(state, stage))
 
-    def _draw_again(self, state: OrderState, body: TokenBody) -> None:
-        """Fill the queues of a state from `_counts`."""
-        stage = self.stages[state.stage]
-        number, cursors = body["from"]
-        assert isinstance(number, int) and isinstance(cursors, list), "not a draw number and cursors"
-        then = OrderState(
-            step=state.step,
-            stage=state.stage,
-            drawn=number,
-            passed=0,
-            cursors=[Cursor(*numbers) for numbers in cursors],
-        )
-        then.marks = [SourceMark.of(then)]
-        buckets = sorted(stage.batch)
-        last = {bucket: deque[SampleDraw](maxlen=count) for bucket, count in zip(buckets, body["again"])}
-        while then.drawn < state.drawn:
-            if then.drawn - then.marks[-1].number >= MARK_EVERY:
-                then.marks.append(SourceMark.of(then))
-            draw, bucket = self._next_draw(then, stage)
-            last[bucket].append(draw)
-        state.marks = then.marks
-        waiting = [
-            [*(_draws(body["listed"].get(str(number), [[], [], [], []]))), *last[bucket]]
-            for number, bucket in enumerate(buckets)
-        ]
-        for position, count in body["ready"]:
-            assert isinstance(position, int) and isinstance(count, int), "queues that are counted, batches that are not"
-            state.ready.append(BatchDraw(buckets[position], tuple(waiting[position][:count])))
-            del waiting[position][:count]
-        state.queues = {bucket: draws for bucket, draws in zip(buckets, waiting) if draws}
+    def _buckets(self, stage: int) -> list[Bucket]:
+        return sorted(self.stages[stage].batch)
 
 
 def _chairman(weights: Sequence[float], drawn: Sequence[int], sources: Sequence[int]) -> int:
@@ -535,37 +272,6 @@ def _chairman(weights: Sequence[float], drawn: Sequence[int], sources: Sequence[
     owed = [weight * turn - taken for weight, taken in zip(weights, drawn)]
     may = [i for i in range(count) if owed[i] >= slack - 1e-9] or range(count)
     return sources[min(may, key=lambda i: ((1 - slack - owed[i]) / weights[i], i))]
-
-
-def _generator(*key: int) -> np.random.Generator:
-    bits = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=16).digest()
-    return np.random.Generator(np.random.Philox(int.from_bytes(bits, "little")))
-
-
-def _waiting(state: OrderState, buckets: Sequence[Bucket]) -> list[list[SampleDraw]]:
-    """Waiting rows of each bucket in the order they came: finished batches, then the queue."""
-    waiting: dict[Bucket, list[SampleDraw]] = {bucket: [] for bucket in buckets}
-    for micro in state.ready:
-        waiting[micro.bucket] += micro.draws
-    for bucket, queue in state.queues.items():
-        waiting[bucket] += queue
-    return [waiting[bucket] for bucket in buckets]
-
-
-def _plain(cursors: Sequence[Cursor]) -> list[list[int]]:
-    return [[c.epoch, c.window, c.position, c.drawn, c.tokens] for c in cursors]
-
-
-def _columns(draws: Sequence[SampleDraw]) -> list[list[int]]:
-    """Column by column, draw numbers as differences: half as long when compressed."""
-    numbers = [draw.number for draw in draws]
-    steps = [number - before for number, before in zip(numbers, [0, *numbers])]
-    return [[draw.source for draw in draws], [draw.epoch for draw in draws], [draw.row for draw in draws], steps]
-
-
-def _draws(columns: Sequence[Sequence[int]]) -> list[SampleDraw]:
-    sources, epochs, rows, steps = columns
-    return [SampleDraw(*fields) for fields in zip(sources, epochs, rows, itertools.accumulate(steps))]
 
 
 def digest(value: object) -> str:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from data.dataset.order import DataToken, OrderState, SampleOrder
+from data.dataset.order import SampleOrder
+from data.dataset.order_state import OrderState
+from data.dataset.order_token import DataToken
 from data.errors import DataError
 
 SPACING = 256  # steps between two older positions, until there are too many of them

@@ -42,7 +42,7 @@ from ray.data._internal.logging import get_log_directory
 from data.buckets import BatchSize
 from data.config import DataConfig, EngineConfig
 from data.dataset.dataset import Dataset
-from data.dataset.order import DataToken
+from data.dataset.order_token import DataToken
 from data.decode import decode_job
 from data.engines.blocks import fault_from_json, fault_to_json, to_block
 from data.engines.child import decode_isolated

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.buckets import Choice
-from data.dataset import order as plan
-from data.dataset.order import BatchDraw, BatchSizes, OrderState, Population, SampleOrder, Stage, uniform
+from data.dataset import order, order_state, order_token
+from data.dataset.order import SampleOrder, uniform
+from data.dataset.order_state import BatchDraw, BatchSizes, OrderState, Population, Stage
 from data.errors import DataError
 from data.types import Bucket
 
@@ -225,9 +226,9 @@ def test_rows_drawn_again_are_those_that_waited(
     late = stage(weights=(0.3, 0.7), max_wait=15)
     planner = SampleOrder(sources, [early, late] if border else [late], seed)
     with (
-        mock.patch.object(plan, "LISTED_MOST", listed),
-        mock.patch.object(plan, "MARK_EVERY", every),
-        mock.patch.object(plan, "MARKS_KEPT", 3),
+        mock.patch.object(order_token, "LISTED_MOST", listed),
+        mock.patch.object(order_state, "MARK_EVERY", every),
+        mock.patch.object(order, "MARKS_KEPT", 3),
     ):
         state = planner.start()
         run(planner, state, stop)

@@ -11,7 +11,7 @@ import pytest
 
 from data.config import BatchConfig, BucketsConfig, DataConfig, SourceConfig
 from data.dataset.dataset import Dataset
-from data.dataset.order import Cursor, OrderState, SampleDraw
+from data.dataset.order_state import Cursor, OrderState, SampleDraw
 from data.dataset.positions import FEWEST_RECENT, MOST_TOKENS, MOST_WAITING, Positions
 from data.errors import DataError
 from data.types import Bucket
