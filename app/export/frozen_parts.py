@@ -17,7 +17,8 @@ from ops.models.files import plain_name, read_json, variant_of
 from ops.models.folders import class_of, component, text_parts, tokenizer_of, vae_numbers
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
-from ops.models.text_pair import recipe_of, save_random_pair, text_classes
+from ops.models.text_pair import recipe_of
+from ops.models.text_pair_load import save_random_pair, text_classes
 from ops.typed import ConfigError
 
 

@@ -37,7 +37,8 @@ from ops.models.image import Preprocessor, clip_skeleton, image_size, vision_row
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_glyphs import GlyphText
-from ops.models.text_pair import PooledText, pair_skeleton, pooled_text, recipe_of
+from ops.models.text_pair import PooledText, pooled_text, recipe_of
+from ops.models.text_pair_shapes import pair_skeleton
 from ops.models.text_picture import Eyes
 from ops.models.text_vision import SiglipRows, siglip_size, siglip_skeleton
 from ops.packed.conditions import NOTHING, Conditions

@@ -232,7 +232,7 @@ def bare_vae(config: VAEConfig, device: str = "cpu") -> VAE:
 def build_text(config: TextConfig, device: torch.device | str = "cpu", shared: bool = False) -> TextEncoder:
     """The frozen text encoders of a resolved `config` on `device`."""
     if config.recipe:
-        from ops.models.text_pair import folder_pair, random_pair
+        from ops.models.text_pair_load import folder_pair, random_pair
 
         return folder_pair(config, device, shared) if config.path else random_pair(config, device)
     from ops.models.text import folder_t5, random_t5
@@ -247,7 +247,8 @@ def token_counter(config: TextConfig) -> Callable[[str], int]:
 
     from ops.models.folders import text_parts
     from ops.models.text import prepared
-    from ops.models.text_pair import as_seen, byte_tokenizer, recipe_of
+    from ops.models.text_pair import as_seen, recipe_of
+    from ops.models.text_pair_load import byte_tokenizer
 
     recipe = recipe_of(config) if config.recipe else None
     tokenizer: Tokenizer = byte_tokenizer(config) if recipe else ByT5Tokenizer()

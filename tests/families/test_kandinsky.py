@@ -36,7 +36,8 @@ from ops.models.folders import dit_config, resolve
 from ops.models.forecast import text_need
 from ops.models.kandinsky.config import KandinskyConfig
 from ops.models.load import build_dit, build_text, token_counter
-from ops.models.text_pair import split, text_classes
+from ops.models.text_pair import split
+from ops.models.text_pair_load import text_classes
 from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify

@@ -38,7 +38,8 @@ from ops.models.folders import dit_json, resolve
 from ops.models.forecast import text_need
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.load import build_text, token_counter
-from ops.models.text_pair import recipe_of, save_random_pair, split
+from ops.models.text_pair import recipe_of, split
+from ops.models.text_pair_load import save_random_pair
 
 RECIPE = FAMILIES["hunyuan"].texts["hunyuan_i2v"]
 CAPTIONS = ["a red disc", "", "two  blue squares\n&amp; a dot " * 4, "a red disc"]
