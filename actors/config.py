@@ -268,6 +268,11 @@ class TrainConfig:
                 f"train.sync deepspeed sums in a group of its own, which train.sum_ctas ({self.sum_ctas}) does not "
                 f"reach. Set train.sum_ctas: 0, or train.sync: flat."
             )
+        if self.sync == "deepspeed" and self.optimizer.kind == "muon":
+            raise ValueError(
+                "train.sync deepspeed cuts matrices, which train.optimizer.kind muon needs whole. Set kind to adamw, "
+                "or train.sync: flat."
+            )
         if self.sync == "deepspeed" and self.parameter_dtype != "float32":
             raise ValueError(
                 f"train.sync deepspeed keeps fp32 parameters; train.parameter_dtype is {self.parameter_dtype}. Set it "

@@ -176,8 +176,11 @@ class PictureNoise:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig:
-    """AdamW with warm-up and decay, global clipping and an EMA of the weights."""
+    """AdamW or Muon with warm-up and decay, global clipping and an EMA of the weights."""
 
+    # muon: linear layers of the blocks are trained by Muon, by updates as large as AdamW's, so that its learning rates
+    # and weight decay carry over; all else by AdamW
+    kind: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 1e-4  # after the warm-up
     betas: tuple[float, float] = (0.9, 0.95)
     adam_eps: float = 1e-8

@@ -34,7 +34,7 @@ FUNCTION = _names("""
     model.dit model.vae model.text model.image
     data.buckets data.batch data.items_per_step data.max_wait data.mixture data.fps data.start_frame
     data.caption_dropout data.engine.decoder
-    train.seed train.loss_weight train.flow train.picture_noise
+    train.seed train.loss_weight train.flow train.picture_noise train.optimizer.kind
 """)  # another value would train something else
 WEIGHTS = _names("model.dit.path model.dit.lora_from model.vae.path model.text.path")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened

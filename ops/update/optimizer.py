@@ -1,4 +1,5 @@
-"""AdamW, learning-rate schedule and EMA on ranges of the flat vector: no communication, which is ops.update.sync."""
+"""Learning-rate schedule, AdamW, what Muon adds to weights, and EMA, on ranges of the flat vector: no communication,
+which is ops.update.sync."""
 
 from __future__ import annotations
 
@@ -86,12 +87,13 @@ def adamw_(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedRange:
     """Elements [lo, hi) of the flat vector that change together in an update, the `updates`-th of them, by `factor`
-    times their gradient."""
+    times their gradient. Of a matrix that Muon trains `rate` is what the learning rate is multiplied by; 0: AdamW."""
 
     lo: int
     hi: int
     factor: float
     updates: int
+    rate: float = 0.0
 
     def of(self, first: int, values: Tensor) -> Tensor:
         """What of it lies in `values`, which begin at element `first` of the flat vector."""
@@ -107,19 +109,23 @@ def update_range(
     gradient: Tensor,
 ) -> None:
     """Update in place what of `trained` lies in these arrays, which begin at element `first` of the flat vector: AdamW,
-    and EMA where there is one."""
+    or Muon of a gradient that has become orthogonal, and EMA where there is one."""
     master = trained.of(first, state["master"])
     if not len(master):
         return
-    adamw_(
-        config,
-        master=master,
-        grad=trained.of(first, gradient),
-        exp_avg=trained.of(first, state["exp_avg"]),
-        exp_avg_sq=trained.of(first, state["exp_avg_sq"]),
-        updates=trained.updates,
-        lr=lr,
-        factor=trained.factor,
-    )
+    if trained.rate:
+        master.mul_(1.0 - lr * config.weight_decay)
+        master.add_(trained.of(first, gradient), alpha=-lr * trained.rate)
+    else:
+        adamw_(
+            config,
+            master=master,
+            grad=trained.of(first, gradient),
+            exp_avg=trained.of(first, state["exp_avg"]),
+            exp_avg_sq=trained.of(first, state["exp_avg_sq"]),
+            updates=trained.updates,
+            lr=lr,
+            factor=trained.factor,
+        )
     if "ema" in state:
         trained.of(first, state["ema"]).lerp_(master, 1.0 - ema_decay_at(config, trained.updates))

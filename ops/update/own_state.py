@@ -176,13 +176,17 @@ class OwnState:
 
     def bring(self, own: slice) -> dict[str, Tensor]:
         """A part of the version that is coming, with the values that it has in this one."""
-        parts = {name: array[own] for name, array in self._coming.items()}
+        parts = self.brought(own)
         if self._coming is not self.arrays:
             began = time.perf_counter()
             for name, part in parts.items():
                 part.copy_(self.arrays[name][own])
             self.held_up_s += time.perf_counter() - began
         return parts
+
+    def brought(self, own: slice) -> dict[str, Tensor]:
+        """A part that `bring` has brought, as it is now."""
+        return {name: array[own] for name, array in self._coming.items()}
 
     def close(self) -> None:
         """All parts have been brought, and written: it is the newest version."""

@@ -34,6 +34,7 @@ from ops.update.engine import PhaseListener, StepResult, check_weight
 from ops.update.flat_vector import check_alike, part_ranges, slots, state_names, trainable
 from ops.update.gradients import Gradients
 from ops.update.host_sum import HostCopy
+from ops.update.muon import MatrixUpdates, add_to_momentum, matrices_of, rates_in
 from ops.update.node_sum import fellows_of
 from ops.update.optimizer import TrainedRange, clip_factor, lr_at, update_range
 from ops.update.own_state import OwnState, ShardBanks
@@ -103,6 +104,8 @@ class FlatSync:
         # What stays in a core's cache from one array to the next; a device has none that would matter.
         self._piece = update_elements or (_BUCKET_CPU if self._state_device.type == "cpu" else _BUCKET_CUDA)
         self.state = OwnState(self._state_device, self._state_dtype, state_names(config))
+        matrices = matrices_of(module, self.layout) if config.kind == "muon" else []
+        self._matrices = MatrixUpdates(matrices, self._state_dtype, self._device) if matrices else None
         self._module, self._named = module, named
         self._host_cores, self._threads = host_cores, 1
         self.places = places
@@ -124,6 +127,8 @@ class FlatSync:
         self.lo, self.hi = self._bounds[group.rank]
         if self._device.type == "cuda" or self._host_cores is not None:
             self._threads = host_threads(len(fellows_of(group)), self._host_cores)
+        if self._matrices is not None:
+            self._matrices.form(group, self._bounds)
         self._agree_on_places(group)
         self.gradients.form(group, self._bounds)
         self.parameters.form(group, self._bounds, current=shards is None)
@@ -360,8 +365,8 @@ class FlatSync:
         return _BUCKET_CUDA if self._device.type == "cuda" else _BUCKET_CPU
 
     def _update(self, lr: float, factors: Sequence[float | None]) -> None:
-        """AdamW bucket by bucket; each may be sent while the next is computed. `factors` of the parts' gradients, None
-        for a part that stays as it is."""
+        """New weights bucket by bucket; each may be sent while the next is computed. `factors` of the parts' gradients,
+        None for a part that stays as it is."""
         self.updates += 1
         for number, factor in enumerate(factors):
             self._part_updates[number] += factor is not None
@@ -372,12 +377,15 @@ class FlatSync:
             for start in range(0, longest, bucket)
         ]
         own = [pieces[self._group.rank] for pieces in buckets]
+        bring = self.state.bring
+        if self._matrices is not None:
+            self._turn_into_updates(self._matrices, own, factors)
+            bring = self.state.brought
         for pieces, (lo, hi), gradient in zip(buckets, own, self._gradients_of(own), strict=True):
             trained = self._trained_in(lo, hi, factors)
             fresh = self._fresh(lo, hi)
-            for first in range(lo, hi, self._piece):
-                last = min(hi, first + self._piece)
-                state = self.state.bring(slice(first - self.lo, last - self.lo))
+            for first, last in self._pieces(lo, hi):
+                state = bring(slice(first - self.lo, last - self.lo))
                 for part in trained:
                     update_range(self.config, lr, part, first, state, gradient[first - lo : last - lo])
                     if fresh is not None:
@@ -389,12 +397,36 @@ class FlatSync:
             self.parameters.changed(pieces)
         self.state.close()
 
+    def _turn_into_updates(
+        self, matrices: MatrixUpdates, own: Sequence[tuple[int, int]], factors: Sequence[float | None]
+    ) -> None:
+        """What these ranges of the gradient hold of matrices becomes their updates (ops.update.muon), where it lies.
+        All of the state is brought, with the newest momentum of matrices."""
+        for (lo, hi), gradient in zip(own, self._gradients_of(own), strict=True):
+            trained = [part for part in self._trained_in(lo, hi, factors) if part.rate]
+            for first, last in self._pieces(lo, hi):
+                momentum = self.state.bring(slice(first - self.lo, last - self.lo))["exp_avg"]
+                piece = gradient[first - lo : last - lo]
+                for part in trained:
+                    add_to_momentum(part.of(first, piece), part.of(first, momentum), part.factor)
+            if trained and gradient.data_ptr() != self.gradients.part(lo, hi).data_ptr():
+                self.gradients.part(lo, hi).copy_(gradient)
+        changed = [ends for ends, factor in zip(self._parts, factors, strict=True) if factor is not None]
+        matrices.run(self.gradients.part, changed)
+
+    def _pieces(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
+        """[lo, hi) in pieces that are updated together."""
+        for first in range(lo, hi, self._piece):
+            yield first, min(hi, first + self._piece)
+
     def _trained_in(self, lo: int, hi: int, factors: Sequence[float | None]) -> list[TrainedRange]:
         """What of [lo, hi) changes."""
+        matrices = self._matrices.matrices if self._matrices is not None else ()
         return [
-            TrainedRange(lo=max(lo, first), hi=min(hi, last), factor=factor, updates=updates)
+            TrainedRange(lo=begin, hi=end, factor=factor, updates=updates, rate=rate)
             for (first, last), factor, updates in zip(self._parts, factors, self._part_updates, strict=True)
-            if factor is not None and max(lo, first) < min(hi, last)
+            if factor is not None
+            for begin, end, rate in rates_in(matrices, max(lo, first), min(hi, last))
         ]
 
     def _fresh(self, lo: int, hi: int) -> Tensor | None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from ops.comm.collectives import Group
+from ops.config import OptimizerConfig
 from ops.memory.lending import Lender, borrow
 from ops.shards import ShardState, cut, shard_bounds
 from ops.update.flat_vector import initial_shard, trainable
@@ -60,12 +62,14 @@ class Home:
         return ShardState(updates=like.updates, lo=lo, hi=hi, total=self.memory.total, arrays=arrays)
 
 
-def trained(home: Home | None, sizes: Sequence[int], every: int = 1, infinite: int = -1) -> list[np.ndarray]:
+def trained(
+    home: Home | None, sizes: Sequence[int], every: int = 1, infinite: int = -1, config: OptimizerConfig = FULL
+) -> list[np.ndarray]:
     """Two steps in every generation, of these numbers of workers; a version for others after `every` steps and at a
     generation's end. Weights and state at the end of each generation."""
     models = [copy.deepcopy(START).float() for _ in range(max(sizes))]
     syncs = [
-        FlatSync(model, FULL, TOTAL_STEPS, places=placed(state="host", sum_elements=SUM_ELEMENTS)) for model in models
+        FlatSync(model, config, TOTAL_STEPS, places=placed(state="host", sum_elements=SUM_ELEMENTS)) for model in models
     ]
     total = syncs[0].layout[-1].hi
     shards = [initial_shard(trainable(models[0]), 0, total)]
@@ -119,6 +123,13 @@ def test_state_in_memory_of_the_node_gives_the_same_bits(sizes: tuple[int, ...],
     """What is safe after the last step is what the workers have, wherever it lies and whatever the step did."""
     home = Home(sum(p.numel() for _, p in trainable(START)))
     for one, other in zip(trained(home, sizes, every, infinite), trained(None, sizes, every, infinite), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_muons_momentum_in_memory_of_the_node_has_the_same_bits() -> None:
+    """It is written before the weights are."""
+    home, muon = Home(sum(p.numel() for _, p in trainable(START))), replace(FULL, kind="muon")
+    for one, other in zip(trained(home, (3, 2), config=muon), trained(None, (3, 2), config=muon), strict=True):
         np.testing.assert_array_equal(one, other)
 
 

@@ -1,0 +1,172 @@
+"""Muon beside PyTorch's own, and where its matrices lie. That it trains as one plain process does: test_sync."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from actors.config import TrainConfig
+from ops.comm.collectives import Group
+from ops.config import OptimizerConfig
+from ops.models.load import build_dit
+from ops.shards import shard_bounds
+from ops.update.flat_vector import slots, trainable
+from ops.update.muon import Matrix, matrices_of, orthogonal, pieces_of, rates_in
+from ops.update.sync import FlatSync
+from tests.families.registry import ONE_EACH, VARIANTS
+from tests.nccl_rules import nccl_rules
+from tests.ops.test_sync import (
+    FLAT_ONLY,
+    SAMPLES,
+    START,
+    TOTAL_STEPS,
+    assert_same_training,
+    flat_weights,
+    reference,
+    run_flat,
+    sample_loss,
+    singular_values_near_one,
+)
+
+MUON = OptimizerConfig(kind="muon", learning_rate=1e-2, weight_decay=0.1, max_grad_norm=0.0, ema_decay=0.0)
+
+
+@pytest.mark.parametrize("shape", [(9, 9), (5, 13), (13, 5), (1, 7), (7, 1)])
+def test_singular_vectors_stay_and_singular_values_come_near_one(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(orthogonal(matrix), singular_values_near_one(matrix), rtol=0, atol=1e-12)
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert values.max() < 1.21 and values.median() > 0.68
+
+
+def test_a_matrix_without_a_gradient_stays_zero() -> None:
+    assert not orthogonal(torch.zeros(4, 3)).any()
+
+
+def test_it_trains_as_pytorchs_own_within_its_bf16() -> None:
+    model, other = copy.deepcopy(START).float(), copy.deepcopy(START).float()
+    sync = FlatSync(model, MUON, TOTAL_STEPS)
+    sync.form(Group.solo(), None)
+    matrices = [other.stem.weight, other.left.weight]
+    rest = [p for p in other.parameters() if p.requires_grad and not any(p is matrix for matrix in matrices)]
+    given = {"lr": MUON.learning_rate, "weight_decay": MUON.weight_decay}
+    theirs = (
+        torch.optim.Muon(matrices, momentum=0.95, adjust_lr_fn="match_rms_adamw", **given),
+        torch.optim.AdamW(rest, betas=MUON.betas, eps=MUON.adam_eps, **given),
+    )
+    for step in range(6):
+        sync.begin_step()
+        other.zero_grad()
+        for index in range(SAMPLES):  # of one alone gradients have one singular value, beside rounding
+            sample_loss(model, index, step).backward()
+            sample_loss(other, index, step).backward()
+        sync.finish_step(step, 1.0, 1.0, 1.0, lambda phase: None)
+        for optimizer in theirs:
+            optimizer.step()
+    moved = np.abs(flat_weights(model) - flat_weights(START)).max()
+    assert moved > 2e-2
+    np.testing.assert_allclose(flat_weights(model), flat_weights(other), rtol=0, atol=0.02 * moved)
+
+
+def test_by_nccls_rules_matrices_that_ranges_cut_travel_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(FLAT_ONLY["Muon, 3 -> 4 -> 2 -> 1 workers"], sizes=(4, 2), bad={})
+    with nccl_rules(monkeypatch) as rules:
+        found = run_flat(case)
+    assert_same_training(found, reference(case), case, 1e-3)
+    assert rules.kinds["alltoall_base"] == 2 * case.steps * sum(case.sizes)
+
+
+def test_the_part_of_an_expert_that_saw_nothing_stays_as_it_is() -> None:
+    model = copy.deepcopy(START).float()
+    sync = FlatSync(model, MUON, TOTAL_STEPS, parts=("stem", "left", "right"))
+    sync.form(Group.solo(), None)
+    sync.state.arrays["exp_avg"].fill_(0.1)  # which alone would move it
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    sync.finish_step(0, 1.0, 1.0, 1.0, lambda phase: None, part_weights=[1.0, 0.0, 1.0])
+    first = dict(copy.deepcopy(START).float().named_parameters())
+    moved = {name: not torch.equal(now, first[name]) for name, now in trainable(model)}
+    assert moved == {name: not name.startswith("left") for name in moved}
+
+
+@pytest.mark.parametrize("name", ONE_EACH)
+def test_of_every_family_linear_layers_of_blocks_are_its_matrices(name: str) -> None:
+    model = build_dit(VARIANTS[name], seed=0)
+    layout = slots(trainable(model))
+    los = {matrix.lo for matrix in matrices_of(model, layout)}
+    for slot in layout:
+        module, _, kind = slot.name.rpartition(".")
+        is_linear = isinstance(model.get_submodule(module), nn.Linear) and kind == "weight"
+        in_a_block = any(slot.name.startswith(block) for block in _blocks(model))
+        assert (slot.lo in los) == (is_linear and in_a_block), slot.name
+
+
+def _blocks(model: nn.Module) -> list[str]:
+    names = {id(module): name for name, module in model.named_modules()}
+    return [f"{names[id(block)]}." for block in model.all_blocks()]
+
+
+def test_of_lora_both_factors_are_matrices() -> None:
+    model = build_dit(replace(VARIANTS["wan"], lora_rank=4), seed=0)
+    layout = slots(trainable(model))
+    assert [(matrix.lo, matrix.hi) for matrix in matrices_of(model, layout)] == [(slot.lo, slot.hi) for slot in layout]
+
+
+def test_without_a_matrix_in_blocks_it_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"none is trained here\. Set it to adamw"):
+        FlatSync(nn.Linear(3, 3), MUON, TOTAL_STEPS)
+
+
+def test_deepspeed_which_cuts_matrices_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"train.optimizer.kind muon needs whole\. Set kind to adamw, or"):
+        TrainConfig(sync="deepspeed", optimizer=MUON)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[Matrix], int]:
+    """Matrices with other elements between them, and how many elements there are."""
+    matrices, at, side = [], 0, st.integers(1, 12)
+    for between, rows, columns in draw(st.lists(st.tuples(st.integers(0, 40), side, side), min_size=1)):
+        at += between
+        matrices.append(Matrix(lo=at, hi=at + rows * columns, rows=rows, columns=columns))
+        at += rows * columns
+    return matrices, at + draw(st.integers(0, 40))
+
+
+@given(layouts(), st.data())
+def test_every_element_has_the_rate_of_its_matrix(layout: tuple[list[Matrix], int], data: st.DataObject) -> None:
+    matrices, total = layout
+    lo = data.draw(st.integers(0, total))
+    hi = data.draw(st.integers(lo, total))
+    plain = np.zeros(total)
+    for matrix in matrices:
+        plain[matrix.lo : matrix.hi] = 0.2 * max(matrix.rows, matrix.columns) ** 0.5
+    found = np.full(total, np.nan)
+    pieces = list(rates_in(matrices, lo, hi))
+    for begin, end, rate in pieces:
+        assert begin < end
+        found[begin:end] = rate
+    np.testing.assert_allclose(found[lo:hi], plain[lo:hi])
+    assert [begin for begin, _, _ in pieces[1:]] == [end for _, end, _ in pieces[:-1]]
+    assert sum(end - begin for begin, end, _ in pieces) == hi - lo
+
+
+@given(layouts(), st.integers(1, 9))
+def test_pieces_of_a_matrix_are_all_of_it_and_go_to_who_has_most(layout: tuple[list[Matrix], int], size: int) -> None:
+    matrices, total = layout
+    bounds = shard_bounds(total, size)
+    for matrix in matrices:
+        pieces = pieces_of(matrix, bounds)
+        assert pieces[0].lo == matrix.lo and pieces[-1].hi == matrix.hi
+        assert all(one.hi == other.lo for one, other in itertools.pairwise(pieces))
+        assert all(bounds[one.rank][0] <= one.lo < one.hi <= bounds[one.rank][1] for one in pieces)
+        (owner,) = {one.owner for one in pieces}
+        assert max(len(one) for one in pieces) == next(len(one) for one in pieces if one.rank == owner)
