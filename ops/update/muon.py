@@ -101,6 +101,12 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return (x.T if is_tall else x).to(matrix.dtype)
 
 
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Operations of `orthogonal` for a matrix [rows, columns]: three products in each step."""
+    few, many = sorted((rows, columns))
+    return _ITERATIONS * (4 * few * few * many + 2 * few**3)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixPiece:
     """Elements [lo, hi) of a matrix that one rank has, and the rank that it belongs to."""

@@ -25,6 +25,7 @@ from app.bench.gpu.host_update import HostUpdate
 from app.bench.gpu.ipc import OneSidedAddition
 from app.bench.gpu.lora_blocks import LoraBlocks
 from app.bench.gpu.measurement import Measurement, Place
+from app.bench.gpu.muon_update import MuonUpdate
 from app.bench.gpu.push import PushedAddition
 from app.bench.gpu.together import GpusTogether
 
@@ -56,6 +57,7 @@ def catalogue(place: Place) -> list[Measurement]:
         PushedAddition(),
         SnapshotCopies(),
         HostUpdate(),
+        MuonUpdate(),
         LoraBlocks(),
         *large[2:],
         *ops[FEW - 1 :],
