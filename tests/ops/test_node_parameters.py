@@ -86,11 +86,12 @@ def trained(
     autocast: bool = False,
     layers: int = 2,
     keeps: bool = False,
+    optimizer: OptimizerConfig = OPTIMIZER,
 ) -> dict[str, Tensor]:
     """Losses, gradients before each end of a step, parameters and state of one worker after some steps."""
     dit = model(case, layers, dtype)
     dit.keeps_attention = keeps
-    sync = FlatSync(dit, OPTIMIZER, STEPS, places=placed(gradients, parameters, state))
+    sync = FlatSync(dit, optimizer, STEPS, places=placed(gradients, parameters, state))
     sync.form(Group.solo(), None)
     found: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -143,6 +144,13 @@ def test_every_variant_trains_bit_for_bit_as_with_parameters_of_its_own(case: st
 @pytest.mark.parametrize("way", [pytest.param("node", marks=pytest.mark.long), "buffers"])
 def test_it_is_so_wherever_gradients_and_state_lie(way: str, places: dict) -> None:
     assert_equal(trained("wan", WAYS[way], **places), trained("wan", "replicated", **places))
+
+
+def test_it_is_so_with_muon_whose_updates_lie_where_gradients_do() -> None:
+    muon, places = replace(OPTIMIZER, kind="muon"), {"gradients": "node", "state": "host", "dtype": torch.bfloat16}
+    assert_equal(
+        trained("wan", in_buffers, optimizer=muon, **places), trained("wan", "replicated", optimizer=muon, **places)
+    )
 
 
 @pytest.mark.parametrize("case", ["wan", "hunyuan"])
