@@ -3,171 +3,236 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from app.settings.option_groups import in_groups
 from app.settings.sections import LongPrompts
 
 if TYPE_CHECKING:
-    from app.sampling.clips import ClipOrder, Crew
+    from app.sampling.clips import ClipChanges, ClipOrder, Crew
+
+_FORCING = ("base_num_frames", "overlap_history", "addnoise_condition", "ar_step", "causal_block_size")
 
 
-def sample(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Material:
+    """What clips are made of: weights, prompts and pictures."""
+
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
-    ] = None,
+    ] = None
     published: Annotated[
         Path | None, typer.Option("--from", help="Instead: the Diffusers folder of a published pipeline.")
-    ] = None,
+    ] = None
     prompts: Annotated[
         list[str] | None,
         typer.Option("--prompt", help="What to show. Repeatable; default: sample.prompts of the run's config."),
-    ] = None,
+    ] = None
     prompts_file: Annotated[
         Path | None, typer.Option("--prompts", help="Text file, one prompt per line, after those of --prompt.")
-    ] = None,
+    ] = None
     images: Annotated[
         list[Path] | None,
         typer.Option("--image", help="First frame, for image to video: one for all prompts, or one for each."),
-    ] = None,
+    ] = None
     last_images: Annotated[
         list[Path] | None,
         typer.Option("--last-image", help="Last frame, where the transformer takes one: one for all, or one for each."),
-    ] = None,
+    ] = None
     other: Annotated[
         Path | None, typer.Option("--other", help="Run or checkpoint of the other expert, where there are two.")
-    ] = None,
+    ] = None
+
+    def folder(self) -> Path:
+        """Where the weights are. Raises BadParameter."""
+        given = [path for path in (self.checkpoint, self.published) if path is not None]
+        if len(given) != 1:
+            raise typer.BadParameter("give --checkpoint RUN or --from FOLDER, one of the two.")
+        if self.published is not None and not (self.published / "model_index.json").is_file():
+            raise typer.BadParameter(
+                f"--from {self.published} has no model_index.json; give the folder of a Diffusers pipeline."
+            )
+        return given[0]
+
+    def texts(self) -> list[str]:
+        """The prompts that were given; none where those of the run are meant. Raises ConfigError."""
+        from app.settings.prompts import read_prompts
+
+        return [*(self.prompts or []), *(read_prompts(self.prompts_file) if self.prompts_file else [])]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Clip:
+    """What clips are like, where it is not as the run says."""
+
+    frames: Annotated[int | None, typer.Option(help="Frames of a clip; default: sample.frames.", min=1)] = None
+    height: Annotated[int | None, typer.Option(help="Pixels; default: sample.height.", min=1)] = None
+    width: Annotated[int | None, typer.Option(help="Pixels; default: sample.width.", min=1)] = None
+    steps: Annotated[int | None, typer.Option(help="Steps of the sampler; default: sample.steps.", min=1)] = None
+    timesteps: Annotated[
+        str | None, typer.Option(help="Instead of --steps: the time of each, falling, with commas; 1000 is pure noise.")
+    ] = None
+    guidance_scale: Annotated[float | None, typer.Option(help="1 switches it off; default: sample.guidance_scale.")] = (
+        None
+    )
+    guidance_scale_2: Annotated[
+        float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
+    ] = None
+    flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None
+    decode_timestep: Annotated[
+        float | None, typer.Option(help="Of a decoder that takes a time (LTX-Video from 0.9.1 on): 0 to 1.")
+    ] = None
+    decode_noise_scale: Annotated[
+        float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
+    ] = None
+    base_num_frames: Annotated[
+        int | None,
+        typer.Option(help="Of weights for diffusion forcing: frames of a window, of which longer clips have several."),
+    ] = None
+    overlap_history: Annotated[
+        int | None, typer.Option(help="Frames that a window takes over from the one before.")
+    ] = None
+    addnoise_condition: Annotated[
+        float | None, typer.Option(help="Noise on these as the transformer sees them, as a time of 1000; 20 is usual.")
+    ] = None
+    ar_step: Annotated[
+        int | None,
+        typer.Option(help="Steps by which a block of frames begins after the one before it; 0: all together."),
+    ] = None
+    causal_block_size: Annotated[
+        int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")
+    ] = None
+    no_forcing: Annotated[
+        bool, typer.Option("--no-forcing", help="All frames at once and one noise level, whatever sample.forcing says.")
+    ] = False
+    negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None
+    seed: Annotated[int | None, typer.Option(help="Of the noise; default: sample.seed.")] = None
+    fps: Annotated[
+        float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")
+    ] = None
+
+    def check(self) -> None:
+        """Raises BadParameter where options do not go together."""
+        if self.steps is not None and self.timesteps is not None:
+            raise typer.BadParameter("give --steps or --timesteps, one of the two.")
+        if self.flow_shift is not None and self.timesteps is not None:
+            raise typer.BadParameter("--timesteps are not shifted: leave --flow-shift out.")
+
+    def changes(self) -> ClipChanges:
+        """Raises BadParameter for times that are none, and for settings of a forcing that is switched off."""
+        from app.sampling.clips import ClipChanges
+
+        times = _times(self.timesteps) if self.timesteps is not None else None
+        forced = {name: value for name in _FORCING if (value := getattr(self, name)) is not None}
+        if forced and self.no_forcing:
+            raise typer.BadParameter(f"give --no-forcing or --{next(iter(forced)).replace('_', '-')}, one of the two.")
+        return ClipChanges(
+            frames=self.frames,
+            height=self.height,
+            width=self.width,
+            fps=self.fps,
+            seed=self.seed,
+            steps=self.steps,
+            timesteps=times,
+            guidance_scale=self.guidance_scale,
+            guidance_scale_2=self.guidance_scale_2,
+            flow_shift=self.flow_shift,
+            negative_prompt=self.negative_prompt,
+            decode_timestep=self.decode_timestep,
+            decode_noise_scale=self.decode_noise_scale,
+            forcing=forced,
+            no_forcing=self.no_forcing,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Spread:
+    """Which workers make the clips, if not this process."""
+
+    workers: Annotated[
+        int | None,
+        typer.Option(help="Ray workers that share the prompts; the same command continues what was stopped.", min=1),
+    ] = None
+    together: Annotated[
+        bool, typer.Option("--together", help="With --workers: all make each clip together, for the first one sooner.")
+    ] = False
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="With --workers: address of a Ray cluster; default: RAY_ADDRESS, else this machine."),
+    ] = None
+
+    def check(self) -> None:
+        """Raises BadParameter where options do not go together."""
+        if self.workers is None and (self.together or self.cluster):
+            raise typer.BadParameter("--together and --cluster need --workers N.")
+
+    def crew(self, out: Path, device: str) -> Crew | None:
+        """Makes clips on workers of a Ray that lasts as long; None: this process makes them."""
+        workers, together = self.workers, self.together
+        if not workers:
+            return None
+
+        def make(order: ClipOrder) -> list[Path]:
+            from app.run.borrowed_ray import borrowed_ray
+            from app.sampling.clip_worker import ClipJob
+            from app.sampling.clips import batch_limit
+            from app.sampling.spread import spread
+            from app.sampling.ways import check_together
+
+            if together:
+                grid = order.geometry.token_grid(order.settings.frames, order.settings.height, order.settings.width)
+                check_together(workers, order.config.model.dit, order.settings.sampler, grid)
+            batch = batch_limit(order.settings, order.geometry)
+            job = ClipJob.of(order, device)
+            with borrowed_ray(self.cluster, workers):
+                return spread(job, order.prompts, out, workers, first=order.first, batch=batch, together=together)
+
+        return make
+
+
+@in_groups
+def sample(
+    *,
+    material: _Material,
     out: Annotated[
         Path | None, typer.Option("--out", help="x.mp4, or a folder; default: RUN/samples, of other folders samples/.")
     ] = None,
     ema: Annotated[bool, typer.Option(help="Averaged weights, where the run keeps them.")] = True,
-    frames: Annotated[int | None, typer.Option(help="Frames of a clip; default: sample.frames.", min=1)] = None,
-    height: Annotated[int | None, typer.Option(help="Pixels; default: sample.height.", min=1)] = None,
-    width: Annotated[int | None, typer.Option(help="Pixels; default: sample.width.", min=1)] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of the sampler; default: sample.steps.", min=1)] = None,
-    timesteps: Annotated[
-        str | None, typer.Option(help="Instead of --steps: the time of each, falling, with commas; 1000 is pure noise.")
-    ] = None,
-    guidance_scale: Annotated[
-        float | None, typer.Option(help="1 switches it off; default: sample.guidance_scale.")
-    ] = None,
-    guidance_scale_2: Annotated[
-        float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
-    ] = None,
-    flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None,
-    decode_timestep: Annotated[
-        float | None, typer.Option(help="Of a decoder that takes a time (LTX-Video from 0.9.1 on): 0 to 1.")
-    ] = None,
-    decode_noise_scale: Annotated[
-        float | None, typer.Option(help="Share of noise in the latents that it gets; default: that time.")
-    ] = None,
-    base_num_frames: Annotated[
-        int | None,
-        typer.Option(help="Of weights for diffusion forcing: frames of a window, of which longer clips have several."),
-    ] = None,
-    overlap_history: Annotated[
-        int | None, typer.Option(help="Frames that a window takes over from the one before.")
-    ] = None,
-    addnoise_condition: Annotated[
-        float | None, typer.Option(help="Noise on these as the transformer sees them, as a time of 1000; 20 is usual.")
-    ] = None,
-    ar_step: Annotated[
-        int | None,
-        typer.Option(help="Steps by which a block of frames begins after the one before it; 0: all together."),
-    ] = None,
-    causal_block_size: Annotated[
-        int | None, typer.Option(help="Latent frames of a block, which attends to itself and blocks before it.")
-    ] = None,
-    no_forcing: Annotated[
-        bool, typer.Option("--no-forcing", help="All frames at once and one noise level, whatever sample.forcing says.")
-    ] = False,
-    negative_prompt: Annotated[str | None, typer.Option(help="Default: sample.negative_prompt.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the noise; default: sample.seed.")] = None,
-    fps: Annotated[
-        float | None, typer.Option(help="Of the files; a transformer that takes a frame rate gets it, too.")
-    ] = None,
+    clip: _Clip,
     long_prompts: Annotated[
         str | None,
         typer.Option(help="cut or refuse: prompts longer than the encoder takes; default: sample.long_prompts."),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    workers: Annotated[
-        int | None,
-        typer.Option(help="Ray workers that share the prompts; the same command continues what was stopped.", min=1),
-    ] = None,
-    together: Annotated[
-        bool, typer.Option("--together", help="With --workers: all make each clip together, for the first one sooner.")
-    ] = False,
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="With --workers: address of a Ray cluster; default: RAY_ADDRESS, else this machine."),
-    ] = None,
+    spread: _Spread,
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
-    from app.sampling.clips import ClipChanges
     from app.sampling.sample import default_out, run
-    from app.settings.prompts import read_prompts
 
-    if (checkpoint is None) == (published is None):
-        raise typer.BadParameter("give --checkpoint RUN or --from FOLDER, one of the two.")
-    if published is not None and not (published / "model_index.json").is_file():
-        raise typer.BadParameter(
-            f"--from {published} has no model_index.json; give the folder of a Diffusers pipeline."
-        )
-    checkpoint = checkpoint or published
-    assert checkpoint is not None
+    folder = material.folder()
     if long_prompts not in (None, *get_args(LongPrompts)):
         raise typer.BadParameter(f"--long-prompts {long_prompts} is none of {', '.join(get_args(LongPrompts))}.")
-    if steps is not None and timesteps is not None:
-        raise typer.BadParameter("give --steps or --timesteps, one of the two.")
-    if flow_shift is not None and timesteps is not None:
-        raise typer.BadParameter("--timesteps are not shifted: leave --flow-shift out.")
-    if workers is None and (together or cluster):
-        raise typer.BadParameter("--together and --cluster need --workers N.")
-    times = _times(timesteps) if timesteps is not None else None
-    forcing = {
-        "base_num_frames": base_num_frames,
-        "overlap_history": overlap_history,
-        "addnoise_condition": addnoise_condition,
-        "ar_step": ar_step,
-        "causal_block_size": causal_block_size,
-    }
-    forced = {name: value for name, value in forcing.items() if value is not None}
-    if forced and no_forcing:
-        raise typer.BadParameter(f"give --no-forcing or --{next(iter(forced)).replace('_', '-')}, one of the two.")
-    texts = [*(prompts or []), *(read_prompts(prompts_file) if prompts_file else [])]
-    out = out or default_out(checkpoint, texts)
+    clip.check()
+    spread.check()
+    changes, texts = clip.changes(), material.texts()
+    out = out or default_out(folder, texts)
     run(
-        checkpoint,
+        folder,
         texts,
         out,
-        changes=ClipChanges(
-            frames=frames,
-            height=height,
-            width=width,
-            fps=fps,
-            seed=seed,
-            steps=steps,
-            timesteps=times,
-            guidance_scale=guidance_scale,
-            guidance_scale_2=guidance_scale_2,
-            flow_shift=flow_shift,
-            negative_prompt=negative_prompt,
-            decode_timestep=decode_timestep,
-            decode_noise_scale=decode_noise_scale,
-            forcing=forced,
-            no_forcing=no_forcing,
-        ),
-        images=images or [],
-        last_images=last_images or [],
-        other=other,
+        changes=changes,
+        images=material.images or [],
+        last_images=material.last_images or [],
+        other=material.other,
         ema=ema,
         device=device,
         long_prompts=cast("LongPrompts | None", long_prompts),
-        crew=_crew(out, workers, device, together, cluster) if workers else None,
+        crew=spread.crew(out, device),
     )
 
 
@@ -179,24 +244,3 @@ def _times(given: str) -> tuple[float, ...]:
     if not times or any(not 0 < after < time for time, after in pairwise((math.inf, *times))):
         raise typer.BadParameter(f"--timesteps {given} must be falling numbers above 0, with commas: 1000,900,500.")
     return times
-
-
-def _crew(out: Path, workers: int, device: str, together: bool, cluster: str | None) -> Crew:
-    """Makes clips on workers of a Ray that lasts as long."""
-
-    def make(order: ClipOrder) -> list[Path]:
-        from app.run.borrowed_ray import borrowed_ray
-        from app.sampling.clip_worker import ClipJob
-        from app.sampling.clips import batch_limit
-        from app.sampling.spread import spread
-        from app.sampling.ways import check_together
-
-        if together:
-            size = order.settings.frames, order.settings.height, order.settings.width
-            check_together(workers, order.config.model.dit, order.settings.sampler, order.geometry.token_grid(*size))
-        batch = batch_limit(order.settings, order.geometry)
-        job = ClipJob.of(order, device)
-        with borrowed_ray(cluster, workers):
-            return spread(job, order.prompts, out, workers, first=order.first, batch=batch, together=together)
-
-    return make

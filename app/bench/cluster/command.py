@@ -51,6 +51,7 @@ from app.bench.cluster.tables import (
 )
 from app.bench.markdown import markdown_table
 from app.bench.page import command_of, facts_of
+from app.settings.option_groups import in_groups
 from app.settings.out_files import check_writable
 from ops.counted import counted
 
@@ -69,54 +70,128 @@ NODES, GPUS, STEPS = "2..8", 8, 50  # unless given
 MOST = 1024  # workers: larger ones take one process many minutes to form, and have not been measured
 
 
-def run(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Options:
+    """What is run, how, and how often."""
+
     nodes: Annotated[
         str | None, typer.Option(help=f"Sizes: 4, or 2,8,32, or 2..128, which doubles; default: {NODES}.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help=f"Virtual workers of a node; default: {GPUS}.")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help=f"Steps of a run; default: {STEPS}.")] = None,
+    ] = None
+    gpus: Annotated[int | None, typer.Option(min=1, help=f"Virtual workers of a node; default: {GPUS}.")] = None
+    steps: Annotated[int | None, typer.Option(min=1, help=f"Steps of a run; default: {STEPS}.")] = None
     strategy: Annotated[
         list[str] | None, typer.Option(help=f"One of {', '.join(WAYS)}; default: cascade. Repeatable.")
-    ] = None,
-    speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0,
-    on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False,
-    direct: Annotated[bool, typer.Option("--direct", help="Every worker is called by itself, without relays.")] = False,
-    calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False,
-    seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0,
+    ] = None
+    speed: Annotated[float, typer.Option(help="Virtual seconds in a real one.")] = 10.0
+    on_ray: Annotated[bool, typer.Option("--ray", help="Workers, planner, monitor and feeder are Ray actors.")] = False
+    direct: Annotated[bool, typer.Option("--direct", help="Every worker is called by itself, without relays.")] = False
+    calm: Annotated[bool, typer.Option("--calm", help="No worker is lost, no node, and none joins.")] = False
+    seed: Annotated[int, typer.Option(help="Of items and noise.")] = 0
     published: Annotated[
         str, typer.Option("--set", help=f"Steps and cluster of a published workload: {', '.join(SETS)}.")
-    ] = "",
-    exact: Annotated[bool, typer.Option("--exact", help="No noise, stragglers, seconds on the link, ends.")] = False,
-    lookahead: Annotated[
-        int, typer.Option(min=0, max=64, help="Steps whose encodes may run early.")
-    ] = PlannerConfig().lookahead,
+    ] = ""
+    exact: Annotated[bool, typer.Option("--exact", help="No noise, stragglers, seconds on the link, ends.")] = False
+    lookahead: Annotated[int, typer.Option(min=0, max=64, help="Steps whose encodes may run early.")] = (
+        PlannerConfig().lookahead
+    )
     budget: Annotated[
         float, typer.Option(min=0.0, help="Real seconds of planning a step: more where other work slows it down.")
-    ] = PlannerConfig().budget_s,
+    ] = PlannerConfig().budget_s
+
+    @property
+    def ways(self) -> list[str]:
+        return self.strategy or ["cascade"]
+
+    @property
+    def strategies(self) -> list[str]:
+        """The ways that are run, not only evaluated."""
+        return [name for name in self.ways if name != DDP]
+
+    @property
+    def size(self) -> tuple[str, int, int]:
+        """(nodes as they are written, virtual workers of each, steps) without a published workload."""
+        return self.nodes or NODES, self.gpus or GPUS, self.steps or STEPS
+
+    def check(self) -> None:
+        """Raises BadParameter where options are wrong, or do not go together."""
+        own_size = [f"--{name}" for name in ("nodes", "gpus", "steps") if getattr(self, name)]
+        if self.published and own_size:
+            raise typer.BadParameter(
+                f"{self.published} has its own cluster and steps; leave out {' and '.join(own_size)}.",
+                param_hint="--set",
+            )
+        nodes, gpus, _ = self.size
+        sizes = sizes_of(nodes)
+        if unknown := [name for name in self.ways if name not in WAYS]:
+            raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
+        if DDP in self.ways and not self.calm:
+            raise typer.BadParameter(
+                "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
+                param_hint="--strategy",
+            )
+        if self.strategies and not self.published and (largest := max(sizes) * gpus) > MOST:
+            raise typer.BadParameter(
+                f"{max(sizes):,} nodes of {gpus} are {largest:,} workers; at most {MOST:,} are run. Give "
+                f"fewer, or ddp alone, which is evaluated.",
+                param_hint="--nodes",
+            )
+        if not 0 < self.speed < math.inf:
+            raise typer.BadParameter(f"{self.speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
+        if self.published and self.published not in SETS:
+            raise typer.BadParameter(f"{self.published!r} is none of {', '.join(SETS)}.", param_hint="--set")
+        if self.published and DDP in self.ways:
+            raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
+
+    def setups(self) -> list[Setup]:
+        """A run of each size, or of the published workload, whatever its strategy."""
+        from app.bench.cluster.physics import Physics
+        from app.bench.cluster.simulate import Setup
+
+        physics = Physics(speed=self.speed, seed=self.seed)
+        if self.exact:
+            physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
+        if self.published:
+            return [Setup.of_published(CONFIGS / "bench" / f"{self.published}.json", physics)]
+        nodes, gpus, steps = self.size
+        return [
+            Setup(
+                nodes=count,
+                gpus=gpus,
+                steps=steps,
+                physics=physics,
+                disturbances=() if self.calm else disturbances(steps, count),
+            )
+            for count in sizes_of(nodes)
+        ]
+
+    def command(self, out: Path) -> str:
+        """The command line that writes this page."""
+        size = zip(("--nodes", "--gpus", "--steps"), self.size, strict=True)
+        options: list[tuple[str, object]] = [
+            *([("--set", self.published)] if self.published else size),
+            ("--strategy", self.ways),
+            ("--speed", f"{self.speed:g}"),
+            ("--ray", self.on_ray),
+            ("--direct", self.direct),
+            ("--calm", self.calm),
+            ("--seed", self.seed),
+            ("--exact", self.exact),
+            ("--lookahead", self.lookahead),
+            ("--budget", f"{self.budget:g}"),
+            ("--out", out.name),
+        ]
+        return command_of("cluster", options)
+
+
+@in_groups
+def run(
+    *,
+    options: _Options,
     out: Annotated[
         list[Path] | None, typer.Option(help="A page if it ends in .html, else JSON with all figures. Repeatable.")
     ] = None,
 ) -> None:
     """A table per size and strategy, what losses and joins took, and the curve of the controller's seconds."""
-    if published and (given := [f"--{k}" for k, v in (("nodes", nodes), ("gpus", gpus), ("steps", steps)) if v]):
-        raise typer.BadParameter(
-            f"{published} has its own cluster and steps; leave out {' and '.join(given)}.", param_hint="--set"
-        )
-    options = _Options(
-        nodes=nodes or NODES,
-        gpus=gpus or GPUS,
-        steps=steps or STEPS,
-        ways=tuple(strategy or ["cascade"]),
-        speed=speed,
-        on_ray=on_ray,
-        direct=direct,
-        calm=calm,
-        seed=seed,
-        published=published,
-        exact=exact,
-        lookahead=lookahead,
-        budget_s=budget,
-    )
     options.check()
     check_writable(out or [])
     logging.getLogger("actors").setLevel(logging.CRITICAL)  # workers are lost on purpose
@@ -139,93 +214,9 @@ def run(
         else:
             told = {"figures": [asdict(one) for one in found], "curves": [asdict(one) for one in curves]}
             told["ddp"] = [asdict(one) for one in evaluated]
-            path.write_text(json.dumps({"speed": speed, "ray": on_ray, "direct": direct, **told}, indent=1))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Options:
-    """The command's options, with defaults in place of those that were not given."""
-
-    nodes: str
-    gpus: int
-    steps: int
-    ways: tuple[str, ...]
-    speed: float
-    on_ray: bool
-    direct: bool
-    calm: bool
-    seed: int
-    published: str
-    exact: bool
-    lookahead: int
-    budget_s: float
-
-    @property
-    def strategies(self) -> list[str]:
-        """The ways that are run, not only evaluated."""
-        return [name for name in self.ways if name != DDP]
-
-    def check(self) -> None:
-        """Raises BadParameter where options are wrong, or do not go together."""
-        sizes = sizes_of(self.nodes)
-        if unknown := [name for name in self.ways if name not in WAYS]:
-            raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(WAYS)}.", param_hint="--strategy")
-        if DDP in self.ways and not self.calm:
-            raise typer.BadParameter(
-                "ddp is evaluated on machines of which none is lost; add --calm, so that all have the same.",
-                param_hint="--strategy",
+            path.write_text(
+                json.dumps({"speed": options.speed, "ray": options.on_ray, "direct": options.direct, **told}, indent=1)
             )
-        if self.strategies and not self.published and (largest := max(sizes) * self.gpus) > MOST:
-            raise typer.BadParameter(
-                f"{max(sizes):,} nodes of {self.gpus} are {largest:,} workers; at most {MOST:,} are run. Give "
-                f"fewer, or ddp alone, which is evaluated.",
-                param_hint="--nodes",
-            )
-        if not 0 < self.speed < math.inf:
-            raise typer.BadParameter(f"{self.speed:g} is not above 0, as 1 is for real time.", param_hint="--speed")
-        if self.published and self.published not in SETS:
-            raise typer.BadParameter(f"{self.published!r} is none of {', '.join(SETS)}.", param_hint="--set")
-        if self.published and DDP in self.ways:
-            raise typer.BadParameter("ddp is not evaluated on published steps; leave it out.", param_hint="--strategy")
-
-    def setups(self) -> list[Setup]:
-        """A run of each size, or of the published workload, whatever its strategy."""
-        from app.bench.cluster.physics import Physics
-        from app.bench.cluster.simulate import Setup
-
-        physics = Physics(speed=self.speed, seed=self.seed)
-        if self.exact:
-            physics = replace(physics, noise=0.0, stragglers=0.0, link_s=0.0, update_s=0.0)
-        if self.published:
-            return [Setup.of_published(CONFIGS / "bench" / f"{self.published}.json", physics)]
-        return [
-            Setup(
-                nodes=count,
-                gpus=self.gpus,
-                steps=self.steps,
-                physics=physics,
-                disturbances=() if self.calm else disturbances(self.steps, count),
-            )
-            for count in sizes_of(self.nodes)
-        ]
-
-    def command(self, out: Path) -> str:
-        """The command line that writes this page."""
-        size = [("--nodes", self.nodes), ("--gpus", self.gpus), ("--steps", self.steps)]
-        options: list[tuple[str, object]] = [
-            *([("--set", self.published)] if self.published else size),
-            ("--strategy", list(self.ways)),
-            ("--speed", f"{self.speed:g}"),
-            ("--ray", self.on_ray),
-            ("--direct", self.direct),
-            ("--calm", self.calm),
-            ("--seed", self.seed),
-            ("--exact", self.exact),
-            ("--lookahead", self.lookahead),
-            ("--budget", f"{self.budget_s:g}"),
-            ("--out", out.name),
-        ]
-        return command_of("cluster", options)
 
 
 def _evaluated(setups: Sequence[Setup]) -> list[DdpFigures]:
@@ -248,9 +239,7 @@ def _run_all(setups: Sequence[Setup], options: _Options) -> list[ClusterFigures]
     found: list[ClusterFigures] = []
     relay_from = 0 if options.direct else RELAY_FROM
     for one, name in product(setups, options.strategies):
-        setup = replace(
-            one, strategy=name, relay_from=relay_from, lookahead=options.lookahead, budget_s=options.budget_s
-        )
+        setup = replace(one, strategy=name, relay_from=relay_from, lookahead=options.lookahead, budget_s=options.budget)
         try:
             if options.on_ray:
                 with _ray():
