@@ -22,8 +22,9 @@ from actors.plan.costs.flops import DiTWork
 from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch
 from actors.planning.client import PlannerClient
+from actors.planning.demand import Demand, clips_of, largest_upload
+from actors.planning.forecasts import forecast, sizes_of
 from actors.planning.learned import setting_of, take_up
-from actors.planning.memory import Demand, clips_of, forecast, largest_upload, sizes_of
 from actors.planning.options import assumption, profile_of, tell_updates
 from actors.planning.room import GenerationRoom
 from actors.pool.device import WorkersDevice, workers_device

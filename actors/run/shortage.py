@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from actors.config import SnapshotConfig
 from actors.messages import WorkerInfo
 from actors.plan.costs.needs import Needs
-from actors.planning.memory import Demand
+from actors.planning.demand import Demand
 from actors.planning.room import GenerationRoom
 from actors.state.hosts import (
     HostNeed,

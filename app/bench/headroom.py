@@ -33,7 +33,8 @@ from actors.config import PlannerConfig, TrainConfig
 from actors.plan.costs.needs import Samples, footprint
 from actors.plan.places import ParameterPlace, Places, StatePlace, gpu_places
 from actors.plan.types import USABLE, Module
-from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib, forecast
+from actors.planning.forecasts import forecast
+from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib
 from app.settings.config import RunConfig
 from app.settings.out_files import check_writable
 from ops.geometry import Geometry, PixelShape

@@ -32,8 +32,9 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.costs.spanning import OVERLAP
 from actors.plan.types import MODULES, Module, PlanError
 from actors.planning.batching import TargetBatch, seconds_of
+from actors.planning.demand import clips_of
+from actors.planning.forecasts import forecast
 from actors.planning.learned import refuse_other, setting_of
-from actors.planning.memory import clips_of, forecast
 from actors.planning.options import tell_updates
 from app.device.bag import degrees_here
 from app.device.bench import Bench

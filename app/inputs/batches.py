@@ -15,7 +15,9 @@ from actors.plan.costs.profile import Profile
 from actors.plan.places import Places, chosen
 from actors.plan.types import Cluster
 from actors.planning.batching import fitted_limits
-from actors.planning.memory import Demand, MemoryForecast, communicators_gib, forecast
+from actors.planning.demand import Demand
+from actors.planning.forecasts import forecast
+from actors.planning.memory import MemoryForecast, communicators_gib
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig, SegmentConfig

@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, PlanError
-from actors.planning.memory import Demand, Forecasts, MemoryForecast, communicators_gib, sizes_of
+from actors.planning.demand import Demand
+from actors.planning.forecasts import Forecasts, sizes_of
+from actors.planning.memory import MemoryForecast, communicators_gib
 from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice

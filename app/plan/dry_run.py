@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from actors.plan.types import Plan
-from actors.planning.memory import host_weights_gib
+from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import print_account
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.cluster import cluster_of

@@ -9,7 +9,8 @@ import pytest
 
 from actors.plan.costs.needs import SOLO, Footprint, NeedLine, Needs
 from actors.plan.types import Cluster
-from actors.planning.memory import MemoryForecast, clips_of
+from actors.planning.demand import clips_of
+from actors.planning.memory import MemoryForecast
 from actors.planning.options import flop_profile
 from actors.pool.device import WorkersDevice
 from app.device.write_limits import edited, flow, write_limits

@@ -12,7 +12,9 @@ import pytest
 
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
 from actors.plan.types import PlanError
-from actors.planning.memory import Forecasts, MemoryForecast, largest_upload
+from actors.planning.demand import largest_upload
+from actors.planning.forecasts import Forecasts
+from actors.planning.memory import MemoryForecast
 from app.bench.headroom import write_numbers
 from app.plan.preview import PlanRequest, run_plan
 from app.settings.config import RunConfig

@@ -12,7 +12,8 @@ import pytest
 
 import ops.memory.node_room
 from actors.plan.types import PlanError
-from actors.planning.memory import Forecasts, MemoryForecast
+from actors.planning.forecasts import Forecasts
+from actors.planning.memory import MemoryForecast
 from actors.pool.device import WorkersDevice
 from app.inputs.memory import filled
 from app.run import memory

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from actors.config import TrainConfig
-from actors.planning.memory import MemoryForecast, forecast
+from actors.planning.forecasts import forecast
+from actors.planning.memory import MemoryForecast
 from app.settings.config import RunConfig
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.folders import resolve

@@ -11,7 +11,7 @@ import torch
 
 from actors.config import TrainConfig
 from actors.plan.types import USABLE
-from actors.planning.memory import sizes_of
+from actors.planning.forecasts import sizes_of
 from app.bench.headroom import WAYS, Figures, Headroom, Roomy, _kept, roomy, table
 from ops.models.config import ModelConfig
 from ops.models.forecast import Precision, states_bytes

@@ -19,7 +19,8 @@ import psutil
 import pytest
 
 from actors.plan.types import USABLE
-from actors.planning.memory import Demand, forecast
+from actors.planning.demand import Demand
+from actors.planning.forecasts import forecast
 from app.settings.config import RunConfig
 from app.validation.checkpoint import validate
 from data.tools.synthetic import SynthConfig, synthesize

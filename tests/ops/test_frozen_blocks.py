@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from actors.config import TrainConfig, TrainMemoryConfig
 from actors.plan.places import Places
-from actors.planning.memory import GIB, sizes_of
+from actors.planning.forecasts import sizes_of
+from actors.planning.memory import GIB
 from ops.comm.collectives import Group
 from ops.config import OptimizerConfig
 from ops.memory.node_weights import NodeWeights

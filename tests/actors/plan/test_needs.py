@@ -15,7 +15,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan
 from actors.planning.make_plan import make_plan
-from actors.planning.memory import _vae_needs, predict_dit
+from actors.planning.predicted_needs import predict_dit, vae_needs
 from ops.geometry import Geometry
 from ops.models.base.tiles import clips_at_once
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
@@ -101,7 +101,7 @@ def test_of_every_shape_it_is_known_what_one_clip_needs(of_pictures: bool, tmp_p
     vae = VAEConfig(kind="diffusers", path=str(tmp_path))
     model, _ = resolve(ModelConfig(dit=WanConfig(num_layers=1), vae=vae))
     shapes = [(17, 256, 512), (17, 64, 96)]
-    found = _vae_needs(model, shapes, "cuda")
+    found = vae_needs(model, shapes, "cuda")
     for shape in shapes:
         wanted = vae_need(vae, 1, *shape, device="cuda")
         assert found[shape].peak_gib == pytest.approx(wanted.peak_gib, rel=0.02)

@@ -11,7 +11,7 @@ from actors.messages import WorkerInfo
 from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs
 from actors.plan.places import Places
 from actors.plan.types import PlanError
-from actors.planning.memory import Demand
+from actors.planning.demand import Demand
 from actors.planning.room import GenerationRoom
 from actors.run.shortage import Shortage
 from actors.state.hosts import aside_gib, needs_of_hosts

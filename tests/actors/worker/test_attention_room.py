@@ -8,7 +8,7 @@ import pytest
 
 from actors.plan.costs.needs import NeedLine, Needs, Samples, footprint
 from actors.plan.places import AttentionMemory
-from actors.planning.memory import with_attention_kept
+from actors.planning.predicted_needs import with_attention_kept
 from actors.worker.attention_room import GIB, MOST_SIZES, SHARE, WORTH_ROWS, AttentionRoom
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.wan.config import WanConfig
