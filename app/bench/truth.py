@@ -57,7 +57,7 @@ from app.device.bag import MeasuredBag
 from app.device.measuring import Measuring
 from app.device.over_nodes import HANDOFFS
 from app.device.points import PointTimes, ProfiledShape
-from app.device.profile import by_information, figures_of, points_of
+from app.device.wanted import by_information, figures_of, points_of
 from app.settings.config import RunConfig
 from data.types import Bucket
 

@@ -16,7 +16,6 @@ from actors.plan.costs.compiling import LEAST_GAIN, BothWays, CompilingPoint
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.types import Module, PlanError
 from actors.planning.learned import setting_of
-from app.device import profile as profiling
 from app.device.bench import Bench
 from app.device.both_ways import measured_both_ways
 from app.device.points import PointTimes, ProfiledShape
@@ -199,7 +198,7 @@ def test_a_profile_is_measured_the_faster_way_and_continued_by_it(
         calls.append(shapes)
         return seconds
 
-    monkeypatch.setattr(profiling, "measured_both_ways", measured)
+    monkeypatch.setattr("app.device.both_ways.measured_both_ways", measured)
     monkeypatch.setattr("ops.packed.compiled_blocks.check_compiler", lambda device: None)
     monkeypatch.setattr("app.device.bench.Bench._bare_dit", as_written(Bench._bare_dit))
     monkeypatch.setattr("ops.packed.compiled_blocks._lacking", lambda device: "")

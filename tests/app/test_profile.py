@@ -25,17 +25,9 @@ from app.device.bench import Bench
 from app.device.choice import pick_device
 from app.device.measuring import Measuring, ProcessBags, footprint_of, is_known
 from app.device.points import LargestBatch, LongestClip, PointTimes, ProfiledShape, ProfilePoint, timed
-from app.device.profile import (
-    by_information,
-    figures_of,
-    largest_of,
-    longest_of,
-    need_lines,
-    offer_residual,
-    points_of,
-    run_profile,
-    shapes_of,
-)
+from app.device.profile import offer_residual, run_profile
+from app.device.summary import need_lines
+from app.device.wanted import by_information, figures_of, largest_of, longest_of, points_of, shapes_of
 from app.inputs.limits import largest_batches, longest_clips
 from app.settings.config import RunConfig
 from data.types import Bucket

@@ -19,7 +19,8 @@ from app.device.bag import degrees_here
 from app.device.bench import Bench
 from app.device.over_nodes import HANDOFFS, BagOverNodes, LentRay, MeasuredCluster, shares, timed_handoffs
 from app.device.points import PointTimes, ProfiledShape
-from app.device.profile import by_information, figures_of, points_of, run_profile
+from app.device.profile import run_profile
+from app.device.wanted import by_information, figures_of, points_of
 from app.settings.config import RunConfig
 from data.types import Bucket
 from ops.typed import ConfigError
