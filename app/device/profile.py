@@ -38,15 +38,7 @@ from app.device.choice import device_name, pick_device
 from app.device.measuring import Measuring, ProcessBags, is_known
 from app.device.over_nodes import LentRay, MeasuredCluster
 from app.device.summary import summary_lines
-from app.device.wanted import (
-    by_information,
-    figures_of,
-    largest_of,
-    longest_of,
-    points_of,
-    shapes_of,
-    usual_degrees,
-)
+from app.device.wanted import by_information, figures_of, largest_of, longest_of, points_of, shapes_of, usual_degrees
 from app.device.write_limits import write_limits
 from app.inputs.batches import with_limits
 from app.settings.config import RunConfig, from_here

@@ -19,26 +19,17 @@ from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
 from app.bench.cluster.command import disturbances, run, sizes_of
-from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures
+from app.bench.cluster.ddp import COMMON, LEAST, OWN, DdpFigures, NoDegree, ddp_figures, ddp_of
+from app.bench.cluster.figures import Aftermath, ClusterFigures, VirtualRunFailed, check_steps
 from app.bench.cluster.handles import VirtualKeeper
 from app.bench.cluster.here import Post
 from app.bench.cluster.host import Host, Meetings
 from app.bench.cluster.page import html
 from app.bench.cluster.physics import Physics
-from app.bench.cluster.simulate import (
-    Aftermath,
-    ClusterFigures,
-    Disturbance,
-    Setup,
-    VirtualRunFailed,
-    check_steps,
-    ddp_of,
-    run_here,
-    scaled_profile,
-    seconds_of_threads,
-    workload,
-)
+from app.bench.cluster.setups import Disturbance, Setup, scaled_profile, workload
+from app.bench.cluster.simulate import run_here
 from app.bench.cluster.tables import curves_of, fitted, steps_line, thread_line, ways_of
+from app.bench.cluster.watching import seconds_of_threads
 from ops.typed import ConfigError
 
 FAST = Physics(speed=200.0, heartbeat_s=0.5)

@@ -39,16 +39,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from actors.config import PlannerConfig
-from app.bench.cluster.tables import (
-    HEAD,
-    change_rows,
-    curves_of,
-    row,
-    steps_line,
-    thread_line,
-    way_rows,
-    ways_of,
-)
+from app.bench.cluster.tables import HEAD, change_rows, curves_of, row, steps_line, thread_line, way_rows, ways_of
 from app.bench.markdown import markdown_table
 from app.bench.page import command_of, facts_of
 from app.settings.option_groups import in_groups
@@ -59,7 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from app.bench.cluster.ddp import DdpFigures
-    from app.bench.cluster.simulate import ClusterFigures, Disturbance, Setup
+    from app.bench.cluster.figures import ClusterFigures
+    from app.bench.cluster.setups import Disturbance, Setup
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 SETS = tuple(sorted(path.stem for path in (CONFIGS / "bench").glob("*gpu.json")))
@@ -145,7 +137,7 @@ class _Options:
     def setups(self) -> list[Setup]:
         """A run of each size, or of the published workload, whatever its strategy."""
         from app.bench.cluster.physics import Physics
-        from app.bench.cluster.simulate import Setup
+        from app.bench.cluster.setups import Setup
 
         physics = Physics(speed=self.speed, seed=self.seed)
         if self.exact:
@@ -221,8 +213,7 @@ def run(
 
 def _evaluated(setups: Sequence[Setup]) -> list[DdpFigures]:
     """Figures of DDP. Raises BadParameter where it has no degree for a cluster."""
-    from app.bench.cluster.ddp import NoDegree
-    from app.bench.cluster.simulate import ddp_of
+    from app.bench.cluster.ddp import NoDegree, ddp_of
 
     try:
         return [figures for setup in setups for figures in ddp_of(setup)]
@@ -232,7 +223,9 @@ def _evaluated(setups: Sequence[Setup]) -> list[DdpFigures]:
 
 def _run_all(setups: Sequence[Setup], options: _Options) -> list[ClusterFigures]:
     """Run every setup with every strategy, and print a row of each as it ends. Ends the command where a run fails."""
-    from app.bench.cluster.simulate import RELAY_FROM, VirtualRunFailed, run_here, run_on_ray
+    from app.bench.cluster.figures import VirtualRunFailed
+    from app.bench.cluster.setups import RELAY_FROM
+    from app.bench.cluster.simulate import run_here, run_on_ray
 
     if options.strategies:
         print(HEAD, flush=True)
@@ -274,7 +267,7 @@ def sizes_of(text: str) -> list[int]:
 def disturbances(steps: int, nodes: int) -> tuple[Disturbance, ...]:
     """A worker is lost, whose place another takes; later a node; later a new node joins. Runs of less than ten steps
     are not disturbed, and clusters of one node lose none."""
-    from app.bench.cluster.simulate import Disturbance
+    from app.bench.cluster.setups import Disturbance
 
     if steps < 10:
         return ()

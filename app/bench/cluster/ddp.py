@@ -23,6 +23,7 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Item, Module
 from app.bench.cluster.physics import Physics
+from app.bench.cluster.setups import SETTLED, Setup, scaled_profile, workload
 
 OWN, LEAST, COMMON = "ddp", "ddp, least degree", "ddp, a bucket a step"
 
@@ -82,6 +83,13 @@ class Trainer:
         if degree > max(map(len, nodes)):
             nodes = [list(range(self.topology.num_workers))]
         return [node[i : i + degree] for node in nodes for i in range(0, len(node) - degree + 1, degree)]
+
+
+def ddp_of(setup: Setup) -> list[DdpFigures]:
+    """What DDP makes of the items of the steps that count of an undisturbed run. Raises NoDegree."""
+    items = workload(setup)
+    cluster = Cluster(nodes=(setup.gpus,) * setup.nodes)
+    return ddp_figures(items[SETTLED:] or items, scaled_profile(1.0), setup.physics, cluster)
 
 
 def ddp_figures(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from app.bench.cluster.ddp import COMMON
-from app.bench.cluster.simulate import ClusterFigures
+from app.bench.cluster.figures import ClusterFigures
 from app.bench.cluster.tables import GrowthCurve, WayRow, change_rows, way_rows
 from app.bench.page import BLUE, GREY, document, folded, legend, number_of, section, tiles
 from app.drawing.svg import BarRow, bars

@@ -12,7 +12,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from app.bench.cluster.ddp import DdpFigures
-    from app.bench.cluster.simulate import ClusterFigures
+    from app.bench.cluster.figures import ClusterFigures
 
 FAR = 10_000  # GPUs that the curves are continued to
 _LEAST_S = 0.002  # of a step, for a thread to be named
