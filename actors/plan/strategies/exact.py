@@ -12,6 +12,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
+from typing import TYPE_CHECKING
 
 from actors.plan.schedule.evaluator import to_cascades
 from actors.plan.schedule.figures import end_with_credit
@@ -24,6 +25,9 @@ from actors.plan.strategies.search.space import SearchResult, useful_modes
 from actors.plan.strategies.search.step import plan_step
 from actors.plan.strategies.search.step_jobs import StepsAhead
 from actors.plan.types import Cascade, PlanError
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
 
 Team = tuple[int, float]  # the workers of a node with this speed
 
@@ -84,8 +88,6 @@ def solve(
 ) -> tuple[SearchResult, bool]:
     """(best schedule, proven optimal). PlanError when the budget ends without any schedule and there is no hint, which
     has the workers of every job."""
-    from ortools.sat.python import cp_model
-
     teams = _teams(problem)
     choices = [_ways(problem, job, teams) for job in jobs]
     if sum(map(len, choices)) > MOST_WAYS:
@@ -93,70 +95,127 @@ def solve(
             raise PlanError(f"exact: workers have too many speeds ({len(teams)} by node). Use strategy cascade.")
         log.info("exact: too many speeds of workers for a proof")
         return hint, False
-    model = cp_model.CpModel()
-    serial = sum(job.quickest for job in jobs) / min(problem.topology.speed)
-    ticks = RESOLUTION / serial
-    horizon = 3 * RESOLUTION + len(jobs)
-    of_team: dict[Team, list[tuple[cp_model.IntervalVar, int]]] = {team: [] for team in teams}
-    starts: list[cp_model.IntVar] = []
-    ends: list[cp_model.IntVar] = []
-    taken: list[list[cp_model.IntVar]] = []
     for job, ways in zip(jobs, choices, strict=True):
         if not ways:
             sizes = problem.cluster.nodes
             raise PlanError(f"item {job.item[1]!r}: no degree fits equal shares of the nodes {sizes}; use cascade.")
-        start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
-        own = [model.new_bool_var("") for _ in ways]
-        for present, way in zip(own, ways, strict=True):
-            length = int(-(-way.seconds * ticks // 1))
-            interval = model.new_optional_interval_var(start, length, end, present, "")
-            for team, count in way.takes:
-                of_team[team].append((interval, count))
-        model.add_exactly_one(own)
-        for pred in job.preds:
-            model.add(start >= ends[pred])
-        starts.append(start)
-        ends.append(end)
-        taken.append(own)
-    for team, workers in teams.items():
-        model.add_cumulative([i for i, _ in of_team[team]], [k for _, k in of_team[team]], len(workers))
-    makespan = model.new_int_var(0, horizon, "")
-    for index, job in enumerate(jobs):
-        if job.module == "dit" or not any(j.module == "dit" for j in jobs):
-            model.add(makespan >= ends[index])
+    model = StepModel(problem, jobs, choices, teams)
     if hint is not None:
-        model.add(makespan <= int(hint.makespan * ticks) + len(jobs) + 1)
-        for index, (own, ways) in enumerate(zip(taken, choices, strict=True)):
-            takes = _takes(problem, hint.bags[index])
-            for present, way in zip(own, ways, strict=True):
-                model.add_hint(present, way.takes == takes)
-    model.minimize(makespan)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1  # with one worker and deterministic time the answer does not depend on the load
-    solver.parameters.random_seed = seed
-    solver.parameters.max_deterministic_time = budget_s
-    solver.parameters.max_time_in_seconds = problem.options.clock_end(budget_s)
-    status = solver.solve(model)
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        model.start_from(hint.makespan, [_takes(problem, bag) for bag in hint.bags])
+    answer = model.solve(seed, budget_s, problem.options.clock_end(budget_s))
+    if answer is None:
         if hint is None:
             raise PlanError(
                 f"exact found no plan of {len(jobs)} cascades within its budget. Raise the budget or use cascade."
             )
         log.info("exact: no improvement on the starting plan within the budget")
         return hint, False
-    begin, over = [solver.value(start) for start in starts], [solver.value(end) for end in ends]
-    order = sorted(range(len(jobs)), key=lambda i: (begin[i], i))
-    picked = [
-        next(way for way, present in zip(ways, own, strict=True) if solver.value(present))
-        for ways, own in zip(choices, taken, strict=True)
-    ]
-    last = solver.value(makespan) / ticks
-    found = SearchResult(
-        last, last, order, [way.degree for way in picked], [way.nodes for way in picked], [b / ticks for b in begin], 0
-    )
-    if not problem.topology.uniform:
-        found.bags = _bags(problem, teams, picked, begin, over)
-    return found, status == cp_model.OPTIMAL
+    return answer.result(problem, teams), answer.is_proven
+
+
+class StepModel:
+    """A step as CP-SAT has it: of each job an interval for every way to run it, one of which is present. Times are in
+    ticks, `RESOLUTION` of which are the step's serial length."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        jobs: Sequence[PlannedJob],
+        choices: Sequence[Sequence[BagChoice]],  # of each job, at least one
+        teams: Mapping[Team, Sequence[int]],
+    ) -> None:
+        from ortools.sat.python import cp_model
+
+        self._model = model = cp_model.CpModel()
+        self._choices = choices
+        self._starts: list[cp_model.IntVar] = []
+        self._ends: list[cp_model.IntVar] = []
+        self._taken: list[list[cp_model.IntVar]] = []
+        serial = sum(job.quickest for job in jobs) / min(problem.topology.speed)
+        self._ticks = RESOLUTION / serial  # of a second
+        horizon = 3 * RESOLUTION + len(jobs)
+        of_team: dict[Team, list[tuple[cp_model.IntervalVar, int]]] = {team: [] for team in teams}
+        for job, ways in zip(jobs, choices, strict=True):
+            start, end = model.new_int_var(0, horizon, ""), model.new_int_var(0, horizon, "")
+            own = [model.new_bool_var("") for _ in ways]
+            for present, way in zip(own, ways, strict=True):
+                length = int(-(-way.seconds * self._ticks // 1))
+                interval = model.new_optional_interval_var(start, length, end, present, "")
+                for team, count in way.takes:
+                    of_team[team].append((interval, count))
+            model.add_exactly_one(own)
+            for pred in job.preds:
+                model.add(start >= self._ends[pred])
+            self._starts.append(start)
+            self._ends.append(end)
+            self._taken.append(own)
+        for team, workers in teams.items():
+            model.add_cumulative([i for i, _ in of_team[team]], [k for _, k in of_team[team]], len(workers))
+        self._makespan = model.new_int_var(0, horizon, "")
+        trains = any(job.module == "dit" for job in jobs)
+        for job, end in zip(jobs, self._ends, strict=True):
+            if job.module == "dit" or not trains:
+                model.add(self._makespan >= end)
+        model.minimize(self._makespan)
+
+    def start_from(self, makespan_s: float, takes: Sequence[tuple[tuple[Team, int], ...]]) -> None:
+        """Look for what is no longer than a known schedule, first near it: `takes` of each of its jobs."""
+        self._model.add(self._makespan <= int(makespan_s * self._ticks) + len(takes) + 1)
+        for own, ways, known in zip(self._taken, self._choices, takes, strict=True):
+            for present, way in zip(own, ways, strict=True):
+                self._model.add_hint(present, way.takes == known)
+
+    def solve(self, seed: int, budget_s: float, clock_s: float) -> _Answer | None:
+        """The best that is found within the budget, or within `clock_s` of a slow machine; None: nothing is."""
+        from ortools.sat.python import cp_model
+
+        solver = cp_model.CpSolver()
+        solver.parameters.num_workers = 1  # with one worker and deterministic time the load does not decide the answer
+        solver.parameters.random_seed = seed
+        solver.parameters.max_deterministic_time = budget_s
+        solver.parameters.max_time_in_seconds = clock_s
+        status = solver.solve(self._model)
+        if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+            return None
+        return _Answer(
+            ways=[
+                next(way for way, present in zip(ways, own, strict=True) if solver.value(present))
+                for ways, own in zip(self._choices, self._taken, strict=True)
+            ],
+            begin=[solver.value(start) for start in self._starts],
+            over=[solver.value(end) for end in self._ends],
+            makespan=solver.value(self._makespan),
+            ticks=self._ticks,
+            is_proven=status == cp_model.OPTIMAL,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Answer:
+    """How each job is run, from when to when, in ticks."""
+
+    ways: list[BagChoice]
+    begin: list[int]
+    over: list[int]
+    makespan: int
+    ticks: float  # of a second
+    is_proven: bool
+
+    def result(self, problem: Problem, teams: Mapping[Team, Sequence[int]]) -> SearchResult:
+        """The schedule in seconds, with workers where they are of unequal speed."""
+        last = self.makespan / self.ticks
+        found = SearchResult(
+            last,
+            last,
+            order=sorted(range(len(self.ways)), key=lambda i: (self.begin[i], i)),
+            degree=[way.degree for way in self.ways],
+            nodes=[way.nodes for way in self.ways],
+            start=[begin / self.ticks for begin in self.begin],
+            rounds=0,
+        )
+        if not problem.topology.uniform:
+            found.bags = _bags(problem, teams, self.ways, self.begin, self.over)
+        return found
 
 
 def _teams(problem: Problem) -> dict[Team, list[int]]:
