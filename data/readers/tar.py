@@ -53,73 +53,87 @@ def is_unsafe(name: str) -> bool:
 
 def read_members(file: ReadFile) -> Iterator[TarMember | Fault]:
     """Members in archive order; a Fault of the whole shard may follow the last one that can be reached."""
-    position, count, end = 0, 0, file.size
-    extended: dict[str, str] = {}
-    while True:
-        header = file.pread(position, BLOCK)
-        if len(header) < BLOCK:
-            yield _cut(file, position, count)
-            return
-        if header == ZEROS:
-            fault = _check_tail(file, position, count)
-            if fault:
-                yield fault
-            return
-        if not _checksum_holds(header):
-            reason = Reason.GARBAGE_HEADER if count else Reason.UNREADABLE_TAR
-            yield Fault(reason, file.uri, "", position, f"{reason} at {position}: {end - position} bytes unreachable")
-            return
-        kind, size = header[156:157], _number(header[124:136])
-        if kind in b"xgLK" and not 0 <= size <= MAX_EXTENDED_HEADER_BYTES:
-            yield Fault(
-                Reason.GARBAGE_HEADER,
-                file.uri,
-                "",
-                position,
-                f"extended header of {size} bytes at {position}: {end - position} bytes unreachable",
-            )
-            return
-        content = position + BLOCK
-        if kind in b"xgLK":
-            extended |= _extended(kind, file.pread(content, size))
+    position, count = 0, 0
+    extended: dict[str, str] = {}  # what headers before a member's own say about it
+    try:
+        while (header := _header_at(file, position, count)) is not None:
+            content = position + BLOCK
+            if header[156:157] in b"xgLK":
+                size = _extended_size(file, position, header)
+                extended |= _extended(header[156:157], file.pread(content, size))
+            else:
+                member = _member(file, position, header, extended)
+                yield member
+                if member.truncated:
+                    lost = content + member.size - file.size
+                    why = f"ends {lost} bytes before the end of its last member"
+                    raise _Broken(_fault(file, Reason.TRUNCATED_TAR, position, why))
+                size, count, extended = member.size, count + 1, {}
             position = content + _rounded(size)
-            continue
-        name = extended.get("path") or _name(header)
-        try:
-            size = int(extended.get("size", size))
-        except ValueError:
-            size = -1
-        if size < 0:
-            yield Fault(
-                Reason.GARBAGE_HEADER,
-                file.uri,
-                "",
-                position,
-                f"member size {extended.get('size', size)!r} at {position}: {end - position} bytes unreachable",
-            )
-            return
-        member_kind = _kind(kind, extended, name)
-        if member_kind in (MemberKind.LINK, MemberKind.FOLDER):
-            size = 0
-        truncated = content + size > end
-        yield TarMember(name, member_kind, position, content, size, truncated)
-        count, extended = count + 1, {}
-        if truncated:
-            yield Fault(
-                Reason.TRUNCATED_TAR,
-                file.uri,
-                "",
-                position,
-                f"ends {content + size - end} bytes before the end of its last member",
-            )
-            return
-        position = content + _rounded(size)
+    except _Broken as found:
+        yield found.fault
+
+
+class _Broken(Exception):
+    """Nothing can be reached after here."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault)
+        self.fault = fault
+
+
+def _fault(file: ReadFile, reason: Reason, at: int, why: str) -> Fault:
+    """One of the whole shard."""
+    return Fault(reason, file.uri, "", at, why)
+
+
+def _unreachable(file: ReadFile, at: int, what: str, reason: Reason = Reason.GARBAGE_HEADER) -> _Broken:
+    return _Broken(_fault(file, reason, at, f"{what} at {at}: {file.size - at} bytes unreachable"))
+
+
+def _header_at(file: ReadFile, position: int, count: int) -> bytes | None:
+    """The header there, after `count` members; None at the end of a whole archive. Raises _Broken."""
+    header = file.pread(position, BLOCK)
+    if len(header) < BLOCK:
+        raise _Broken(_cut(file, position, count))
+    if header == ZEROS:
+        if (fault := _check_tail(file, position, count)) is not None:
+            raise _Broken(fault)
+        return None
+    if not _checksum_holds(header):
+        reason = Reason.GARBAGE_HEADER if count else Reason.UNREADABLE_TAR
+        raise _unreachable(file, position, reason, reason)
+    return header
+
+
+def _extended_size(file: ReadFile, position: int, header: bytes) -> int:
+    size = _number(header[124:136])
+    if not 0 <= size <= MAX_EXTENDED_HEADER_BYTES:
+        raise _unreachable(file, position, f"extended header of {size} bytes")
+    return size
+
+
+def _member(file: ReadFile, position: int, header: bytes, extended: dict[str, str]) -> TarMember:
+    """The member of this header. Raises _Broken for a size that is none."""
+    name = extended.get("path") or _name(header)
+    told = extended.get("size", _number(header[124:136]))
+    try:
+        size = int(told)
+    except ValueError:
+        size = -1
+    if size < 0:
+        raise _unreachable(file, position, f"member size {told!r}")
+    kind = _kind(header[156:157], extended, name)
+    if kind in (MemberKind.LINK, MemberKind.FOLDER):
+        size = 0
+    content = position + BLOCK
+    return TarMember(name, kind, position, content, size, truncated=content + size > file.size)
 
 
 def _cut(file: ReadFile, position: int, count: int) -> Fault:
     if not count:
-        return Fault(Reason.UNREADABLE_TAR, file.uri, "", 0, f"{file.size} bytes, no member")
-    return Fault(Reason.TRUNCATED_TAR, file.uri, "", min(position, file.size), "ends without the end-of-archive marker")
+        return _fault(file, Reason.UNREADABLE_TAR, 0, f"{file.size} bytes, no member")
+    return _fault(file, Reason.TRUNCATED_TAR, min(position, file.size), "ends without the end-of-archive marker")
 
 
 def _check_tail(file: ReadFile, position: int, count: int) -> Fault | None:
@@ -129,24 +143,14 @@ def _check_tail(file: ReadFile, position: int, count: int) -> Fault | None:
         piece = file.pread(position, 1 << 20)
         if piece.strip(b"\0"):
             at = position + len(piece) - len(piece.lstrip(b"\0"))
-            return Fault(
-                Reason.GARBAGE_HEADER,
-                file.uri,
-                "",
-                at,
-                f"bytes after the end-of-archive marker at {start}: {file.size - at} bytes unreachable",
-            )
+            why = f"bytes after the end-of-archive marker at {start}: {file.size - at} bytes unreachable"
+            return _fault(file, Reason.GARBAGE_HEADER, at, why)
         position += len(piece)
     if not count:
-        return Fault(Reason.UNREADABLE_TAR, file.uri, "", 0, "an empty archive")
+        return _fault(file, Reason.UNREADABLE_TAR, 0, "an empty archive")
     if file.size % BLOCK:
-        return Fault(
-            Reason.TRUNCATED_TAR,
-            file.uri,
-            "",
-            start,
-            f"{file.size} bytes are not whole blocks of {BLOCK}: some were lost or added",
-        )
+        why = f"{file.size} bytes are not whole blocks of {BLOCK}: some were lost or added"
+        return _fault(file, Reason.TRUNCATED_TAR, start, why)
     return None
 
 
