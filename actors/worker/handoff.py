@@ -186,40 +186,46 @@ def gather_inputs(
         for i, encoded in mine[module].items():
             _check(module, samples[i], encoded.rows, width, tail)
     shared = group.size > 1 and any(rank != STORE for source in sources.values() for rank in source)
-    tokens = [s.grid[0] * s.grid[1] * s.grid[2] for s in samples]
     text_lengths, ok = _agree(mine, sources, samples, group) if shared else _local_facts(mine, samples)
-    bounds = [[chunk_bounds(n, group.size, r, i) for r in range(group.size)] for i, n in enumerate(tokens)]
 
-    received = 0
-    own = [{i: e.rows[slice(*bounds[i][group.rank])] for i, e in mine["vae"].items()}]
-    own += [{i: e.rows[tokens[i] :] for i, e in mine["vae"].items()}, {i: e.rows for i, e in mine["text"].items()}]
-    rows, tails, text = _there(own, device, dtype)
-    whole_tails = [[(n, n + tail)] * group.size for n in tokens]
-    whole_texts = [[(0, n)] * group.size for n in text_lengths]
-    for module, width, spans, out in (
-        ("vae", widths[0], bounds, rows),
-        ("vae", widths[0], whole_tails, tails),
-        ("text", widths[1], whole_texts, text),
-    ):
-        source = sources[module]
-        if group.size == 1 or all(rank == STORE for rank in source) or (out is tails and not tail):
-            continue
-        received += _exchange(source, mine[module], spans, group, device, width, dtype, out)
-    fetched_bytes = sum(
-        encoded.rows.numel() * encoded.rows.element_size()
-        for module, source in sources.items()
-        for i, encoded in mine[module].items()
-        if source[i] == STORE
-    )
-    order = range(len(samples))
+    def rows_of(module: str, spans: list[list[tuple[int, int]]]) -> _SharedRows:
+        own = {i: encoded.rows for i, encoded in mine[module].items()}
+        width = widths[0] if module == "vae" else widths[1]
+        return _SharedRows(source=sources[module], own=own, width=width, spans=spans)
+
+    tokens = [s.grid[0] * s.grid[1] * s.grid[2] for s in samples]
+    ranks = range(group.size)
+    kinds = {"rows": rows_of("vae", [[chunk_bounds(n, group.size, r, i) for r in ranks] for i, n in enumerate(tokens)])}
+    if tail:
+        kinds["tails"] = rows_of("vae", [[(n, n + tail) for _ in ranks] for n in tokens])
+    kinds["text"] = rows_of("text", [[(0, n) for _ in ranks] for n in text_lengths])
+    here = dict(zip(kinds, _there([kind.of_rank(group.rank) for kind in kinds.values()], device, dtype), strict=True))
+    received = sum(_exchange(kind, group, device, dtype, here[name]) for name, kind in kinds.items())
+    whole = {name: [found[i] for i in range(len(samples))] for name, found in here.items()}
     return Inputs(
-        rows=[rows[i] for i in order],
-        tails=[tails[i] for i in order] if tail else [],
-        text=[text[i] for i in order],
-        ok=[ok[i] for i in order],
+        rows=whole["rows"],
+        tails=whole.get("tails", []),
+        text=whole["text"],
+        ok=ok,
         bytes_received=received,
-        bytes_fetched=fetched_bytes,
+        bytes_fetched=sum(
+            mine[m][i].rows.nbytes for m, source in sources.items() for i in mine[m] if source[i] == STORE
+        ),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _SharedRows:
+    """One kind of rows that the ranks of a bag get of every sample."""
+
+    source: tuple[int, ...]  # of each sample: the rank that has the result; STORE: all have it
+    own: dict[int, torch.Tensor]  # by sample: the results that are here, whole
+    width: int
+    spans: list[list[tuple[int, int]]]  # of each sample: rows of the result that each rank gets
+
+    def of_rank(self, rank: int) -> dict[int, torch.Tensor]:
+        """What the rank gets of the results that are here, by sample."""
+        return {i: rows[slice(*self.spans[i][rank])] for i, rows in self.own.items()}
 
 
 def _there(
@@ -277,32 +283,26 @@ def _agree(
 
 
 def _exchange(
-    source: tuple[int, ...],
-    mine: dict[int, EncodeResult],
-    spans: list[list[tuple[int, int]]],
-    group: Group,
-    device: torch.device,
-    width: int,
-    dtype: torch.dtype,
-    out: dict[int, torch.Tensor],
+    rows: _SharedRows, group: Group, device: torch.device, dtype: torch.dtype, out: dict[int, torch.Tensor]
 ) -> int:
-    """One all-to-all: each producer sends rank r the rows `spans[sample][r]` of its samples. Returns bytes received."""
+    """One all-to-all: each producer sends every other rank its rows of the samples that it has; they are put into
+    `out`. Returns bytes received. Nothing is exchanged where all results came from the store."""
     me = group.rank
-    produced = [i for i, rank in enumerate(source) if rank == me]
+    if group.size == 1 or all(rank == STORE for rank in rows.source):
+        return 0
+    produced = [i for i, rank in enumerate(rows.source) if rank == me]
     pieces, input_splits = [], []
     for r in range(group.size):
-        parts = [mine[i].rows[slice(*spans[i][r])].to(device, dtype) for i in produced] if r != me else []
+        parts = [rows.own[i][slice(*rows.spans[i][r])].to(device, dtype) for i in produced] if r != me else []
         pieces.extend(parts)
         input_splits.append(sum(p.shape[0] for p in parts))
-    expected = [[i for i, rank in enumerate(source) if rank == r and r != me] for r in range(group.size)]
-    output_splits = [sum(spans[i][me][1] - spans[i][me][0] for i in expected[r]) for r in range(group.size)]
-    sent = torch.cat(pieces) if pieces else torch.empty(0, width, dtype=dtype, device=device)
-    received = torch.empty(sum(output_splits), width, dtype=dtype, device=device)
+    expected = [[i for i, rank in enumerate(rows.source) if rank == r and r != me] for r in range(group.size)]
+    lengths = [hi - lo for lo, hi in (spans[me] for spans in rows.spans)]
+    output_splits = [sum(lengths[i] for i in of) for of in expected]
+    sent = torch.cat(pieces) if pieces else torch.empty(0, rows.width, dtype=dtype, device=device)
+    received = torch.empty(sum(output_splits), rows.width, dtype=dtype, device=device)
     group.all_to_all(received, sent, output_splits, input_splits)
-    offset = 0
-    for r in range(group.size):
-        for i in expected[r]:
-            n = spans[i][me][1] - spans[i][me][0]
-            out[i] = received[offset : offset + n]
-            offset += n
-    return received.numel() * received.element_size()
+    coming = [i for of in expected for i in of]
+    for i, part in zip(coming, received.split([lengths[i] for i in coming]), strict=True):
+        out[i] = part
+    return received.nbytes
