@@ -4,7 +4,7 @@ which is ops.update.sync."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,31 @@ def ema_decay_at(config: OptimizerConfig, updates: int) -> float:
 def clip_factor(norm: float, max_norm: float) -> float:
     """What gradients of this global norm are multiplied by; as torch.nn.utils.clip_grad_norm_. 0 means no clipping."""
     return min(1.0, max_norm / (norm + 1e-6)) if max_norm > 0 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientScale:
+    """What a step's summed gradient says before it is used."""
+
+    norm: float  # of all trained parts, as means over their samples and before clipping; NaN where no part is trained
+    factors: tuple[float | None, ...]  # what each part's gradient is multiplied by; None: the part stays as it is
+
+
+def gradient_scale(
+    squares: Sequence[float], weights: Sequence[float], planned_weight: float, max_norm: float
+) -> GradientScale:
+    """By the sum of squares of each part, weighted as if all `planned_weight` samples of the step were good, and the
+    weights of its good samples. A part is clipped by its own norm, as if it were trained alone."""
+    shares = [planned_weight / weight if weight > 0 else None for weight in weights]
+    norms = [None if s is None else math.sqrt(square) * s for square, s in zip(squares, shares, strict=True)]
+    trained = [norm for norm in norms if norm is not None]
+    return GradientScale(
+        norm=math.hypot(*trained) if trained else math.nan,
+        factors=tuple(
+            None if share is None or norm is None else share * clip_factor(norm, max_norm)
+            for share, norm in zip(shares, norms, strict=True)
+        ),
+    )
 
 
 def adamw_(

@@ -36,7 +36,7 @@ from ops.update.gradients import Gradients
 from ops.update.host_sum import HostCopy
 from ops.update.muon import MatrixUpdates, add_to_momentum, matrices_of, rates_in
 from ops.update.node_sum import fellows_of
-from ops.update.optimizer import TrainedRange, clip_factor, lr_at, update_range
+from ops.update.optimizer import TrainedRange, gradient_scale, lr_at, update_range
 from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameters import Parameters
 from ops.update.shard_export import ShardExport
@@ -187,21 +187,14 @@ class FlatSync:
         summed = self._sum_scalars(own_squares, *own_weights, loss, weight, bad_weight)
         squares, weights, (loss, total_weight, bad) = summed[:count], summed[count:-3], summed[-3:]
         check_weight(step, total_weight, bad, planned_weight)
-        share = planned_weight / total_weight if total_weight > 0 else math.nan
-        shares = [planned_weight / one if one > 0 else None for one in weights]
-        norms = [None if s is None else math.sqrt(square) * s for square, s in zip(squares, shares, strict=True)]
-        trained = [norm for norm in norms if norm is not None]
-        norm = math.hypot(*trained) if trained else math.nan
-        lr = lr_at(self.config, step, self.total_steps)
-        applied = math.isfinite(norm)
+        scale = gradient_scale(squares, weights, planned_weight, self.config.max_grad_norm)
+        lr, applied = lr_at(self.config, step, self.total_steps), math.isfinite(scale.norm)
         self.state.held_up_s = 0.0
         if applied:
             self.state.open(self._check_commits)
             phase("update")
-            most = self.config.max_grad_norm
-            factors = [None if s is None or n is None else s * clip_factor(n, most) for s, n in zip(shares, norms)]
             with computing_with(self._threads):
-                self._update(lr, factors)
+                self._update(lr, scale.factors)
             phase("gather")
             self.parameters.gather()
         else:
@@ -210,12 +203,12 @@ class FlatSync:
         if export:
             phase("snapshot")
         return StepResult(
-            grad_norm=norm,
+            grad_norm=scale.norm,
             lr=lr,
             applied=applied,
             weight=total_weight,
             bad_weight=bad,
-            loss=loss * share if total_weight else math.nan,
+            loss=loss * (planned_weight / total_weight) if total_weight > 0 else math.nan,
             held_up_s=held_up_s,
             export=self.begin_export(step) if export else None,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from ops.config import OptimizerConfig
 from ops.shards import ShardState, cut, missing, shard_bounds
-from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, lr_at
+from ops.update.optimizer import adamw_, clip_factor, ema_decay_at, gradient_scale, lr_at
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-13}
 
@@ -65,6 +66,33 @@ def test_clip_factor_is_that_of_torch(scale: float) -> None:
     norm = torch.nn.utils.clip_grad_norm_([weight], 1.0).item()
     torch.testing.assert_close(before * clip_factor(norm, 1.0), weight.grad)
     assert clip_factor(norm, 0.0) == 1.0
+
+
+def test_a_gradient_is_scaled_to_the_mean_of_its_good_samples_and_each_part_clipped_alone() -> None:
+    """Two of four samples are good, one of them of the second part; nothing trains the third."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [torch.randn(30, generator=generator, dtype=torch.float64) * size for size in (0.05, 4.0, 1.0)]
+    sums = [part.square().sum().item() for part in parts]
+    found = gradient_scale(sums, [0.5, 0.25, 0.0], planned_weight=1.0, max_norm=1.0)
+    means = [parts[0] / 0.5, parts[1] / 0.25]
+    assert found.norm == pytest.approx(torch.linalg.vector_norm(torch.cat(means)).item())
+    for part, mean, factor in zip(parts[:2], means, found.factors[:2], strict=True):
+        clipped = torch.nn.Parameter(torch.zeros_like(mean))
+        clipped.grad = mean.clone()
+        torch.nn.utils.clip_grad_norm_([clipped], 1.0)
+        assert factor is not None
+        torch.testing.assert_close(part * factor, clipped.grad, rtol=1e-5, atol=0.0)
+    assert found.factors[2] is None
+
+
+def test_a_step_without_a_good_sample_has_no_norm() -> None:
+    found = gradient_scale([0.0, 0.0], [0.0, 0.0], planned_weight=1.0, max_norm=1.0)
+    assert math.isnan(found.norm) and found.factors == (None, None)
+
+
+@pytest.mark.parametrize("square", [math.inf, math.nan])
+def test_a_part_that_is_not_finite_makes_the_norm_not_finite(square: float) -> None:
+    assert not math.isfinite(gradient_scale([1.0, square], [1.0, 1.0], planned_weight=1.0, max_norm=1.0).norm)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
