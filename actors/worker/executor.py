@@ -11,7 +11,6 @@ runs it. What was measured is read when the device has come to its end (`actors.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actors.messages import (
     CascadeShape,
@@ -41,15 +40,15 @@ from actors.worker.loading import Modules
 from actors.worker.measure import CascadeMeasure
 from actors.worker.meter import Meter, NoMeter, freed, ran_out
 from actors.worker.outlasting import OutlastingEncode
+from actors.worker.passes import clean_frames, compute_dtype, conditions_of, pass_settings
 from actors.worker.stopwatch import stopwatch_of
 from actors.worker.work_done import DeviceFailure, FinishedStep, Launched, WorkDone
+from ops.comm.collectives import Group
 from ops.comm.groups import Groups
-from ops.flow.objective import is_first_frame_given, objective_of
-from ops.flow.train_pass import PassClip, PassSettings, sequence_losses, train_pass
+from ops.flow.train_pass import PassClip, sequence_losses, train_pass
 from ops.models.experts import by_graphs, code_made, keep_attention, pass_timing, slice_by, transformers
 from ops.models.first_frame import FirstFrame
 from ops.models.text_pair import split
-from ops.packed.conditions import NOTHING, Conditions
 from ops.packed.packing import FamilyPart, Layout
 from ops.packed.packing import Sequence as PackedSequence
 from ops.shards import ShardState
@@ -58,7 +57,6 @@ from ops.update.own_state import ShardBanks
 
 if TYPE_CHECKING:
     from actors.config import TrainConfig
-    from ops.config import FlowConfig
 
 _AHEAD_S = 2.0  # no launch takes the host as long
 _LOOK_S = 0.005
@@ -381,7 +379,6 @@ class Executor:
         """
         with self.cascade(task) as measure:
             group, modules = measure.meet(), self.modules
-            compute = compute_dtype(modules.dit)
             measure.phase("handoff")
             inputs = gather_inputs(
                 task.samples,
@@ -391,35 +388,23 @@ class Executor:
                 group,
                 self.device,
                 self.widths,
-                compute,
+                compute_dtype(modules.dit),
                 tail=self.frame.tail,
             )
             measure.received(inputs.bytes_received, inputs.bytes_fetched, fetch_s)
             texts, pooled = split(inputs.text, modules.config.text)
-            inputs = replace(inputs, text=texts)
-            images, by_frame = self.frame.image_tokens, self.train.flow.by_frame
-            layout = Layout(
-                [
-                    PackedSequence(s.grid, text.shape[0], images, self._clean_frames(s), s.frame_rate, by_frame)
-                    for s, text in zip(task.samples, inputs.text)
-                ],
-                group.size,
-                group.rank,
-                self.device,
-                text_recurs=modules.config.text.is_padded,
-                beforehand=self._asked,
-                in_halves=modules.config.dit.in_halves,
-            )
+            layout = self._layout(task.samples, texts, group)
+            clips = [
+                PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
+                for s, rows, text, good in zip(task.samples, inputs.rows, texts, inputs.ok, strict=True)
+            ]
             slice_by(modules.dit, task.rates)
-            (expert,) = {s.expert for s in task.samples}
             keep_attention(modules.dit, self.attention.begin(layout, measure.room_gib))
+            (expert,) = {s.expert for s in task.samples}
             transformer = transformers(modules.dit)[expert]
             done = train_pass(
                 transformer,
-                [
-                    PassClip(rows=rows, text=text, key=s.key, weight=s.weight if good else 0.0)
-                    for s, rows, text, good in zip(task.samples, inputs.rows, inputs.text, inputs.ok, strict=True)
-                ],
+                clips,
                 layout,
                 group,
                 pass_settings(modules, self.train, expert, self.train.seed, task.step),
@@ -492,48 +477,28 @@ class Executor:
         """(P, E): width of a row of the VAE's results and of a text row."""
         return self.frame.width, self.modules.config.text.width
 
-    def _clean_frames(self, sample: StepSample) -> int:
-        return clean_frames(self.frame, self.train.flow, self.train.seed, sample.step, sample.key, sample.grid)
+    def _layout(self, samples: Sequence[StepSample], texts: Sequence[Tensor], group: Group) -> Layout:
+        """How these samples lie in one packed sequence."""
+        flow, images, config = self.train.flow, self.frame.image_tokens, self.modules.config
+        clean = [clean_frames(self.frame, flow, self.train.seed, s.step, s.key, s.grid) for s in samples]
+        return Layout(
+            [
+                PackedSequence(s.grid, text.shape[0], images, frames, s.frame_rate, flow.by_frame)
+                for s, text, frames in zip(samples, texts, clean, strict=True)
+            ],
+            group.size,
+            group.rank,
+            self.device,
+            text_recurs=config.text.is_padded,
+            beforehand=self._asked,
+            in_halves=config.dit.in_halves,
+        )
 
     def _activation_bytes(self) -> int:
         """Bytes of an element that attention gives."""
         if self.train.autocast == "bfloat16":
             return 2
         return next(self.modules.dit.parameters()).element_size()
-
-
-def clean_frames(
-    frame: FirstFrame, flow: FlowConfig, seed: int, step: int, key: str, grid: tuple[int, int, int]
-) -> int:
-    """How many frames of its token grid the transformer gets of a sample as they are. Of an image there is no other
-    frame."""
-    given = frame.given or is_first_frame_given(flow, seed, step, key)
-    return int(given and grid[0] > 1)
-
-
-def conditions_of(frame: FirstFrame, tails: Sequence[Tensor], pooled: Tensor | None) -> Conditions:
-    """What a pass gets beside its text: images from the rows after those of the tokens, vectors [S, V]."""
-    images = torch.cat([frame.image_of(tail) for tail in tails]) if frame.tail else None
-    return NOTHING if images is None and pooled is None else Conditions(image=images, pooled=pooled)
-
-
-def pass_settings(modules: Modules, train: TrainConfig, expert: int, seed: int, step: int) -> PassSettings:
-    """What is computed of clips that fall to this expert, in training and for held-out losses."""
-    model = modules.config
-    return PassSettings(
-        objective=objective_of(model.dit.diffusion, train.flow),
-        seed=seed,
-        step=step,
-        sigmas=model.dit.experts[expert].sigmas,
-        latent_width=model.vae.channels * math.prod(modules.geometry.patch),
-        dtype=compute_dtype(modules.dit),
-        autocast=train.autocast == "bfloat16",
-    )
-
-
-def compute_dtype(dit: nn.Module) -> torch.dtype:
-    """Noise, targets and loss are at least fp32, whatever the parameters are."""
-    return torch.promote_types(next(dit.parameters()).dtype, torch.float32)
 
 
 def _whole() -> None:

@@ -24,9 +24,9 @@ from actors.config import TrainConfig
 from actors.messages import MORE_ROOM, WAITS, NoMoreRoom
 from actors.worker.aside import with_room
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
-from actors.worker.executor import clean_frames, compute_dtype, conditions_of, pass_settings
 from actors.worker.loading import Modules
 from actors.worker.meter import ran_out, release
+from actors.worker.passes import clean_frames, compute_dtype, conditions_of, pass_settings
 from app.sampling.live_clip import checkpoint_weights
 from app.validation.clips import SEED, HeldOutClip
 from data.engines.child import DecodeProcess, DecoderDied, DecoderHung
