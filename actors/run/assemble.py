@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from actors.config import RuntimeConfig
-from actors.feed.first_sizes import first_sizes
+from actors.feed.first_sizes import FirstSizes, first_sizes
 from actors.feed.step_source import FeederHandle, StepSource, feeder_of
 from actors.messages import WorkerSettings
 from actors.names import run_id
@@ -81,13 +81,11 @@ def start_controller(
     check_factors(model.dit)
     monitor = start_monitor(run)
     device = WorkersDevice.kept(run_dir) or workers_device(config, run_dir)
-    measured = bool(profile is not None or config.planner.profile) or not uses_gpu(config.workers)
-    costs = _costs(config, model, geometry, device, events, profile)
-    pool = RayPool(run, _worker_settings(config, geometry, costs), monitor, worker_class)
-    shortage = _shortage(config, model, costs, asides)
-    # By a profile of its own: that of the plans takes up what earlier starts of the run have learned.
-    target = TargetBatch(profile=_profile(config, model, geometry, device), geometry=geometry)
-    timed = first_sizes(run_dir, config.data, geometry, target)
+    training = _Training(config=config, model=model, geometry=geometry, device=device)
+    costs = training.costs(profile, events)
+    pool = RayPool(run, training.worker_settings(costs), monitor, worker_class)
+    shortage = training.shortage(costs, asides)
+    timed = training.batch_sizes()
     source = StepSource(
         feeder or feeder_of(config, model, geometry, timed),
         geometry,
@@ -96,15 +94,10 @@ def start_controller(
         config.data.engine.stall_s,
         config.data.engine.silent_s,
     )
-    setting = setting_of(model, device.name, config.train)
-    if why := take_up(costs.profile, setting, run_dir):
-        events.tell(ProfileRefused(why=why))
-    planner = PlannerClient(costs.profile, config.planner, setting, run_dir)
-    stages = stages_of(config.data, geometry, timed)
-    recalibration = Recalibration.of(run_dir, stages, planner, source, events)
+    planner = training.planner(costs.profile, events)
+    recalibration = Recalibration.of(run_dir, stages_of(config.data, geometry, timed), planner, source, events)
     state = assemble_state(run, config, model, source, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
-    generation = max(reported.generation, state.standing.generation)
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
     return put_together(
         config=config,
@@ -114,7 +107,7 @@ def start_controller(
         lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
         membership=Membership(
             Limits.of(config.workers),
-            generation=generation,
+            generation=max(reported.generation, state.standing.generation),
             shortage=shortage.of,
             home=node_id(),
         ),
@@ -128,7 +121,7 @@ def start_controller(
             work=DiTWork.of(model.dit),
             experts=tuple(expert.expert_name for expert in model.dit.experts),
         ),
-        measured=measured,
+        measured=training.is_measured or profile is not None,
         shortage=shortage,
         skips=Skips(config.train.max_skipped_steps, events.tell, skipped_before(run_dir)),
         speeds=Speeds(bags=not model.dit.spatial_temporal),
@@ -231,75 +224,101 @@ class _Costs:
     graphs_least_gib: tuple[float, ...] = ()
     """GiB of one that has room for CUDA graphs beside that; () without them."""
 
-    def degrees(self, config: RuntimeConfig) -> tuple[int, ...]:
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Training:
+    """A run's settings beside what its folders and its cluster have told of them, and the parts that follow from it."""
+
+    config: RuntimeConfig
+    model: ModelConfig  # resolved, as is its geometry
+    geometry: Geometry
+    device: WorkersDevice
+
+    @property
+    def is_measured(self) -> bool:
+        """The config's costs are of this device."""
+        return bool(self.config.planner.profile) or not self._on_gpu
+
+    @property
+    def _on_gpu(self) -> bool:
+        return uses_gpu(self.config.workers)
+
+    def costs(self, given: Profile | None, events: Events) -> _Costs:
+        """By the config's profile or the FLOPs of this device, with the memory that cascades will need until workers
+        have measured it. A profile that is given says all of that itself."""
+        config, device = self.config, self.device
+        costs = _Costs(profile=given or self._profile())
+        if given is None:
+            if device.assumed and not config.planner.profile:
+                events.tell(DeviceAssumed(why=assumption(device.name)))
+            if self._on_gpu or config.workers.memory_gib:
+                costs = self._with_memory(costs)
+        tell_updates(costs.profile, config.train, self.model, device.name, config.workers.memory_gib)
+        return costs
+
+    def _profile(self) -> Profile:
+        config, device = self.config, self.device
+        return profile_of(config.planner, self.model, self.geometry, device.name, config.train, device.measured)
+
+    def _degrees(self, profile: Profile) -> tuple[int, ...]:
         """Degrees of DiT cascades that may be planned."""
-        return tuple(config.planner.degrees or self.profile.degrees.get("dit", (1,)))
+        return tuple(self.config.planner.degrees or profile.degrees.get("dit", (1,)))
 
+    def _with_memory(self, costs: _Costs) -> _Costs:
+        """These costs with the predicted needs of cascades."""
+        config, degrees, cuda = self.config, self._degrees(costs.profile), self._on_gpu
+        demand = Demand.of(config.data, self.model, self.geometry, config.planner.bag_peers)
+        predicted = forecast(self.model, demand.geometry, config.train, demand.clips, degrees, cuda)
+        costs.profile.expect_needs(predicted.needs)
+        possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
+        least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
+        counts = (config.workers.min, config.workers.max)
+        graphs = tuple(demand.graphs_least_gib(places, degrees, counts) for places in possible if places.graphs_gib)
+        return replace(costs, demand=demand, least_gib=least_gib, graphs_least_gib=graphs)
 
-def _profile(config: RuntimeConfig, model: ModelConfig, geometry: Geometry, device: WorkersDevice) -> Profile:
-    return profile_of(config.planner, model, geometry, device.name, config.train, device.measured)
+    def worker_settings(self, costs: _Costs) -> WorkerSettings:
+        """The same for every worker of the run."""
+        config = self.config
+        return WorkerSettings(
+            model=config.model,
+            train=config.train,
+            workers=config.workers,
+            cache=config.data.cache,
+            # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
+            cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
+            least_gib=costs.least_gib,
+            graphs_least_gib=costs.graphs_least_gib,
+            largest_upload=largest_upload(clips_of(config.data, self.geometry)) if self._on_gpu else 0,
+        )
 
+    def shortage(self, costs: _Costs, asides: AsideSource | None) -> Shortage:
+        """What says whether workers have the memory to train together."""
+        config = self.config
+        room = GenerationRoom(
+            sizes=sizes_of(self.model, config.train, self._on_gpu),
+            degrees=self._degrees(costs.profile),
+            bag_peers=config.planner.bag_peers,
+        )
+        return Shortage(
+            snapshot=config.snapshot,
+            room=room,
+            demand=costs.demand,
+            needs=costs.profile.needs,
+            samples=asides is not None and asides.expected,
+        )
 
-def _costs(
-    config: RuntimeConfig,
-    model: ModelConfig,
-    geometry: Geometry,
-    device: WorkersDevice,
-    events: Events,
-    given: Profile | None,
-) -> _Costs:
-    """By the config's profile or the FLOPs of this device, with the memory that cascades will need until workers have
-    measured it. A profile that was given says all of that itself."""
-    costs = _Costs(profile=given or _profile(config, model, geometry, device))
-    if given is None:
-        if device.assumed and not config.planner.profile:
-            events.tell(DeviceAssumed(why=assumption(device.name)))
-        if uses_gpu(config.workers) or config.workers.memory_gib:
-            costs = _with_memory(costs, config, model, geometry)
-    tell_updates(costs.profile, config.train, model, device.name, config.workers.memory_gib)
-    return costs
+    def batch_sizes(self) -> FirstSizes:
+        """Those that the run keeps, by a profile of their own: that of plans takes up what earlier starts learned."""
+        target = TargetBatch(profile=self._profile(), geometry=self.geometry)
+        return first_sizes(Path(self.config.run_dir), self.config.data, self.geometry, target)
 
-
-def _with_memory(costs: _Costs, config: RuntimeConfig, model: ModelConfig, geometry: Geometry) -> _Costs:
-    """These costs with the predicted needs of cascades."""
-    degrees, cuda = costs.degrees(config), uses_gpu(config.workers)
-    demand = Demand.of(config.data, model, geometry, config.planner.bag_peers)
-    predicted = forecast(model, demand.geometry, config.train, demand.clips, degrees, cuda)
-    costs.profile.expect_needs(predicted.needs)
-    possible = predicted.possible(config.train, gpus_of_a_node()) if cuda else ()
-    least_gib = tuple(demand.least_gib(places, degrees, config.workers.min) for places in possible)
-    counts = (config.workers.min, config.workers.max)
-    graphs = tuple(demand.graphs_least_gib(places, degrees, counts) for places in possible if places.graphs_gib)
-    return replace(costs, demand=demand, least_gib=least_gib, graphs_least_gib=graphs)
-
-
-def _worker_settings(config: RuntimeConfig, geometry: Geometry, costs: _Costs) -> WorkerSettings:
-    return WorkerSettings(
-        model=config.model,
-        train=config.train,
-        workers=config.workers,
-        cache=config.data.cache,
-        # Of an empty cache everything is a miss: then the encoders are loaded at once, before the first step.
-        cached=tuple("vae" if kind == "latents" else "text" for kind in kept_kinds(config.data.cache)),
-        least_gib=costs.least_gib,
-        graphs_least_gib=costs.graphs_least_gib,
-        largest_upload=largest_upload(clips_of(config.data, geometry)) if uses_gpu(config.workers) else 0,
-    )
-
-
-def _shortage(config: RuntimeConfig, model: ModelConfig, costs: _Costs, asides: AsideSource | None) -> Shortage:
-    room = GenerationRoom(
-        sizes=sizes_of(model, config.train, uses_gpu(config.workers)),
-        degrees=costs.degrees(config),
-        bag_peers=config.planner.bag_peers,
-    )
-    return Shortage(
-        snapshot=config.snapshot,
-        room=room,
-        demand=costs.demand,
-        needs=costs.profile.needs,
-        samples=asides is not None and asides.expected,
-    )
+    def planner(self, profile: Profile, events: Events) -> PlannerClient:
+        """One that goes on with what earlier starts of the run have learned of costs."""
+        run_dir = Path(self.config.run_dir)
+        setting = setting_of(self.model, self.device.name, self.config.train)
+        if why := take_up(profile, setting, run_dir):
+            events.tell(ProfileRefused(why=why))
+        return PlannerClient(profile, self.config.planner, setting, run_dir)
 
 
 def _new_store() -> torch.distributed.TCPStore:
