@@ -6,16 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from actors.messages import (
-    IO,
-    CascadeTask,
-    MemoryExceeded,
-    PublishedResult,
-    Snapshot,
-    StepReport,
-    TurnReport,
-    WorkerHandle,
-)
+from actors.aside_turns import TurnReport
+from actors.held_state import Snapshot
+from actors.messages import IO, CascadeTask, MemoryExceeded, PublishedResult, StepReport, WorkerHandle
 from actors.refs import Method, Ref
 from ops.sending import sent_often
 

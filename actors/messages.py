@@ -2,19 +2,22 @@
 
 The controller turns every cascade of a plan into one `CascadeTask` per worker of its bag and ends each step with one
 `FinishTask` per worker. Every task carries its generation: a worker refuses tasks of another one.
+
+Heartbeats are in actors.progress, asides in actors.aside_turns, and what keepers say too in actors.held_state.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Concatenate, Protocol
+from typing import Concatenate, Protocol
 
 import numpy as np
 
+from actors.aside_turns import TurnReport, TurnTask
 from actors.config import TrainConfig, WorkersConfig
+from actors.held_state import NodeKeeper, Origin, Snapshot
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace, Module
 from actors.refs import Method, Ref
 from data.config import CacheConfig
@@ -22,13 +25,8 @@ from ops.comm.reach import DoorAddress
 from ops.counted import first_of
 from ops.models.config import ModelConfig
 from ops.sending import sent_often
-from ops.shards import ShardState
 from ops.spatial_temporal.choice import SliceRates
 from ops.waiting import Patience
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 class SumStart(StrEnum):
@@ -45,11 +43,6 @@ class SumStart(StrEnum):
 
 IO = "io"  # the concurrency group in which a CUDA worker hands out results while its task thread goes on
 SNAPSHOTS = "snapshots"  # another one, in which it says that a copy of its state has ended
-COPIES = "copies"  # concurrency groups of a keeper: in which it copies what others hold
-READS = "reads"  # in which it hands out what it holds
-WRITES = "writes"  # in which it writes checkpoints
-LOADING = "loading"  # activity of a worker until its modules are there
-ASIDE = "aside"  # phase of a worker in a turn of an aside
 
 
 class StaleGeneration(RuntimeError):
@@ -314,148 +307,6 @@ class StepReport:
 NOT_FINITE = "non-finite loss: "  # before a sample of `StepReport.bad_samples`
 
 
-@sent_often
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LinkUse:
-    """What a worker has sent to another host in a while (`ops.comm.links`)."""
-
-    host: str  # the worker's
-    other: str
-    num_bytes: int
-    busy_s: float  # for which some of it was on its way
-    rate: float  # bytes per second that the network gives, at least
-    fills: bool  # whether the worker took all that the network gives
-    over_s: float
-
-
-@sent_often
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """Sent with every heartbeat: what the worker is doing and since when."""
-
-    worker: str
-    generation: int
-    step: int
-    activity: str  # name of the running cascade, or idle
-    phase: str
-    since: float  # unix seconds
-    predicted_s: float
-    collectives: int  # collectives finished so far in this generation; the lowest count is the late worker
-    waiting_in: str  # name of the collective it waits in, or ""
-    leaving: bool = False
-    limit_s: float = 0.0  # after which others do not wait for this activity any more; 0: unknown
-    place: GpuPlace = UNKNOWN_PLACE  # of its GPU
-    host: str = ""  # name of its machine
-    node: str = ""  # Ray's id of its node
-    links: tuple[LinkUse, ...] = ()  # those that were busy the longest in the last while
-
-    @classmethod
-    def of_start(cls, worker: str, host: str = "", node: str = "") -> Progress:
-        """The progress of a worker that loads its models and is in no generation yet."""
-        return cls(
-            worker=worker,
-            generation=-1,
-            step=-1,
-            activity=LOADING,
-            phase="",
-            since=time.time(),
-            predicted_s=0.0,
-            collectives=0,
-            waiting_in="",
-            host=host,
-            node=node,
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Orders:
-    """The monitor's answer to a heartbeat."""
-
-    generation: int  # tasks and collectives of older generations must end now
-    dump_stack: bool = False
-
-
-@sent_often
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
-    """One worker's shard of a finished step, as it lies in the memory of its node (`ops.update.state_memory`). Its
-    keepers hear of it from the controller."""
-
-    step: int
-    generation: int
-    rank: int
-    lo: int
-    hi: int
-    total: int
-    bank: int
-    names: tuple[str, ...]  # of its arrays
-    updates: int
-    part_updates: tuple[int, ...] = ()
-    copied: Ref[None] | None = None  # resolves when it is all there; None: it is
-
-
-@sent_often
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeldShard:
-    """One range of a version that a keeper holds."""
-
-    step: int
-    generation: int
-    lo: int
-    hi: int
-    total: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JoinAnswer:
-    """What a keeper says to a worker of its node that enters a generation."""
-
-    number: int  # of the lender of the node's memory
-    seat: int  # of the worker there
-    made_in: int  # the generation that has computed the version that training goes on from
-    ranges: tuple[tuple[int, int], ...]  # of it that lie in the node's memory
-    names: tuple[str, ...]  # of its arrays, if there are any
-    updates: int
-    part_updates: tuple[int, ...]
-
-
-class NodeKeeper(Protocol):
-    """A keeper as workers, other keepers and the writer of checkpoints know it (`actors.state.keeper`)."""
-
-    @property
-    def join(self) -> Method[[int, int, int, int], JoinAnswer | None]: ...
-    @property
-    def put(self) -> Method[[tuple[Snapshot, ...]], bool]: ...
-    @property
-    def held(self) -> Method[[int, int], list[HeldShard]]: ...
-    @property
-    def read(self) -> Method[[int, int, int, int], ShardState | None]: ...
-    @property
-    def write(self) -> Method[[str, int, int, list[tuple[int, int]]], list[WrittenShard]]: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WrittenShard:
-    """A range of a checkpoint that a keeper has written, and the name, size and checksum of its file."""
-
-    lo: int
-    hi: int
-    name: str
-    size: int
-    crc32: int | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Where the training state of a generation comes from: keepers of a version of it, or a checkpoint folder."""
-
-    step: int
-    generation: int = -1  # that has computed the version; -1: it is on disk
-    keepers: tuple[NodeKeeper, ...] = ()
-    checkpoint: str | None = None
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerSettings:
     """All a worker needs to come up; the same for every worker of a run."""
@@ -529,62 +380,6 @@ class Handover:
 
     worker: str
     snapshot: Snapshot | None = None
-
-
-WAITS = ""  # no piece: an aside waits for what no worker computes
-MORE_ROOM = "more room"  # no piece: an aside's memory ran out, and its next pieces need what the trained weights take
-
-
-class NoMoreRoom(Exception):
-    """Nothing that an aside could have besides would give memory back."""
-
-
-class AsideWork(Protocol):
-    """Work of low priority that a worker does in turns (`actors.worker.aside`). Whoever wants it makes it; it is
-    pickled. `modules` are the worker's (`actors.worker.loading.Modules`)."""
-
-    @property
-    def name(self) -> str:
-        """A name that only this aside has among all of the run."""
-        ...
-
-    def weights(self, modules: Any) -> Mapping[str, Tensor]:  # Modules: that room imports this one
-        """Tensors, in host memory, that the transformer's trained parameters are while it is made. Called beside the
-        worker's steps, so it only reads."""
-        ...
-
-    def make(self, modules: Any, device: torch.device, before: Callable[[str], None]) -> object:  # Modules
-        """What it makes, for the controller. Calls `before(kind)` ahead of each piece of its work, also the first, and
-        `before(WAITS)` where it waits for others after a piece, as for a decoder: the turn ends, and until its next
-        piece it computes nothing. `before(MORE_ROOM)` where a piece ran out of memory: the turn ends, and its weights
-        take the place of the trained ones from the next one on; raises NoMoreRoom where they take no other memory
-        (`actors.worker.aside.with_room` does both)."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnTask:
-    """A turn of an aside on one worker, after its cascades of a step and before the step's end."""
-
-    generation: int
-    step: int
-    aside: AsideWork
-    gap_s: float  # that the plan leaves idle there
-    share: float  # of the run's time that it may take besides
-    whole: bool = False  # no step waits for it: until it has ended
-    patience: Patience | None = None  # of the step
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TurnReport:
-    """What has become of an aside in its turn."""
-
-    aside: str
-    took_s: float = 0.0
-    ended: bool = False
-    made: object = None
-    failed: str = ""  # why it was not made
-    no_room: bool = False  # for lack of memory
 
 
 class WorkerHandle(Protocol):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from actors.held_state import Snapshot
 from actors.letters import Failures, NodeAnswer
-from actors.messages import NodesApart, PublishedResult, Snapshot, StepReport, StepSample, WorkerHandle
+from actors.messages import NodesApart, PublishedResult, StepReport, StepSample, WorkerHandle
 from actors.plan.types import UNKNOWN_PLACE, Cascade, GpuPlace, Item, Module, StepPlan
 from actors.refs import Ref
 from ops.comm.reach import DoorAddress

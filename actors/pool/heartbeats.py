@@ -6,8 +6,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from actors.config import WorkersConfig
-from actors.messages import ASIDE, Progress
 from actors.pool.monitor import LastHeartbeat, MonitorReport
+from actors.progress import ASIDE, Progress
 
 _LEAST_STALL_S = 30.0  # predictions of short cascades are off by more than any factor
 

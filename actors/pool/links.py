@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from actors.messages import LinkUse
+from actors.progress import LinkUse
 
 _SLOWER = 4.0  # times
 _NOTICEABLE = 0.25  # share of the time that it takes

@@ -10,7 +10,7 @@ from typing import Protocol
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LOADING, FailedStart, Progress
+from actors.messages import FailedStart
 from actors.outcome import Tell
 from actors.pool.heartbeats import Watch, first_late
 from actors.pool.links import LinkWatch, SlowLink, shared_end
@@ -28,6 +28,7 @@ from actors.pool.membership_types import (
 )
 from actors.pool.monitor import MonitorHandle, MonitorReport, OperatorRequests
 from actors.pool.workers import PoolNews, uses_gpu
+from actors.progress import LOADING, Progress
 from actors.ray_calls import free_outside, get
 from actors.records.events import (
     LinkSlow,

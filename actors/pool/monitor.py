@@ -12,7 +12,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from actors.messages import Orders, Progress
+from actors.progress import Orders, Progress
 from actors.refs import Method
 from ops.sending import sent_often
 

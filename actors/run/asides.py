@@ -20,7 +20,7 @@ from typing import Protocol
 
 import ray
 
-from actors.messages import AsideWork, TurnReport, TurnTask
+from actors.aside_turns import AsideWork, TurnReport, TurnTask
 from actors.outcome import Tell
 from actors.plan.types import Cascade
 from actors.ray_calls import GONE, get, wait

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import ray
 
 from actors.feed.step_source import StepSource
+from actors.held_state import Snapshot
 from actors.letters import Failures, RelayFinder
-from actors.messages import Snapshot
 from actors.outcome import Events, Listener, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
 from actors.records.events import CommitSlow, FeederLost

@@ -6,8 +6,9 @@ import logging
 
 import ray
 
+from actors.aside_turns import TurnReport
 from actors.memory_kills import in_short
-from actors.messages import MemoryExceeded, OutOfMemory, OutOfReach, TurnReport
+from actors.messages import MemoryExceeded, OutOfMemory, OutOfReach
 from actors.ray_calls import GONE, get
 from actors.refs import Ref
 

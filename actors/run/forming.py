@@ -13,7 +13,8 @@ from typing import Protocol
 
 from actors.config import RuntimeConfig
 from actors.feed.step_source import StepSource
-from actors.messages import FormTask, NodeDoor, NodeKeeper, Origin, WorkerHandle, WorkerInfo
+from actors.held_state import NodeKeeper, Origin
+from actors.messages import FormTask, NodeDoor, WorkerHandle, WorkerInfo
 from actors.outcome import Exit, StopRun, Tell
 from actors.plan.types import Cluster
 from actors.planning.client import PlannerClient

@@ -20,6 +20,7 @@ from typing import cast
 
 import ray
 
+from actors.aside_turns import TurnReport, TurnTask
 from actors.letters import (
     FINISH,
     TURN,
@@ -32,7 +33,7 @@ from actors.letters import (
     RelayHandle,
     RelaySeat,
 )
-from actors.messages import PublishedResult, StaleGeneration, TurnReport, TurnTask
+from actors.messages import PublishedResult, StaleGeneration
 from actors.names import NAMESPACE
 from actors.ray_calls import FOR_GOOD, GONE, answer_of
 from actors.refs import Ref

@@ -16,8 +16,9 @@ from typing import TypeVar
 import ray
 
 from actors.feed.step_source import StepSource
+from actors.held_state import Snapshot
 from actors.letters import Failures, NodeAnswer
-from actors.messages import OutOfReach, Snapshot, StepReport
+from actors.messages import OutOfReach, StepReport
 from actors.plan.types import Cascade, Cluster, EarlyEncode, Item, PlanError
 from actors.planning.client import PlannerClient
 from actors.planning.room import left_gib

@@ -13,8 +13,9 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from actors.aside_turns import TurnTask
 from actors.letters import FINISH, TURN, Answer, Letter, NodeAnswer, RelayedCall, RelayedResult, RelaySeat
-from actors.messages import FinishTask, PublishedResult, TurnTask
+from actors.messages import FinishTask, PublishedResult
 from actors.plan.types import Module
 from actors.refs import Ref
 from actors.run.communicators import StepBags

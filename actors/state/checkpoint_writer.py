@@ -14,7 +14,7 @@ from pathlib import Path
 import ray
 
 from actors.config import CheckpointConfig
-from actors.messages import WRITES, HeldShard, NodeKeeper, Origin, WrittenShard
+from actors.held_state import WRITES, HeldShard, NodeKeeper, Origin, WrittenShard
 from actors.outcome import Events
 from actors.ray_calls import GONE, cancel, get, remote_of, wait
 from actors.records.events import CheckpointFailed

@@ -33,7 +33,7 @@ from typing import Protocol
 import numpy as np
 
 from actors import process
-from actors.messages import COPIES, READS, WRITES, HeldShard, JoinAnswer, NodeKeeper, Snapshot, WrittenShard
+from actors.held_state import COPIES, READS, WRITES, HeldShard, JoinAnswer, NodeKeeper, Snapshot, WrittenShard
 from actors.refs import Method
 from actors.state.checkpoint_files import write_shard
 from actors.state.pulling import PIECE, pull

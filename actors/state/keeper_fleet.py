@@ -13,8 +13,8 @@ from typing import TypeVar
 import ray
 
 from actors.config import SnapshotConfig
+from actors.held_state import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.letters import CommitAnswers, CommitCall, KeeperCall, RelayFinder, held, told
-from actors.messages import COPIES, HeldShard, NodeKeeper, Snapshot
 from actors.names import NAMESPACE, keeper_name
 from actors.outcome import Tell, silent
 from actors.ray_calls import FOR_GOOD, get, kill, nodes, wait

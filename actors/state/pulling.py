@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from actors.messages import READS, NodeKeeper
+from actors.held_state import READS, NodeKeeper
 from actors.ray_calls import get, wait
 from actors.refs import Ref
 from ops.shards import ShardState, missing

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from actors.messages import HeldShard, NodeKeeper, Origin
+from actors.held_state import HeldShard, NodeKeeper, Origin
 from actors.step import CollectedStep
 from ops.shards import missing
 

@@ -18,8 +18,9 @@ from typing import Protocol
 import ray
 
 from actors.config import RuntimeConfig
+from actors.held_state import Origin, Snapshot
 from actors.letters import Failures, RelayFinder
-from actors.messages import Origin, Snapshot, WorkerInfo
+from actors.messages import WorkerInfo
 from actors.outcome import Exit, Outcome, StopRun, Tell
 from actors.ray_calls import wait
 from actors.records.events import (

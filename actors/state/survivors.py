@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import ray
 
-from actors.messages import Handover, Snapshot, WorkerHandle
+from actors.held_state import Snapshot
+from actors.messages import Handover, WorkerHandle
 from actors.ray_calls import get, wait
 from actors.refs import Ref
 from actors.step import Seat

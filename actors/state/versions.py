@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from actors.messages import Snapshot
+from actors.held_state import Snapshot
 from actors.step import Position
 from ops.shards import missing
 from ops.update.state_memory import BANKS, TURNS, BankOrder

@@ -37,7 +37,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from actors.messages import MORE_ROOM, WAITS, AsideWork, NoMoreRoom, TurnReport, TurnTask
+from actors.aside_turns import MORE_ROOM, WAITS, AsideWork, NoMoreRoom, TurnReport, TurnTask
 from actors.worker.loading import Modules
 from actors.worker.meter import GIB, Meter, NoMeter, ran_out, release
 from ops.update.flat_vector import trainable

@@ -15,8 +15,8 @@ from typing import Protocol, TypeVar
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LinkUse, Orders, Progress
 from actors.plan.types import GpuPlace
+from actors.progress import LinkUse, Orders, Progress
 from actors.ray_calls import get
 from actors.refs import Method
 from actors.worker.outgoing import Outgoing

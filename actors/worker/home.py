@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.messages import FormTask, JoinAnswer, Origin
+from actors.held_state import JoinAnswer, Origin
+from actors.messages import FormTask
 from actors.ray_calls import GONE
 from actors.state.checkpoint_files import load
 from actors.state.pulling import PIECE, Counts, pull, value

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 
-from actors.messages import LinkUse, NodeDoor
+from actors.messages import NodeDoor
+from actors.progress import LinkUse
 from ops.comm.links import Links, Sent
 
 WINDOW_S = 30.0  # long enough for some steps, short enough to name a link that has become slow within a minute

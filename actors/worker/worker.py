@@ -19,8 +19,9 @@ from datetime import timedelta
 
 import torch
 
+from actors.aside_turns import TurnReport, TurnTask
+from actors.held_state import Snapshot
 from actors.messages import (
-    ASIDE,
     SNAPSHOTS,
     CascadeTask,
     FailedStart,
@@ -30,16 +31,14 @@ from actors.messages import (
     HostGpu,
     OutOfReach,
     PublishedResult,
-    Snapshot,
     StaleGeneration,
     StepReport,
-    TurnReport,
-    TurnTask,
     WorkerInfo,
     WorkerSettings,
 )
 from actors.plan.types import ENCODED, Module
 from actors.process import birth
+from actors.progress import ASIDE
 from actors.ray_calls import bar, get, given_gpu, node_address, node_id, object_store_gib, own_handle, wait
 from actors.refs import Ref
 from actors.worker.aside import Asides

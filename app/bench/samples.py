@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from actors.messages import TurnReport
+from actors.aside_turns import TurnReport
 from actors.records.events import CheckpointWritten, RunEvent, SamplesFailed
 from actors.records.metrics_line import StepMetrics
 from app.bench.lab import Lab

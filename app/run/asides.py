@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 from contextlib import ExitStack
 from typing import Protocol
 
-from actors.messages import AsideWork, TurnReport
+from actors.aside_turns import AsideWork, TurnReport
 from actors.records.events import RunEvent
 from ops.counted import counted
 

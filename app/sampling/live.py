@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from actors.messages import TurnReport
+from actors.aside_turns import TurnReport
 from actors.records.events import RunEvent, SamplesFailed, SamplesMade
 from app.settings.config import RunConfig
 from ops.counted import counted

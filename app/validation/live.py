@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, cast
 
-from actors.messages import TurnReport
+from actors.aside_turns import TurnReport
 from actors.records.events import HeldOutFailed, HeldOutMeasured, RunEvent, events_so_far
 from app.sampling.live import held_checkpoint
 from app.settings.config import RunConfig

@@ -20,8 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom
 from actors.config import TrainConfig
-from actors.messages import MORE_ROOM, WAITS, NoMoreRoom
 from actors.worker.aside import with_room
 from actors.worker.encoding import NoMeasure, encode_clips, encode_texts, picture_noise
 from actors.worker.loading import Modules

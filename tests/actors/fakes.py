@@ -7,16 +7,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from actors.config import (
-    CheckpointConfig,
-    PlannerConfig,
-    RuntimeConfig,
-    SnapshotConfig,
-    TrainConfig,
-    WorkersConfig,
-)
+from actors.config import CheckpointConfig, PlannerConfig, RuntimeConfig, SnapshotConfig, TrainConfig, WorkersConfig
 from actors.feed.step_source import StepSource
-from actors.messages import HeldShard, Origin, Snapshot
+from actors.held_state import HeldShard, Origin, Snapshot
 from actors.outcome import Events
 from actors.plan.types import Item
 from actors.pool.membership import Membership

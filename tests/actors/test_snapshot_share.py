@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from actors.messages import Snapshot
+from actors.held_state import Snapshot
 from actors.records.events import SnapshotsSpaced, StepsLost, WorkerDied
 from actors.state.snapshot_interval import SHARE
 from actors.worker.worker import Worker

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import typer
 
-from actors.messages import FinishTask, FormTask, Origin, StaleGeneration
+from actors.held_state import Origin
+from actors.messages import FinishTask, FormTask, StaleGeneration
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from actors.messages import MORE_ROOM, WAITS, CascadeTask, NoMoreRoom, StepSample, TurnReport
+from actors.aside_turns import MORE_ROOM, WAITS, NoMoreRoom, TurnReport
+from actors.messages import CascadeTask, StepSample
 from actors.records.events import HeldOutFailed, HeldOutMeasured, event_of
 from app.records.metrics import Metrics
 from app.report.curves import held_out_html

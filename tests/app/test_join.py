@@ -16,8 +16,8 @@ import psutil
 import pytest
 import ray
 
-from actors.messages import Progress
 from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
+from actors.progress import Progress
 from app.run.join import Joining, join_until_told
 from tests.rays import local_ray
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.messages import TurnReport, TurnTask
+from actors.aside_turns import TurnReport, TurnTask
 from actors.records.events import SamplesFailed, SamplesMade
 from actors.worker.aside import Asides
 from actors.worker.loading import Modules

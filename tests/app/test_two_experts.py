@@ -14,8 +14,8 @@ from diffusers import AutoencoderKLWan, DiffusionPipeline, WanPipeline, WanTrans
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from actors import ray_calls
+from actors.aside_turns import TurnTask
 from actors.config import TrainConfig
-from actors.messages import TurnTask
 from actors.worker.loading import Modules
 from app.drawing.video import mp4_of
 from app.export import export

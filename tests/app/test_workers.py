@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import Progress
 from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
+from actors.progress import Progress
 from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop, warn_if_quiet
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers

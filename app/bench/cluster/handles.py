@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Concatenate, Generic, Protocol, TypeVar
 
+from actors.held_state import HeldShard, Snapshot
 from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer
-from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
+from actors.messages import PublishedResult, WorkerInfo
 from actors.refs import Method, Ref
 from app.bench.cluster.worker import MeetingKey
 

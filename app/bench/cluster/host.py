@@ -11,8 +11,9 @@ from typing import cast
 
 from ray.exceptions import ActorDiedError
 
+from actors.held_state import HeldShard, Snapshot
 from actors.letters import CommitCall, KeeperCall, Letter, NodeAnswer, RelayHandle
-from actors.messages import HeldShard, PublishedResult, Snapshot, WorkerInfo
+from actors.messages import PublishedResult, WorkerInfo
 from actors.plan.costs.profile import Profile
 from actors.pool.monitor import MonitorHandle
 from actors.run.relay import Relay

@@ -25,8 +25,9 @@ import numpy as np
 
 from actors.config import RuntimeConfig
 from actors.feed.pulse import AnsweringActor
+from actors.held_state import HeldShard, Origin, Snapshot
 from actors.letters import CommitCall, KeeperCall, RelayFinder, RelayHandle, held, told
-from actors.messages import HeldShard, Origin, PublishedResult, Snapshot, WorkerHandle
+from actors.messages import PublishedResult, WorkerHandle
 from actors.outcome import Tell
 from actors.plan.types import Item, Module
 from actors.pool.lookout import Lookout

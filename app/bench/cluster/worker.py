@@ -20,14 +20,13 @@ from typing import Protocol, TypeVar
 import numpy as np
 from ray.exceptions import ActorDiedError
 
+from actors.held_state import Snapshot
 from actors.messages import (
     CascadeTask,
     FinishTask,
     FormTask,
     Handover,
-    Progress,
     PublishedResult,
-    Snapshot,
     Span,
     StaleGeneration,
     StepReport,
@@ -35,6 +34,7 @@ from actors.messages import (
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster
+from actors.progress import Progress
 from actors.refs import Ref
 from app.bench.cluster.physics import Physics
 from ops.shards import ARRAYS, shard_bounds

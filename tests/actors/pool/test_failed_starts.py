@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from actors.config import WorkersConfig
-from actors.messages import FailedStart, HostGpu, Orders, WorkerSettings
+from actors.messages import FailedStart, HostGpu, WorkerSettings
 from actors.pool.workers import RayPool, start_monitor
+from actors.progress import Orders
 from actors.ray_calls import node_id, resources
 from actors.worker.loading import GpuUnusable, device_of
 from actors.worker.worker import Worker

@@ -12,9 +12,11 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import ASIDE, FormTask, LinkUse, NodeDoor, NodeKeeper, Orders, Progress
+from actors.held_state import NodeKeeper
+from actors.messages import FormTask, NodeDoor
 from actors.pool.heartbeats import Stall, Watch
 from actors.pool.monitor import LastHeartbeat, Monitor, MonitorReport, OperatorRequests
+from actors.progress import ASIDE, LinkUse, Orders, Progress
 from actors.worker.heartbeat import Heartbeat
 from actors.worker.outgoing import Outgoing
 from actors.worker.surroundings import Surroundings

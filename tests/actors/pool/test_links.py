@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from actors.messages import LinkUse
 from actors.pool.links import LinkWatch, SlowLink, shared_end, slow_links
+from actors.progress import LinkUse
 from actors.worker.outgoing import WINDOW_S
 
 MIB = 2**20

@@ -12,12 +12,13 @@ import pytest
 import ray
 
 from actors.config import WorkersConfig
-from actors.messages import LOADING, FailedStart, HostGpu, LinkUse, Progress
+from actors.messages import FailedStart, HostGpu
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Loading, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
+from actors.progress import LOADING, LinkUse, Progress
 from actors.records.events import LinkSlow, WorkerLost
 from ops.models.config import ModelConfig, VAEConfig
 from ops.models.wan.config import WanConfig

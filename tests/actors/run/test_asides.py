@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from actors.messages import TurnReport, TurnTask
+from actors.aside_turns import TurnReport, TurnTask
 from actors.plan.types import Cascade, Part
 from actors.records.events import AsidesAwaited, AsidesLeft, RunEvent, SamplesFailed
 from actors.run import asides

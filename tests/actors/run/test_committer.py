@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import ray
 
+from actors.held_state import Origin, Snapshot
 from actors.letters import Failures
-from actors.messages import Origin, Snapshot
 from actors.outcome import Events
 from actors.records.events import CommitSlow, FeederLost
 from actors.run.committer import Committer

@@ -14,19 +14,9 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
+from actors.held_state import Origin, Snapshot
 from actors.letters import Failures
-from actors.messages import (
-    FinishTask,
-    FormTask,
-    Handover,
-    NodeDoor,
-    NodesApart,
-    Origin,
-    OutOfReach,
-    Snapshot,
-    StepReport,
-    WorkerInfo,
-)
+from actors.messages import FinishTask, FormTask, Handover, NodeDoor, NodesApart, OutOfReach, StepReport, WorkerInfo
 from actors.outcome import Events
 from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast

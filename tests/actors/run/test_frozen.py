@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from actors.config import WorkersConfig
-from actors.messages import Origin, WorkerInfo, WorkerSettings
+from actors.held_state import Origin
+from actors.messages import WorkerInfo, WorkerSettings
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Arrival, Limits, LoadedWorker
 from actors.run.forming import disagreement, first_disagreement

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ray
 
+from actors.aside_turns import TurnReport, TurnTask
 from actors.letters import (
     FINISH,
     TURN,
@@ -25,14 +26,7 @@ from actors.letters import (
     RelaySeat,
     held,
 )
-from actors.messages import (
-    CascadeTask,
-    MemoryExceeded,
-    OutOfMemory,
-    StaleGeneration,
-    TurnReport,
-    TurnTask,
-)
+from actors.messages import CascadeTask, MemoryExceeded, OutOfMemory, StaleGeneration
 from actors.plan.types import Module
 from actors.run import relays as relays_book
 from actors.run import steps

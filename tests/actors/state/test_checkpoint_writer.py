@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.config import CheckpointConfig
-from actors.messages import Handover, HeldShard, Origin, Snapshot, WrittenShard
+from actors.held_state import HeldShard, Origin, Snapshot, WrittenShard
+from actors.messages import Handover
 from actors.outcome import Events
 from actors.records.events import CheckpointDamaged, CheckpointFailed, CheckpointPassedOver
 from actors.state import checkpoint_files as checkpoint

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from actors import process
-from actors.messages import HeldShard, Snapshot
+from actors.held_state import HeldShard, Snapshot
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper, VersionLost, described, end_all, forecast_bytes, known_by, place
 from actors.state.recovery import newest_whole

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from actors.config import SnapshotConfig
+from actors.held_state import HeldShard, Snapshot
 from actors.letters import CommitCall
-from actors.messages import HeldShard, Snapshot
 from actors.names import keeper_name
 from actors.outcome import StopRun
 from actors.records.events import KeeperLost, KeeperSlow, KeepersRepaired, KeepersSilent, RunEvent, SnapshotsFailed

@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.messages import HeldShard
+from actors.held_state import HeldShard
 from actors.state.recovery import CommitLog, KeeperInventory, Recovery, newest_whole, recovery_of
 from tests.actors.fakes import collected, inventories_of
 

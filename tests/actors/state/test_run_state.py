@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import ray
 
-from actors.messages import Handover, HeldShard, Origin, WorkerInfo
+from actors.held_state import HeldShard, Origin
+from actors.messages import Handover, WorkerInfo
 from actors.state import checkpoint_files as checkpoint
 from actors.state.checkpoint_writer import root_of
 from actors.state.keeper import Standing

@@ -7,7 +7,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.messages import Snapshot
+from actors.held_state import Snapshot
 from actors.state.versions import Version, VersionBook
 from ops.shards import ARRAYS
 from ops.update.state_memory import BankOrder

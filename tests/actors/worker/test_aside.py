@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from actors.messages import MORE_ROOM, WAITS, TurnReport, TurnTask
+from actors.aside_turns import MORE_ROOM, WAITS, TurnReport, TurnTask
 from actors.worker import aside
 from actors.worker.aside import Allowance, Asides, AsideThread, with_room
 from tests.actors.chaos import DeviceAsides

@@ -12,7 +12,8 @@ import pytest
 import ray
 
 from actors import process
-from actors.messages import FormTask, Origin, Snapshot
+from actors.held_state import Origin, Snapshot
+from actors.messages import FormTask
 from actors.state import checkpoint_files, pulling
 from actors.state.keeper import Keeper
 from actors.worker.home import Entry, HomeMemory

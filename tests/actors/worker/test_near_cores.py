@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from actors.config import WorkersConfig
-from actors.messages import FailedStart, Orders, WorkerSettings
+from actors.messages import FailedStart, WorkerSettings
 from actors.plan.types import GpuPlace
+from actors.progress import Orders
 from actors.worker.near_cores import stay_near
 from actors.worker.worker import Worker
 from tests.actors.exactness import MODEL, train_config

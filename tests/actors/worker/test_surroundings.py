@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import cast
 
-from actors.messages import FormTask, NodeDoor, NodeKeeper, OutOfReach
+from actors.held_state import NodeKeeper
+from actors.messages import FormTask, NodeDoor, OutOfReach
 from actors.worker.surroundings import Surroundings
 from ops.comm.reach import DoorAddress
 
