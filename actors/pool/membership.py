@@ -41,11 +41,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from actors.messages import HostGpu, NodesApart, WorkerInfo
+from actors.messages import HostGpu, WorkerInfo
 from actors.outcome import Exit
 from actors.pool.membership_types import (
     NOTICE_S,
-    Apart,
     Arrival,
     Boundary,
     Break,
@@ -83,6 +82,7 @@ from actors.pool.membership_types import (
     Wait,
 )
 from actors.pool.quarantine import Quarantine
+from actors.pool.reach import NodeReach
 from ops.counted import counted, first_of
 
 ShortageOf = Callable[[Sequence[WorkerInfo]], str]  # what memory these workers lack to train together; "" for none
@@ -96,9 +96,8 @@ class Membership:
     def __init__(
         self, limits: Limits, *, generation: int = 0, shortage: ShortageOf = lambda infos: "", home: str = ""
     ) -> None:
-        """`shortage` is called with what workers that are ready have reported. `home` is the controller's node: where
-        nodes do not reach each other, it is the last to be left out, as no step runs without the controller."""
-        self._limits, self._home = limits, home
+        """`shortage` is called with what workers that are ready have reported. `home` is the controller's node."""
+        self._limits, self._reach = limits, NodeReach(limits, home)
         self._shortage = shortage
         self._generation = generation
         self._state: State = "waiting"
@@ -114,7 +113,6 @@ class Membership:
         self._requested_at = 0.0
         self._waiting_since: float | None = None
         self._waited_since: float | None = None  # the same before the running generation was formed
-        self._apart: dict[frozenset[str], Apart] = {}  # by pair of nodes
         self._announced: tuple[int, int, bool] | None = None  # the last Wait's (have, need, whether for memory)
         self._quarantine = Quarantine(limits.rest_s, limits.rest_longest_s)
         self._resting: set[str] = set()  # nodes; "" stands for all
@@ -206,8 +204,7 @@ class Membership:
                 for worker in self._workers:
                     self._update(worker, proven=True)
                     self._quarantine.worked(_where(self._members[worker]))
-                here = {self._members[worker].node for worker in self._workers}
-                self._apart = {pair: apart for pair, apart in self._apart.items() if not pair <= here}
+                self._reach.trained({self._members[worker].node for worker in self._workers})
             case Boundary() | Tick():
                 pass
 
@@ -233,22 +230,13 @@ class Membership:
         self._breaks += not event.learned and not event.apart
         if event.apart:  # no worker of the generation has begun: the wait for one that can goes on
             self._waiting_since = self._waited_since
-        self._keep_apart(event.apart, now)
+        self._reach.broken(event.apart, now)
         if self._breaks > self._limits.max_breaks:
             self._fail(
                 Exit.FAILURE, f"{self._breaks} generations broke in a row without finishing a step: {event.reason}"
             )
         else:
             self._break(event.reason, now)
-
-    def _keep_apart(self, seen: Sequence[NodesApart], now: float) -> None:
-        """Remember which two nodes do not reach each other. They are tried together again after `Limits.apart_s`, and
-        each time that fails after twice as long, up to `Limits.apart_longest_s`."""
-        limits = self._limits
-        for pair, found in {frozenset((one.node, other.node)): one for one in seen for other in one.others}.items():
-            before = self._apart.get(pair)
-            wait_s = limits.apart_s if before is None else min(2 * before.wait_s, limits.apart_longest_s)
-            self._apart[pair] = Apart(found=found, at=now, wait_s=wait_s)
 
     def _count_loss(self, reason: str) -> None:
         """Count a generation that has ended by the loss of a worker, once however many it lost. Breaks without such a
@@ -397,7 +385,7 @@ class Membership:
             if self._anew:
                 self._form(staying, _ANEW, clean=True, now=now)
             return
-        reaching, apart = self._reaching(staying)
+        reaching, apart = self._reach.among(staying)
         staying, why = self._fitting(reaching)
         why = why or apart
         if {m.worker for m in staying} == set(self._workers) and not self._anew:
@@ -415,51 +403,16 @@ class Membership:
             self._update(worker, phase="ready", since=now)  # no longer in a generation: drained next, or left out
         self._leave_out(why)
 
-    def _reaching(self, members: list[Member]) -> tuple[list[Member], str]:
-        """(members whose nodes all reach each other, why the others are not among them: "" if there are none).
-
-        Nodes are taken out one by one until no two are left that do not reach each other: always the node that most
-        members do not reach, less the members on it. Among equals it is the one with the newest worker. The
-        controller's node comes last."""
-        sizes = Counter(member.node for member in members)
-        newest = {member.node: member.worker for member in sorted(members, key=lambda member: member.worker)}
-        beyond: dict[str, set[str]] = {}  # of each node
-        first = ""
-        for pair, apart in self._apart.items():
-            if not apart.tried and pair <= sizes.keys():
-                first = first or apart.found.describe()
-                one, other = pair
-                beyond.setdefault(one, set()).add(other)
-                beyond.setdefault(other, set()).add(one)
-        lost = {node: sum(sizes[other] for other in others) for node, others in beyond.items()}
-        out: set[str] = set()
-        while any(beyond.values()):
-            worst = max(
-                filter(beyond.get, beyond),
-                key=lambda node: (node != self._home, lost[node] - sizes[node], newest[node]),
-            )
-            out.add(worst)
-            for other in beyond.pop(worst):
-                beyond[other].discard(worst)
-                lost[other] -= sizes[worst]
-        return [member for member in members if member.node not in out], first
-
     def _staying(self) -> list[Member]:
         return [member for member in self._members.values() if not member.leaving]
 
     def _within_reach(self) -> list[Member]:
         """The members that stay, without those that wait beyond the reach of the others."""
-        return self._reaching(self._staying())[0]
-
-    def _apart_from(self, nodes: set[str], also_tried: bool) -> tuple[str, ...]:
-        """Other nodes that at least one of these nodes does not reach, sorted. Those that may be tried together again
-        are among them with `also_tried` alone."""
-        pairs = [pair for pair, apart in self._apart.items() if pair & nodes and (also_tried or not apart.tried)]
-        return tuple(sorted(frozenset[str]().union(*pairs) - nodes))
+        return self._reach.among(self._staying())[0]
 
     def _shunned(self) -> tuple[str, ...]:
         """Nodes for which no worker is asked, sorted."""
-        apart = self._apart_from({member.node for member in self._within_reach()}, also_tried=False)
+        apart = self._reach.beyond({member.node for member in self._within_reach()}, also_tried=False)
         return tuple(sorted({*apart, *self._at_rest()} - {""}))
 
     def _at_rest(self) -> set[str]:
@@ -472,17 +425,9 @@ class Membership:
         If the run lacks CPUs that decode clips (`Starvation`) and one of the two nodes has no worker left that could
         try, forget that they are apart and form the generation anew: then clips are decoded on that node again."""
         waits = self._state == "waiting" or self._starves
-        here = {member.node for member in self._members.values()}
-        for pair, apart in list(self._apart.items()):
-            wait_s = min(apart.wait_s, self._limits.apart_waiting_s) if waits else apart.wait_s
-            if now - apart.at < wait_s:
-                continue
-            if self._starves and not pair <= here:
-                del self._apart[pair]
-                self._anew = True
-            elif not apart.tried:
-                self._apart[pair] = replace(apart, tried=True)
-                self._others = True
+        if self._starves:
+            self._anew |= self._reach.forget_lost(now, {member.node for member in self._members.values()})
+        self._others |= self._reach.try_again(now, soon=waits)
 
     def _fitting(self, members: list[Member]) -> tuple[list[Member], str]:
         """(members that have the memory to train together, what all of them would lack: "" if they have it).
@@ -529,7 +474,7 @@ class Membership:
     def _form_or_wait(self, now: float) -> None:
         ready = self._with("ready")
         # A survivor that the others do not reach would be left out anyway, and its answer may get lost as well.
-        reaching, apart = self._reaching([*ready, *self._with("recovering")])
+        reaching, apart = self._reach.among([*ready, *self._with("recovering")])
         expected = reaching if len(reaching) >= self._limits.min else self._members.values()
         if any(member.phase == "recovering" for member in expected):
             return
@@ -567,7 +512,7 @@ class Membership:
                 infos=infos,
                 reason=reason,
                 clean=clean,
-                apart=self._apart_from({member.node for member in members}, also_tried=True),
+                apart=self._reach.beyond({member.node for member in members}, also_tried=True),
             )
         )
 

@@ -233,16 +233,6 @@ Event = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Apart:
-    """Two nodes do not reach each other."""
-
-    found: NodesApart
-    at: float  # when that was seen last
-    wait_s: float  # from then on, until they may be tried together
-    tried: bool = False  # they may be, and nobody has said since that they still are apart
-
-
 # Decisions ----------------------------------------------------------------------------------------------------------
 
 
