@@ -16,6 +16,7 @@ from data.storage import read_range
 from data.types import CaptionRef
 
 MAX_CHOICES = 32  # captions of one sample; the rest is ignored
+_MOST_SCORES = 64  # of one sample
 
 
 def parse_policy(policy: str) -> tuple[tuple[str, ...], ...]:
@@ -91,11 +92,13 @@ def json_texts(value: Mapping[str, object], name: str) -> list[str]:
     return [text for text in field if isinstance(text, str)] if isinstance(field, list) else []
 
 
-def scores_of(value: Mapping[str, object], limit: int = 64) -> dict[str, float]:
-    """Numeric fields of a JSON object or table row, named without spaces."""
+def scores_of(value: Mapping[str, object]) -> dict[str, float]:
+    """The first numeric fields of a JSON object or table row, named without spaces."""
     found: dict[str, float] = {}
     for name, field in value.items():
-        if isinstance(field, (int, float)) and not isinstance(field, bool) and len(name) <= 64 and len(found) < limit:
+        if len(found) == _MOST_SCORES:
+            break
+        if isinstance(field, (int, float)) and not isinstance(field, bool) and len(name) <= 64:
             name = name.strip().replace(" ", "_").encode("utf-8", "backslashreplace").decode()
             with contextlib.suppress(OverflowError):
                 found[name] = float(field)

@@ -68,8 +68,8 @@ class StepFacts:
 class LoadHistory:
     """Seconds of the last steps beside their tokens and their loads B S^p: does time follow the one or the other?"""
 
-    def __init__(self, steps: int = 200) -> None:
-        self._steps: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=steps)
+    def __init__(self) -> None:
+        self._steps: deque[tuple[float, float, tuple[float, ...]]] = deque(maxlen=200)
 
     def add(self, seconds: float, samples: Iterable[tuple[int, int]]) -> None:
         """A step of these (samples, tokens of one)."""

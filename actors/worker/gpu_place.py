@@ -38,7 +38,7 @@ class NearestCard:
     rail: str
 
 
-def place_of(device: torch.device, machine: AskedNode | None = None) -> GpuPlace:
+def place_of(device: torch.device) -> GpuPlace:
     """The place of this process's `device`; of the CPU nothing is known."""
     if device.type != "cuda":
         return UNKNOWN_PLACE
@@ -47,7 +47,7 @@ def place_of(device: torch.device, machine: AskedNode | None = None) -> GpuPlace
     address = ""
     if bus is not None:
         address = f"{getattr(facts, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(facts, 'pci_device_id', 0):02x}.0"
-    return placed(address, str(facts.uuid), machine or AskedNode())
+    return placed(address, str(facts.uuid), AskedNode())
 
 
 def placed(address: str, uuid: str, machine: AskedNode) -> GpuPlace:

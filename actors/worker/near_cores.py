@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _OWN_THREADS = Path("/proc/self/task")
 
 
-def stay_near(numa: int | None, root: Path = SYS, threads: Path = _OWN_THREADS) -> frozenset[int]:
+def stay_near(numa: int | None, root: Path = SYS) -> frozenset[int]:
     """Keeps all threads of this process, and those that they will start, to the cores of the memory node `numa`, out of
     those that it may use. Returns them; none, and changes nothing, where nobody knows the node, where all cores are of
     it, or where a container leaves the process less than half of its part of them."""
@@ -30,7 +30,7 @@ def stay_near(numa: int | None, root: Path = SYS, threads: Path = _OWN_THREADS) 
     if near == allowed or 2 * len(near) * len(nodes) < len(allowed):
         return frozenset()
     try:
-        for thread in threads.iterdir():
+        for thread in _OWN_THREADS.iterdir():
             with suppress(ProcessLookupError):  # it has ended meanwhile
                 os.sched_setaffinity(int(thread.name), near)
     except OSError as error:

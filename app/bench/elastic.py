@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ops.models.text import TextEncoder
 
 _KILL_AFTER = 8  # steps
+_PATIENCE_S = 240.0  # for Ray Train to get on
 
 
 def run(
@@ -118,7 +119,7 @@ def _join(lab: Lab) -> float:
     return seconds
 
 
-def _snapshots(lab: Lab, steps: int = 60) -> SnapshotCost:
+def _snapshots(lab: Lab) -> SnapshotCost:
     """What the copy of the shard and its way to the keeper take of a step, and the same run without them."""
     copies: dict[bool, list[float]] = {True: [], False: []}
     phase: list[float] = []
@@ -126,7 +127,7 @@ def _snapshots(lab: Lab, steps: int = 60) -> SnapshotCost:
         run = lab.start(
             lab.config(
                 f"snapshots-{enabled}-{len(phase)}-{len(copies[enabled])}",
-                train={"steps": steps},
+                train={"steps": 60},
                 workers={"min": 2, "max": 2},
                 snapshot={"enabled": enabled},
             )
@@ -285,11 +286,11 @@ def _steps(log: Path) -> list[BaselineStep]:
     return [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
 
 
-def _await(condition: Callable[[], bool], timeout_s: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout_s
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"Ray Train did not get on within {timeout_s:g} s.")
+            raise RuntimeError(f"Ray Train did not get on within {_PATIENCE_S:g} s.")
         time.sleep(0.02)
 
 

@@ -80,13 +80,13 @@ class Timeout(RuntimeError):
 class Lab:
     """Owns the cluster of this process; `close` ends everything it started."""
 
-    def __init__(self, folder: Path, clips: int = 60) -> None:
+    def __init__(self, folder: Path) -> None:
         from data.tools.synthetic import SynthConfig, synthesize
 
         self.folder = folder
         self.data = folder / "data"
         if not self.data.exists():
-            synthesize(self.data, SynthConfig(clips=clips, images=12, shards=2, koala=False))
+            synthesize(self.data, SynthConfig(clips=60, images=12, shards=2, koala=False))
         root = str(Path(__file__).resolve().parents[2])
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "32")
@@ -232,14 +232,14 @@ class LabRun:
                 )
             time.sleep(0.02)
 
-    def wait_for_workers(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1].workers == count, f"{count} workers", timeout_s)
+    def wait_for_workers(self, count: int) -> None:
+        self.wait_for(lambda: bool(self.metrics) and self.metrics[-1].workers == count, f"{count} workers")
 
-    def wait_for_more_steps(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for_step((self.metrics[-1].step if self.metrics else -1) + count, timeout_s)
+    def wait_for_more_steps(self, count: int) -> None:
+        self.wait_for_step((self.metrics[-1].step if self.metrics else -1) + count)
 
-    def wait_for_recoveries(self, count: int, timeout_s: float = 240.0) -> None:
-        self.wait_for(lambda: len(self.seconds_to_recover()) >= count, f"recovery {count}", timeout_s)
+    def wait_for_recoveries(self, count: int) -> None:
+        self.wait_for(lambda: len(self.seconds_to_recover()) >= count, f"recovery {count}")
 
     def losses(self) -> list[float]:
         return [m.loss for m in self.metrics]

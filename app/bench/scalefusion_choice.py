@@ -6,7 +6,7 @@ that, as small clips on small devices have them. `time` is the chosen schedule's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
@@ -42,11 +42,9 @@ class GridChoice:
         return self.auto_s / self.best_s
 
 
-def small_grids(
-    grids: Sequence[tuple[int, int]] = GRIDS, degrees: Sequence[int] = DEGREES, links: Sequence[float] = LINKS
-) -> Iterator[GridChoice]:
+def small_grids() -> Iterator[GridChoice]:
     """All of them. The simulator's sweep takes seconds for each."""
-    for (frames, positions), degree, link in product(grids, degrees, links):
+    for (frames, positions), degree, link in product(GRIDS, DEGREES, LINKS):
         costs = LayerCosts(
             spatial_s=SPATIAL * degree,
             temporal_s=(1 - SPATIAL) * degree,

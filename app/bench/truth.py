@@ -331,7 +331,7 @@ def _timed(
     return PointTimes(seconds=tuple(machine.measured(took) for _ in range(repeats)))
 
 
-def profiled(machine: Machine, repeats: int = 3) -> Profile:
+def profiled(machine: Machine) -> Profile:
     """What `heddle profile` makes of this machine: its points in its order, each the median of some runs with the
     machine's noise, ends of steps, all-to-alls and handoffs."""
     profile = wrong_profile()
@@ -346,7 +346,7 @@ def profiled(machine: Machine, repeats: int = 3) -> Profile:
     points = by_information(points_of(shapes, inside, over), figures)
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
         alone = cast(Any, HiddenBench(machine))  # its device and its model are no more than what is asked of them
-        Measuring(alone, HiddenBags(machine), profile, Path(folder) / "profile.json", repeats).run(points, 0.0)
+        Measuring(alone, HiddenBags(machine), profile, Path(folder) / "profile.json", repeats=3).run(points, 0.0)
     return profile
 
 

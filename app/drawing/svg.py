@@ -179,12 +179,12 @@ def _path(points: Sequence[tuple[float, float] | None]) -> str:
     return "".join(commands)
 
 
-def thin_out(series: Series, limit: int = MAX_POINTS) -> Series:
-    """At most `limit` points, each the mean of its bin."""
+def thin_out(series: Series) -> Series:
+    """At most MAX_POINTS points, each the mean of its bin."""
     count = len(series.xs)
-    if count <= limit:
+    if count <= MAX_POINTS:
         return series
-    bounds = [round(i * count / limit) for i in range(limit + 1)]
+    bounds = [round(i * count / MAX_POINTS) for i in range(MAX_POINTS + 1)]
     xs = [mean(series.xs[a:b]) for a, b in pairwise(bounds)]
     ys = [mean([y for y in series.ys[a:b] if math.isfinite(y)] or [math.nan]) for a, b in pairwise(bounds)]
     return Series(name=series.name, xs=xs, ys=ys, css=series.css)

@@ -39,10 +39,10 @@ class Values:
 
 
 class Curve:
-    """A figure over the steps, as a chart draws it: `count` values in at most `limit` bins."""
+    """A figure over the steps, as a chart draws it: `count` values in at most MAX_POINTS bins."""
 
-    def __init__(self, count: int, limit: int = MAX_POINTS) -> None:
-        self._count, self._bins = count, max(1, min(count, limit))
+    def __init__(self, count: int) -> None:
+        self._count, self._bins = count, max(1, min(count, MAX_POINTS))
         self._added = 0
         self._xs: list[list[float]] = []  # per bin: sum, count
         self._ys: list[list[float]] = []

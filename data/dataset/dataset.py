@@ -179,9 +179,9 @@ class Dataset:
         """The ledger as JSON: indexed, planned, rejected by reason; scheduled, delivered, skipped. Costs nothing."""
         return self.ledger.summary()
 
-    def batch_sizes(self, stage: int = 0) -> dict[Bucket, int]:
-        """Clips per batch of every bucket of a curriculum segment."""
-        return dict(self.planner.stages[stage].batch)
+    def batch_sizes(self) -> dict[Bucket, int]:
+        """Clips per batch of every bucket of the curriculum's first segment."""
+        return dict(self.planner.stages[0].batch)
 
     # inside
 

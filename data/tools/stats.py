@@ -10,6 +10,7 @@ import numpy as np
 from data.dataset.index import Index
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
+_MOST_SHAPES = 12  # listed
 
 
 class ShapeCount(TypedDict):
@@ -47,8 +48,8 @@ class SourceStatistics(TypedDict):
     scores: dict[str, list[float]]
 
 
-def statistics(index: Index, most: int = 12) -> SourceStatistics:
-    """Figures of the usable rows, and how many rows are not usable and why. `most`: shapes listed."""
+def statistics(index: Index) -> SourceStatistics:
+    """Figures of the usable rows, and how many rows are not usable and why."""
     columns = index.columns("ok", "image", "width", "height", "fps", "num_frames", "duration", "caption_chars", "size")
     ok = columns.pop("ok").astype(bool)
     kept = {name: values[ok] for name, values in columns.items()}
@@ -69,10 +70,11 @@ def statistics(index: Index, most: int = 12) -> SourceStatistics:
         "bytes": int(kept["size"].sum()),
         "hours": float(kept["duration"].sum() / 3600),
         "shapes": [
-            {"width": width, "height": height, "count": count} for (width, height), count in shapes.most_common(most)
+            {"width": width, "height": height, "count": count}
+            for (width, height), count in shapes.most_common(_MOST_SHAPES)
         ],
-        "other_shapes": max(len(shapes) - most, 0),
-        "other_samples": int(ok.sum()) - sum(count for _, count in shapes.most_common(most)),
+        "other_shapes": max(len(shapes) - _MOST_SHAPES, 0),
+        "other_samples": int(ok.sum()) - sum(count for _, count in shapes.most_common(_MOST_SHAPES)),
         "aspect": quantiles(kept["width"] / np.maximum(kept["height"], 1)),
         "fps": quantiles(kept["fps"][video]),
         "frames": quantiles(kept["num_frames"][video]),

@@ -286,11 +286,11 @@ def counted_picture(config: DiTConfig) -> tuple[DispatchCounter, DispatchCounter
     return found
 
 
-def counted_bag(config: DiTConfig, size: int = 2) -> list[DispatchCounter]:
-    """What a packed cascade asks of each member's device, in its bag's second step. Every member has encoded a share of
-    the texts and clips. Hosts meet as ever; what their devices exchange is left out."""
-    counters, store, failed = [DispatchCounter() for _ in range(size)], dist.HashStore(), CancelToken()
-    bag = tuple(range(size))
+def counted_bag(config: DiTConfig) -> list[DispatchCounter]:
+    """What a packed cascade asks of each member's device, in the second step of a bag of two. Both members have encoded
+    a share of the texts and clips. Hosts meet as ever; what their devices exchange is left out."""
+    counters, store, failed = [DispatchCounter() for _ in range(2)], dist.HashStore(), CancelToken()
+    bag = (0, 1)
 
     def member(rank: int) -> None:
         try:
@@ -306,7 +306,7 @@ def counted_bag(config: DiTConfig, size: int = 2) -> list[DispatchCounter]:
             failed.set(f"member {rank}: {error!r}")
             raise
 
-    with as_on_a_gpu(), ThreadPoolExecutor(size) as threads:
+    with as_on_a_gpu(), ThreadPoolExecutor(len(bag)) as threads:
         for one in [threads.submit(member, rank) for rank in bag]:
             one.result()
     return counters

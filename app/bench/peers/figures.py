@@ -17,6 +17,7 @@ from app.bench.tree import SERVICES, TreeLook
 
 TRAINING = "training"  # the role of the processes that train
 SAME = 1e-5  # relative; losses of the same arithmetic in another order, fp32
+_LEAST_S = 0.005  # CPU seconds of a step, below which a role is not listed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +182,9 @@ def cells_of(
     return [words.format(reference=reference) for words in HEAD], rows
 
 
-def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]], least_s: float = 0.005) -> str:
-    """Markdown: CPU seconds of a step by what processes do, medians over the rounds; roles that take `least_s` of some
-    peer, those that take most of any first."""
+def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]]) -> str:
+    """Markdown: CPU seconds of a step by what processes do, medians over the rounds; roles that take 5 ms of
+    some peer, those that take most of any first."""
     taken = {
         role: [median(r.roles_s.get(role, 0.0) for r in runs) for runs in rounds.values()]
         for role in dict.fromkeys(role for runs in rounds.values() for run in runs for role in run.roles_s)
@@ -191,7 +192,7 @@ def roles_table(title: str, rounds: Mapping[str, Sequence[PeerFigures]], least_s
     rows = [
         (role, *(f"{value:.3f}" for value in seconds))
         for role, seconds in sorted(taken.items(), key=lambda pair: -max(pair[1]))
-        if max(seconds) >= least_s
+        if max(seconds) >= _LEAST_S
     ]
     return markdown_table((f"{title}, CPU-s / step", *rounds), rows)
 
