@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -114,15 +114,10 @@ def run(
             own = Path(folder) / name
             path, samples = prepare(own, config, SETS[name], warm + steps + LEFT, workers)
             found[name] = {peer: [] for peer in peers}
-            for turn in range(rounds):
-                for peer in peers[turn % len(peers) :] + peers[: turn % len(peers)]:
-                    print(f"{name}, round {turn + 1} of {rounds}: {peer}", file=sys.stderr, flush=True)
-                    try:
-                        seen = train(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
-                    except PeerFailed as failed:
-                        print(failed.said, file=sys.stderr)  # the log itself goes with its folder
-                        raise
-                    found[name][peer].append(figures_of(seen, samples, warm, LEFT))
+            for turn, peer in _turns(peers, rounds):
+                print(f"{name}, round {turn + 1} of {rounds}: {peer}", file=sys.stderr, flush=True)
+                seen = _trained(PEERS[peer], path, len(samples), workers, own / f"{peer.replace(' ', '')}-{turn}")
+                found[name][peer].append(figures_of(seen, samples, warm, LEFT))
             print(table(f"{name}, {counted(workers, 'worker')}", found[name], REFERENCE, glue), end="\n\n", flush=True)
             print(roles_table(name, found[name]), end="\n\n", flush=True)
     for written in out or []:
@@ -130,14 +125,29 @@ def run(
             options: list[tuple[str, object]] = [("--steps", steps), ("--warm", warm), ("--rounds", rounds)]
             options += [("--workers", workers), ("--peer", only), ("--config", None if config == CONFIG else config)]
             command = partial(_command, [*options, ("--out", written.name)])
-            written.write_text(
-                html(found, REFERENCE, glue, command, facts_of(counted(workers, "worker"))), encoding="utf-8"
-            )
+            page = html(found, REFERENCE, glue, command, facts_of(counted(workers, "worker")))
+            written.write_text(page, encoding="utf-8")
         else:
             plain = {name: {peer: [asdict(r) for r in runs] for peer, runs in of.items()} for name, of in found.items()}
             written.write_text(json.dumps({"figures": plain, "glue": glue}, indent=1))
     if not all(agree(of, REFERENCE) for of in found.values()):
         raise typer.Exit(1)
+
+
+def _turns(peers: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """(round, peer) of every run in order; each round begins with another peer."""
+    for turn in range(rounds):
+        first = turn % len(peers)
+        yield from ((turn, peer) for peer in (*peers[first:], *peers[:first]))
+
+
+def _trained(peer: Peer, config: Path, steps: int, workers: int, folder: Path) -> LoopRun:
+    """As `train`. The log of one that fails is shown, as it goes with its folder."""
+    try:
+        return train(peer, config, steps, workers, folder)
+    except PeerFailed as failed:
+        print(failed.said, file=sys.stderr)
+        raise
 
 
 def _command(options: Sequence[tuple[str, object]], name: str) -> str:
