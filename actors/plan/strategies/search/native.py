@@ -172,24 +172,28 @@ def anneal(
         with ThreadPoolExecutor(THREADS, thread_name_prefix="plan search") as threads:
             searches = list(threads.map(search, range(THREADS)))
     del arrays  # until here the compiled code reads them
-    found = [one for one in searches if one.figures[0] > 0]
+    found = [one for one in searches if one.makespan > 0]
     if not found:
         return None
-    best = min(found, key=lambda one: float(one.figures[1 if given.ahead else 0]))
-    makespan, result = float(best.figures[0]), best.result
+    best = min(found, key=lambda one: one.cost if given.ahead else one.makespan)
+    return _result_of(space, best, before, sum(one.evaluations for one in searches))
+
+
+def _result_of(space: Space, best: _SearchOutput, before: Sequence[Sequence[int]], evaluations: int) -> SearchResult:
+    """The schedule of a search, without encodes of later steps that would begin after its end."""
+    starts = best.result[:, 0]
     placing = [int(j) for j in best.order]
-    if best.figures[2]:  # found from its end: in forward order of start, encodes first
-        placing = sorted(range(num_jobs), key=lambda j: (result[j, 0], bool(before[j]), j))
-    kept = [j for j in placing if space.counts[j] or not space.worth[j] or result[j, 0] < makespan - 1e-9]
+    if best.is_backward:  # in forward order of start, encodes first
+        placing = sorted(range(space.num_jobs), key=lambda j: (starts[j], bool(before[j]), j))
     return SearchResult(
-        makespan,
-        float(best.figures[1]),
-        kept,
-        [int(k) for k in result[:, 2]],
-        [tuple(int(n) for n in np.flatnonzero(row)) for row in best.bags],
-        result[:, 0].tolist(),
-        sum(one.evaluations for one in searches),
-        _bags(space, best.bags) if space.bags is not None else [],
+        best.makespan,
+        best.cost,
+        order=[j for j in placing if space.counts[j] or not space.worth[j] or starts[j] < best.makespan - 1e-9],
+        degree=[int(k) for k in best.result[:, 2]],
+        nodes=[tuple(int(n) for n in np.flatnonzero(row)) for row in best.bags],
+        start=starts.tolist(),
+        rounds=evaluations,
+        bags=_bags(space, best.bags) if space.bags is not None else [],
     )
 
 
@@ -211,6 +215,20 @@ class _SearchOutput:
     order: np.ndarray
     figures: np.ndarray
     evaluations: int = 0
+
+    @property
+    def makespan(self) -> float:
+        """0: the wall clock ended it before it had any."""
+        return float(self.figures[0])
+
+    @property
+    def cost(self) -> float:
+        return float(self.figures[1])
+
+    @property
+    def is_backward(self) -> bool:
+        """The schedule was found from its end."""
+        return bool(self.figures[2])
 
 
 def _given(space: Space) -> tuple[_Space, dict[str, np.ndarray], list[list[int]]]:
