@@ -67,6 +67,20 @@ class PlanRequest:
     shares: Sequence[str] = ()
     codes: str = ""  # KnapFormer's, instead of buckets of the config
 
+    def check(self) -> None:
+        """Raises ConfigError where options are wrong, or do not go together."""
+        for strategy in self.strategies:
+            if strategy not in STRATEGIES:
+                raise ConfigError(f"--strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
+        if (self.workload is None) == (self.config is None):
+            raise ConfigError("give either --workload FILE or --config RUN.yaml.")
+        if self.shares and (self.workload is not None or self.from_data):
+            raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
+        if self.codes and (self.workload is not None or self.from_data or self.shares):
+            raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
+        if self.budget_s is not None and not 0 <= self.budget_s <= SECONDS:
+            raise ConfigError(f"--budget {self.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInputs:
@@ -92,17 +106,7 @@ def run_plan(
     request: PlanRequest, out: Path | None = None, gantt: Path | None = None, page: Path | None = None
 ) -> None:
     """Plan, check, print the table, write what was asked for. Raises ConfigError, DataError and PlanError."""
-    for strategy in request.strategies:
-        if strategy not in STRATEGIES:
-            raise ConfigError(f"--strategy {strategy!r} is not one of {', '.join(STRATEGIES)}.")
-    if (request.workload is None) == (request.config is None):
-        raise ConfigError("give either --workload FILE or --config RUN.yaml.")
-    if request.shares and (request.workload is not None or request.from_data):
-        raise ConfigError("--share is for buckets drawn from --config; a workload or real data has its own shares.")
-    if request.codes and (request.workload is not None or request.from_data or request.shares):
-        raise ConfigError("--codes makes a workload for the model of --config; leave out what else makes one.")
-    if request.budget_s is not None and not 0 <= request.budget_s <= SECONDS:
-        raise ConfigError(f"--budget {request.budget_s:g} is not a number of seconds from 0 to {SECONDS:g}.")
+    request.check()
     if gantt is not None and gantt.suffix.lower() not in PICTURES:
         raise ConfigError(f"--gantt {gantt} has no name of a picture; give a file that ends in {PICTURES[0]}.")
     for name, path in (("--json", out), ("--gantt", gantt)):
