@@ -166,8 +166,8 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
     Frozen weights of blocks lie in host memory of the node where the settings say so or, on a device of `device_gib`
     (0: no limit), training has no room else.
 
-    Raises ValueError, before weights are read, when the device cannot run the attention that the settings name, or this
-    machine cannot compile what they compile.
+    Raises ValueError, before weights are read, when the device cannot run the attention that the settings name, this
+    machine cannot compile what they compile, or the transformer does not take what training would give it.
     """
     model, geometry = resolve(settings.model)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[settings.train.parameter_dtype]
@@ -175,26 +175,7 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
     check_backend(model.dit.attention, device, queries, model.dit.head_dim)
     if model.dit.compile is True:
         check_compiler(device)
-    if settings.train.flow.first_frame and not model.dit.frame_times:
-        raise ValueError(
-            f"train.flow.first_frame {settings.train.flow.first_frame:g} gives first frames clean, and the transformer "
-            f"of model.dit takes one time for all of a clip. Set it to 0."
-        )
-    if settings.train.flow.first_frame and model.dit.gives_first_frame:
-        raise ValueError(
-            f"train.flow.first_frame {settings.train.flow.first_frame:g} gives some first frames, and the transformer "
-            f"of model.dit is given that of every clip. Set it to 0."
-        )
-    if settings.train.flow.by_frame and not model.dit.levels_by_frame:
-        raise ValueError(
-            f"train.flow.frame_levels {settings.train.flow.frame_levels} gives each latent frame a noise level of its "
-            f"own, and the transformer of model.dit takes one for all of a clip. Set it to one."
-        )
-    if settings.train.picture_noise and not FirstFrame.of(model).is_told:
-        raise ValueError(
-            "train.picture_noise is set, and the transformer of model.dit is not given pictures that the VAE encodes "
-            "apart. Leave it out."
-        )
+    _check_takes(model, settings.train)
     on_host = hosts_blocks(model.dit, settings, device, device_gib)
     modules = Modules(
         config=model,
@@ -213,6 +194,30 @@ def build_modules(settings: WorkerSettings, device: torch.device, device_gib: fl
         if module not in settings.cached:
             modules.ready(module)
     return modules
+
+
+def _check_takes(model: ModelConfig, train: TrainConfig) -> None:
+    """Raises ValueError where the transformer does not take what the training would give it."""
+    if train.flow.first_frame and not model.dit.frame_times:
+        raise ValueError(
+            f"train.flow.first_frame {train.flow.first_frame:g} gives first frames clean, and the transformer "
+            f"of model.dit takes one time for all of a clip. Set it to 0."
+        )
+    if train.flow.first_frame and model.dit.gives_first_frame:
+        raise ValueError(
+            f"train.flow.first_frame {train.flow.first_frame:g} gives some first frames, and the transformer "
+            f"of model.dit is given that of every clip. Set it to 0."
+        )
+    if train.flow.by_frame and not model.dit.levels_by_frame:
+        raise ValueError(
+            f"train.flow.frame_levels {train.flow.frame_levels} gives each latent frame a noise level of its "
+            f"own, and the transformer of model.dit takes one for all of a clip. Set it to one."
+        )
+    if train.picture_noise and not FirstFrame.of(model).is_told:
+        raise ValueError(
+            "train.picture_noise is set, and the transformer of model.dit is not given pictures that the VAE encodes "
+            "apart. Leave it out."
+        )
 
 
 def hosts_blocks(dit: DiTConfig, settings: WorkerSettings, device: torch.device, device_gib: float) -> bool:
