@@ -71,6 +71,8 @@ class Encoders:
         for name, usual in (("cleaned", True), ("empty", "encoded")):  # named before there was a choice
             if settings[name] == usual:
                 del settings[name]
+        if (recipe := model.text.recipe) and recipe.crop:
+            settings["prompt"] = [recipe.template, recipe.crop]
         text = {**settings, "dtype": model.text.dtype_on(device), "files": _stamp(text_folders)}
         return Encoders(
             vae=json.dumps(vae, sort_keys=True) if named else "",

@@ -145,14 +145,15 @@ def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
     """The two text encoders of a family and their tokenizers."""
+    recipe = recipe_of(text)
     for part, name in text_classes(text).items():
         parts.index[part] = ["transformers", name]
     if text.path:
         for part, folder in text_parts(text).items():
             parts.origins[part] = f"{link_tree(folder, work / part)} from {folder}"
+        parts.notes.extend([recipe.note] if recipe.note else [])
         return
     save_random_pair(text, work)
-    recipe = recipe_of(text)
     for part in text_classes(text):
         parts.origins[part] = f"random pair over bytes of seed {text.seed}"
     untrained = "the text encoders are the untrained ones of the run"

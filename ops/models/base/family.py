@@ -170,6 +170,7 @@ class TextRecipe:
     final_norm: bool = False  # of that encoder: whether its states are normalised
     cleaned: bool = False  # whether both encoders see the caption cleaned (`ops.models.text.clean`), or as it is
     template_is_set: bool = False  # its pipeline has the template as an attribute, where others take it in a call
+    note: str = ""  # what an export says of its pipeline, where Diffusers has another template than the weights saw
     second_tokens: int = 77  # rows that the second encoder sees: CLIP this number always, ByT5 at most
     # every caption is encoded over max_length rows without a mask, and all of them are text to the transformer
     keeps_padding: bool = False

@@ -28,12 +28,13 @@ if TYPE_CHECKING:
 
     from ops.config import FlowConfig
 
-# Of Kandinsky5T2VPipeline, whose "scren" is as in the published code: 128 tokens stand before the caption.
+# As its authors wrote it, "promt" and "scren" with it: 129 tokens stand before the caption. Kandinsky5T2VPipeline of
+# Diffusers 0.42 says "prompt", of one token less, which the weights have not seen.
 _TEXT = TextRecipe(
     states="qwen2_5_vl_text",
     template="\n".join(
         [
-            "<|im_start|>system\nYou are a prompt engineer. Describe the video in detail.",
+            "<|im_start|>system\nYou are a promt engineer. Describe the video in detail.",
             "Describe how the camera moves or shakes, describe the zoom and view angle, whether it follows the "
             "objects.",
             "Describe the location of the video, main characters or objects and their action.",
@@ -45,10 +46,15 @@ _TEXT = TextRecipe(
             "<|im_start|>user\n{}<|im_end|>",
         ]
     ),
-    crop=128,
+    crop=129,
     final_norm=True,
     cleaned=True,
     template_is_set=True,
+    note=(
+        "the prompt is as the authors of Kandinsky 5.0 wrote it; before a call of Kandinsky5T2VPipeline set its "
+        "prompt_template to prompt_template.replace('a prompt engineer', 'a promt engineer'), and its "
+        "prompt_template_encode_start_idx to 129."
+    ),
 )
 _NEGATIVE = (
     "Static, 2D cartoon, cartoon, 2d animation, paintings, images, worst quality, low quality, ugly, deformed, "

@@ -34,6 +34,7 @@ from data.tools.synthetic import SynthConfig, synthesize
 from data.types import Bucket, DataItem, DecodeJob, NeedsPixels, SampleRef
 from ops.geometry import Geometry
 from ops.models.config import ImageConfig, ModelConfig, TextConfig, VAEConfig
+from ops.models.families import TEXT_RECIPES, TextKind
 from ops.models.folders import resolve
 from ops.models.hunyuan.config import HunyuanConfig
 from ops.models.ltx.config import LTXConfig
@@ -387,6 +388,13 @@ def test_the_name_of_a_t5_is_what_it_was_before_there_were_other_encoders() -> N
     raw = Encoders.of(ModelConfig(text=TextConfig(cleaned=False, empty="none"))).text
     assert '"cleaned": false' in raw and '"empty": "none"' in raw
     assert '"cleaned": "lower"' in Encoders.of(ModelConfig(text=TextConfig(cleaned="lower"))).text
+
+
+@pytest.mark.parametrize("kind", [kind for kind, recipe in TEXT_RECIPES.items() if recipe.crop])
+def test_the_name_of_a_text_holds_the_prompt_around_its_caption(kind: TextKind) -> None:
+    """Another prompt makes other rows of the same caption."""
+    recipe, text = TEXT_RECIPES[kind], TextConfig(kind=kind)
+    assert json.loads(Encoders.of(ModelConfig(text=text)).text)["prompt"] == [recipe.template, recipe.crop]
 
 
 def test_an_empty_caption_that_is_no_text_is_kept_in_the_cache(clips: Path, tmp_path: Path) -> None:
