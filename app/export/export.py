@@ -131,18 +131,19 @@ def _fill(
     known = [difference for difference in differences if difference is not None]
     largest = max(known, default=None)
     parts.notes.extend(family.export_notes(resolved.dit, config.model.text.pad_to))
-    growing = config.train.flow.token_shift
+    sampled = config.sample.flow_of(config.train.flow)
+    growing = sampled.token_shift
     said = family.own_code is not None or (family.shifts_by_tokens and growing is not None and growing.law == "line")
     if growing is not None and base is None and not said:
         parts.notes.append(
             f"this run shifted noise by train.flow.token_shift, and scheduler/ holds one shift, "
-            f"{config.train.flow.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
+            f"{sampled.flow_shift:g}; set that of your clips: {growing.at(1024):.3g} at 1,024 tokens, "
             f"{growing.at(32768):.3g} at 32,768."
         )
     if base is not None:
         parts.notes.append(
             f"scheduler/ is that of {base}; `heddle sample` uses even Euler steps with flow shift "
-            f"{config.train.flow.flow_shift:g}."
+            f"{sampled.flow_shift:g}."
         )
     if any(origin.startswith("hard-linked") for origin in parts.origins.values()):
         parts.notes.append(

@@ -208,10 +208,10 @@ def _pipeline(dit: DiTConfig) -> type:
 
 
 def _scheduler(work: Path, config: RunConfig, parts: FrozenParts) -> None:
-    """Euler with the shift of the training and the sigmas of `heddle sample`."""
+    """Euler with the shift and the sigmas of `heddle sample`."""
     import diffusers
 
-    flow = config.train.flow
+    flow = config.sample.flow_of(config.train.flow)
     chosen = FAMILIES[config.model.dit.architecture].scheduler(config.model.dit, flow)
     scheduler = getattr(diffusers, chosen.name)(num_train_timesteps=flow.num_train_timesteps, **chosen.settings)
     scheduler.save_pretrained(work / "scheduler")

@@ -76,7 +76,8 @@ class ClipSettings:
     @staticmethod
     def of(config: RunConfig, scheduler: Scheduler | None = None) -> ClipSettings:
         """Those of a run; a published pipeline may have a `scheduler` by whose steps its clips are made."""
-        sample, flow, family = config.sample, config.train.flow, FAMILIES[config.model.dit.architecture]
+        sample, family = config.sample, FAMILIES[config.model.dit.architecture]
+        flow = sample.flow_of(config.train.flow)
         unshifted = config.model.dit.sampled_unshifted
         sampler = SamplerConfig(
             steps=len(sample.timesteps) or sample.steps,

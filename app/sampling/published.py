@@ -93,8 +93,8 @@ def _guidance(folder: Path, index: Json) -> dict[str, object]:
 
 
 def _flow(recipe: TrainingRecipe, scheduler: Json, first_frame: float) -> FlowConfig:
-    """The shift that the weights were trained with, or that of the scheduler (of diffusion, which nothing reads)."""
-    shift = recipe.flow or shift_of(scheduler)
+    """The shift of the scheduler (of diffusion, which nothing reads), or where there is none that of the training."""
+    shift = shift_of(scheduler) or recipe.flow
     times = scheduler.get("num_train_timesteps", 1000)
     return FlowConfig(first_frame=first_frame, num_train_timesteps=times, **shift)  # type: ignore[arg-type]
 

@@ -226,6 +226,11 @@ def _check_sampler(sample: SampleConfig, dit: DiTConfig, flow: FlowConfig, known
             "sample.forcing is given, and the transformer of model.dit takes one noise level for all of a clip; leave "
             "it out."
         )
+    if sample.flow_shift is not None and (dit.diffusion is not None or dit.sampled_unshifted):
+        why = "sampled by DDIM, which has none" if dit.diffusion else "sampled without one, as its pipeline does"
+        raise ConfigError(
+            f"sample.flow_shift is {sample.flow_shift:g}, and the transformer of model.dit is {why}. Leave it out."
+        )
     if sample.timesteps and dit.diffusion is not None:
         raise ConfigError(
             f"sample.timesteps is {list(sample.timesteps)}, and the transformer of model.dit is sampled by DDIM, which "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
 from data.config import SourceConfig, check_weights
-from ops.config import ForcingSchedule
+from ops.config import FlowConfig, ForcingSchedule
 from ops.counted import counted
 from ops.ranges import SEED, above, between, check_numbers
 
@@ -53,6 +53,9 @@ class SampleConfig:
     # Instead of steps: the time of each, falling from at most train.flow.num_train_timesteps, for weights that were
     # distilled for a few (LTX-Video 0.9.7 distilled: [1000, 993, 987, 981, 975, 909, 725, 0.03])
     timesteps: tuple[float, ...] = ()
+    # flow shift of samples, for weights that are trained with one and sampled with another (HunyuanVideo-1.5 of 480p: 3
+    # and 5); unset: as in training
+    flow_shift: float | None = None
     guidance_scale: float = 3.0  # 1 switches it off; weights with guidance_embeds are given it instead
     guidance_scale_2: float | None = None  # of the expert for low noise, where there are two; unset: the same
     frames: int = 17
@@ -93,6 +96,7 @@ class SampleConfig:
             share=between(0, 1e6),
             steps=between(1, 100_000),
             timesteps=above(0, 1e6),
+            flow_shift=above(0, 1e6),
             guidance_scale=between(0, 1e6),
             guidance_scale_2=between(0, 1e6),
             frames=between(1, 100_000),
@@ -103,6 +107,17 @@ class SampleConfig:
             decode_timestep=between(0, 1),
             decode_noise_scale=between(0, 1),
         )
+        if self.flow_shift is not None and self.timesteps:
+            raise ValueError(
+                f"sample.flow_shift is {self.flow_shift:g}, and sample.timesteps are not shifted. Leave one of the two "
+                f"out."
+            )
+
+    def flow_of(self, trained: FlowConfig) -> FlowConfig:
+        """The flow by which samples are made: that of the training, but for a shift of their own."""
+        if self.flow_shift is None:
+            return trained
+        return replace(trained, flow_shift=self.flow_shift, token_shift=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

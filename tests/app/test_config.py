@@ -332,6 +332,21 @@ def test_settings_of_a_flow_are_refused_where_diffusion_is_trained() -> None:
         RunConfig.load(path, ["train.flow.flow_shift=5.0"])
     with pytest.raises(ConfigError, match=r"train\.flow\.weighting_scheme is uniform, .* Leave it out"):
         RunConfig.load(path, ["train.flow.weighting_scheme=uniform"])
+    with pytest.raises(
+        ConfigError, match=r"sample\.flow_shift is 5, .* sampled by DDIM, which has none\. Leave it out"
+    ):
+        RunConfig.load(path, ["sample.flow_shift=5.0"])
+
+
+def test_a_shift_of_samples_is_refused_where_they_are_not_shifted() -> None:
+    with pytest.raises(
+        ConfigError, match=r"sample\.flow_shift is 5, .* without one, as its pipeline does\. Leave it out"
+    ):
+        RunConfig.load(ROOT / "configs" / "runs" / "ltx-13b-lora-80gb.yaml", ["sample.flow_shift=5.0"])
+    with pytest.raises(ConfigError, match=r"sample\.flow_shift is 5, and sample\.timesteps are not shifted"):
+        RunConfig.load(
+            ROOT / "configs" / "runs" / "demo.yaml", ["sample.flow_shift=5.0", "sample.timesteps=[900, 500]"]
+        )
 
 
 def test_times_of_a_transformer_that_is_told_the_signal_are_those_of_its_weights() -> None:

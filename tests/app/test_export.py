@@ -29,7 +29,7 @@ from app.sampling.clips import ClipChanges, ClipSettings, clip_requests, clips_o
 from app.sampling.model import saved_model
 from app.sampling.sample import default_out
 from app.settings.config import RunConfig
-from app.settings.sections import RunSection
+from app.settings.sections import RunSection, SampleConfig
 from app.validation.checkpoint import validate
 from data.config import BucketsConfig, DataConfig
 from data.tools.synthetic import SynthConfig, synthesize
@@ -574,6 +574,21 @@ def test_a_kandinsky_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -
     pipeline.prompt_template, pipeline.prompt_template_encode_start_idx = template, int(crop)
     ours, theirs = latent_of(run, PIPELINES["kandinsky"].request), test_kandinsky.clip(pipeline)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_an_export_has_the_shift_of_samples(family: str, tmp_path: Path) -> None:
+    """Not that of the training, where a run says one for its samples; of FLUX.1 instead of a line over tokens."""
+    pipeline = PIPELINES[family]
+    config = run_on(pipeline, pipeline.publish(tmp_path / "base"))
+    run = write_checkpoint(tmp_path / "run", replace(config, sample=SampleConfig(flow_shift=11.0)))
+    exported = export.export(run, tmp_path / "out")
+    assert exported.components["scheduler"] == "Euler, flow shift 11"
+    ours = latent_of(run, pipeline.request)
+    theirs = pipeline.clip(DiffusionPipeline.from_pretrained(tmp_path / "out"))
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+    as_trained = latent_of(write_checkpoint(tmp_path / "other", config), pipeline.request)
+    assert (as_trained - ours).abs().max() > 0.01 * ours.abs().max()
 
 
 def test_failed_comparison_leaves_nothing(tmp_path: Path) -> None:

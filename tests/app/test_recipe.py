@@ -12,6 +12,7 @@ import pytest
 from actors.config import TrainConfig
 from app.settings.config import RunConfig
 from app.settings.notes import notes
+from ops.config import FlowConfig
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
@@ -47,7 +48,7 @@ USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all ot
     "wan": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "skyreels": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
-    "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)", "train.flow.flow_shift 5.0"),
+    "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)"),
     "kandinsky": ("model.text.kind kandinsky (here t5)", "max_length 512 (here 226)", "train.flow.flow_shift 5.0"),
     "flux": (
         "model.text.kind flux (here t5)",
@@ -105,6 +106,15 @@ def test_a_folder_of_weights_alone_is_told_all_that_differs(family: str, tmp_pat
         assert difference in sentence
     (tmp_path / EXPORTED).write_text("")  # an export was trained as its own run was
     assert told(bare) == []
+
+
+def test_the_shift_of_hunyuan_1_5_is_that_of_its_training(tmp_path: Path) -> None:
+    """Its authors' train.py draws with 3, whatever the size, and their pipelines sample with 5, 7 or 9."""
+    config = published("runs/hunyuan1.5-8b-lora-80gb", tmp_path)
+    assert (config.train.flow.flow_shift, config.sample.flow_shift) == (3.0, 5.0)
+    as_sampled = replace(config, train=TrainConfig(flow=FlowConfig(flow_shift=5.0)))
+    (sentence,) = told(as_sampled)
+    assert "train.flow.flow_shift 3.0 (here 5.0)" in sentence
 
 
 def test_weights_without_their_pipeline_are_told_what_their_family_is(tmp_path: Path) -> None:

@@ -68,10 +68,11 @@ def test_every_setting_is_there_and_explained() -> None:
 
 def test_a_section_has_all_below_it_and_a_setting_comes_alone() -> None:
     assert [one.name for one in chosen(SECTIONS, "train.flow")] == ["train.flow", "train.flow.token_shift"]
-    (flow,) = chosen(SECTIONS, "flow_shift")
-    assert (flow.name, [one.name for one in flow.settings]) == ("train.flow", ["flow_shift"])
-    assert flow.settings[0].default == "3.0" and flow.settings[0].takes == "number"
+    (flow,) = chosen(SECTIONS, "logit_std")
+    assert (flow.name, [one.name for one in flow.settings]) == ("train.flow", ["logit_std"])
+    assert flow.settings[0].default == "1.0" and flow.settings[0].takes == "number"
     assert {one.name for one in chosen(SECTIONS, "attention")} == {"model.dit", "train.memory"}
+    assert {one.name for one in chosen(SECTIONS, "flow_shift")} == {"train.flow", "sample"}
 
 
 @pytest.mark.parametrize(
@@ -91,8 +92,8 @@ def test_places_in_lists_last_words_and_names_of_others_are_understood(asked: st
 
 
 def test_what_is_unknown_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"called flowshift; did you mean train\.flow\.flow_shift\?"):
-        chosen(SECTIONS, "flowshift")
+    with pytest.raises(ConfigError, match=r"called logitmean; did you mean train\.flow\.logit_mean\?"):
+        chosen(SECTIONS, "logitmean")
     with pytest.raises(ConfigError, match="heddle settings lists all"):
         chosen(SECTIONS, "qqqqq")
     with pytest.raises(ConfigError, match="resume is no setting here; it is the command line option --resume"):

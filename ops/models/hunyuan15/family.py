@@ -19,7 +19,6 @@ from ops.models.base.family import (
     TrainingRecipe,
     VAEClass,
     VisionRecipe,
-    shift_of,
 )
 from ops.models.base.joint_config import JOINT_PROJECTIONS, default_rope_split
 from ops.models.hunyuan15.config import Hunyuan15Config
@@ -136,9 +135,10 @@ def _scheduler(config: Hunyuan15Config, flow: FlowConfig) -> Scheduler:
 
 
 def _recipe(files: PipelineFiles) -> TrainingRecipe:
-    """Text of both encoders, in true length, and with rows of the first frame where clips start from it."""
+    """Text of both encoders, in true length, and with rows of the first frame where clips start from it. The shift is
+    that of its authors' train.py, whatever a scheduler says: that is for samples, and another for each size."""
     kind = "hunyuan15_i2v" if files.transformer.get("task_type", "i2v") == "i2v" else "hunyuan15"
-    return TrainingRecipe(text={"kind": kind, "max_length": 1000}, flow=shift_of(files.scheduler))
+    return TrainingRecipe(text={"kind": kind, "max_length": 1000}, flow={"flow_shift": 3.0, "token_shift": None})
 
 
 def _size(target: int) -> tuple[int, int]:
