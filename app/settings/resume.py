@@ -74,6 +74,7 @@ RUNTIME = (
     "exchange",
     "expert",
     "frame_rate",
+    "trained_guidance",
     "causal_temporal_positioning",
     "lora_rank",
     "lora_alpha",

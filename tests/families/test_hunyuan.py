@@ -165,6 +165,27 @@ def test_packed_samples_equal_diffusers_one_by_one() -> None:
             torch.testing.assert_close(unpatchify(rows, GRIDS[i], (1, 2, 2), 4), expected, **FP32)
 
 
+def test_a_pass_of_training_gets_the_guidance_of_the_training() -> None:
+    """1000 times the scale, as the transformers of samples do; other weights take none."""
+    numbers, layout = torch.Generator().manual_seed(1), Layout([Sequence((2, 1, 2), 3)])
+    given = torch.randn(4, 16, generator=numbers), torch.tensor([500.0]), torch.randn(3, 24, generator=numbers)
+    pooled = torch.randn(1, 12, generator=numbers)
+    usual, six = (HunyuanDiT(replace(CONFIG, trained_guidance=scale)) for scale in (1.0, 6.0))
+    usual.load_state_dict(diffusers_model().state_dict())
+    six.load_state_dict(usual.state_dict())
+
+    def velocity(model: HunyuanDiT, scale: float | None = None) -> torch.Tensor:
+        guidance = None if scale is None else torch.tensor([1000.0 * scale])
+        with torch.no_grad():
+            found: torch.Tensor = model(*given, layout, Group.solo(), Conditions(pooled=pooled, guidance=guidance))
+        return found
+
+    assert torch.equal(velocity(six), velocity(usual, 6.0)) and torch.equal(velocity(usual), velocity(six, 1.0))
+    assert not torch.equal(velocity(six), velocity(usual))
+    with pytest.raises(ValueError, match=r"trained_guidance is 6, and guidance_embeds is false: .* Leave it out"):
+        HunyuanConfig(trained_guidance=6.0)
+
+
 def test_without_a_second_text_encoder_the_pooled_vector_is_the_mean_text() -> None:
     config = HunyuanConfig(
         num_layers=1,

@@ -60,18 +60,20 @@ def pooled_of(conditions: Conditions, mean: Tensor, width: int) -> Tensor:
 class ConditionEmbedding(nn.Module):
     """Timestep, pooled text and guidance of each sequence, in at least fp32: [S, D]."""
 
-    def __init__(self, pooled_dim: int, dim: int, guidance: bool = False) -> None:
+    def __init__(self, pooled_dim: int, dim: int, guidance: float | None = None) -> None:
+        """`guidance`: the scale in training, of weights that take one."""
         super().__init__()
+        self.guidance = guidance
         self.timestep_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu)
         self.text_embedder = TwoLayerMLP(pooled_dim, dim, F.silu)
-        self.guidance_embedder = TwoLayerMLP(_TIME_DIM, dim, F.silu) if guidance else None
+        self.guidance_embedder = None if guidance is None else TwoLayerMLP(_TIME_DIM, dim, F.silu)
 
     def forward(self, timesteps: Tensor, pooled: Tensor, guidance: Tensor | None = None) -> Tensor:
         """timesteps [S], pooled [S, pooled_dim], guidance [S] -> [S, D]."""
         out = self.unguided(timesteps, pooled)
-        if self.guidance_embedder is None:
+        if self.guidance_embedder is None or self.guidance is None:
             return out
-        guidance = torch.full_like(timesteps, 1000.0) if guidance is None else guidance
+        guidance = torch.full_like(timesteps, 1000.0 * self.guidance) if guidance is None else guidance
         return out + self.guidance_embedder.precise(sinusoidal_embedding(guidance, _TIME_DIM, out.dtype))
 
     def unguided(self, timesteps: Tensor, pooled: Tensor) -> Tensor:
@@ -202,7 +204,8 @@ class JointTransformer(PackedTransformer):
     def __init__(self, config: JointDiTConfig, x_embedder: nn.Module, context_embedder: nn.Module) -> None:
         super().__init__(config)
         self.x_embedder, self.context_embedder = x_embedder, context_embedder
-        self.time_text_embed = ConditionEmbedding(config.pooled_width, config.dim, config.guidance_embeds)
+        guidance = config.trained_guidance if config.guidance_embeds else None
+        self.time_text_embed = ConditionEmbedding(config.pooled_width, config.dim, guidance)
         self.transformer_blocks = nn.ModuleList(DoubleStreamBlock(config) for _ in range(config.num_layers))
         self.single_transformer_blocks = nn.ModuleList(
             SingleStreamBlock(config) for _ in range(config.num_single_layers)
@@ -220,7 +223,8 @@ class JointTransformer(PackedTransformer):
         """[n, C_out * patch].
 
         `conditions.pooled` is the second text encoder's vector; without one it is the mean of the text where the widths
-        agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 by default.
+        agree, else zero. `conditions.guidance` is read by guidance-distilled weights only; 1000 times the scale of the
+        training by default.
         """
         text, layout, conditions = given.text, given.layout, given.conditions
         mean = precise_product(layout.text_mean(torch.promote_types(text.dtype, torch.float32)), text.T)

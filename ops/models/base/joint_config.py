@@ -38,6 +38,9 @@ class JointDiTConfig(DiTConfig):
     num_single_layers: int = 0  # single-stream blocks after the double-stream ones
     pooled_dim: int = 0  # width of the pooled text vector; 0 pools the text embeddings themselves
     guidance_embeds: bool = False  # guidance-distilled weights
+    # the guidance scale that such weights get in training. 1 is usual; the authors of HunyuanVideo-I2V train LoRA with
+    # 6, with which they sample
+    trained_guidance: float = 1.0
     rope_axes: tuple[int, int, int] | None = None  # head sizes given to (t, h, w); null: 16, 56, 56 of 128, scaled
 
     def __post_init__(self) -> None:
@@ -47,9 +50,15 @@ class JointDiTConfig(DiTConfig):
             self,
             num_single_layers=between(0, 1000),
             pooled_dim=between(0, 1 << 16),
+            trained_guidance=between(0, 1000),
             rope_axes=between(0, 1024),
         )
         check_axes(self.rope_axes, self.head_dim)
+        if self.trained_guidance != 1.0 and not self.guidance_embeds and not self.path:
+            raise ValueError(
+                f"model.dit.trained_guidance is {self.trained_guidance:g}, and guidance_embeds is false: these weights "
+                f"take no scale. Leave it out."
+            )
 
     @property
     def flops(self) -> ForwardFlops:

@@ -103,7 +103,7 @@ def _parity_inputs(config: FluxConfig, sample: ParitySample) -> dict[str, object
         "img_ids": places,
         "txt_ids": torch.zeros(len(text), 3),
     }
-    return inputs | ({"guidance": torch.tensor([1.0])} if config.guidance_embeds else {})
+    return inputs | ({"guidance": torch.tensor([config.trained_guidance])} if config.guidance_embeds else {})
 
 
 def _parity_output(output: Tensor, sample: ParitySample) -> Tensor:

@@ -122,7 +122,7 @@ def _parity_inputs(config: HunyuanConfig, sample: ParitySample) -> dict[str, Ten
     }
     if sample.conditions.pooled is not None:
         inputs["pooled_projections"] = sample.conditions.pooled
-    return inputs | ({"guidance": torch.tensor([1000.0])} if config.guidance_embeds else {})
+    return inputs | ({"guidance": torch.tensor([1000.0 * config.trained_guidance])} if config.guidance_embeds else {})
 
 
 def _recipe(files: PipelineFiles) -> TrainingRecipe:
