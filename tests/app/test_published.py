@@ -138,6 +138,10 @@ def test_hunyuans_image_to_video_is_told_apart_by_its_transformer() -> None:
     names = {"num_frames": "frames", "num_inference_steps": "steps"}
     for name in ("height", "width", "num_frames", "num_inference_steps", "guidance_scale"):
         assert found.clips[names.get(name, name)] == defaults[name].default, name
+    distilled = FAMILIES["hunyuan"].published({}, {"image_condition_type": "token_replace"})
+    assert distilled.clips == {**found.clips, "guidance_scale": 6.0}, (
+        "as the pipeline's example, for weights that take it"
+    )
 
 
 def test_wan_is_told_apart_by_what_its_folder_holds() -> None:

@@ -17,6 +17,7 @@ from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.recipe import EXPORTED
+from ops.typed import as_plain
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 VELOCITIES = {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}
@@ -106,6 +107,23 @@ def test_a_folder_of_weights_alone_is_told_all_that_differs(family: str, tmp_pat
         assert difference in sentence
     (tmp_path / EXPORTED).write_text("")  # an export was trained as its own run was
     assert told(bare) == []
+
+
+@pytest.mark.parametrize("preset", [path.stem for path in sorted((CONFIGS / "models").glob("*.yaml"))])
+def test_samples_of_a_preset_are_as_its_pipeline_makes_them(preset: str) -> None:
+    """But for sizes of weights that are for 720p alone."""
+    config = load(f"models/{preset}")
+    dit, sample = config.model.dit, as_plain(config.sample)
+    family = FAMILIES[dit.architecture]
+    if config.model.vae.kind == "haar":  # for trials
+        return
+    index: dict[str, Any] = {"transformer_2": ["diffusers", "WanTransformer3DModel"]} if dit.two_experts else {}
+    wanted = dict(family.published(index, {**family.class_defaults, **dit_json(dit)}).clips)
+    if preset.endswith("-720p"):
+        wanted |= {"height": 720, "width": 1280}
+    if dit.clip_rate is not None:
+        sample["fps"] = dit.clip_rate
+    assert {name: sample[name] for name in wanted} == wanted
 
 
 def test_the_shift_of_hunyuan_1_5_is_that_of_its_training(tmp_path: Path) -> None:
