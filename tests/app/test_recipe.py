@@ -126,6 +126,14 @@ def test_samples_of_a_preset_are_as_its_pipeline_makes_them(preset: str) -> None
     assert {name: sample[name] for name in wanted} == wanted
 
 
+@pytest.mark.parametrize("run", [path.stem for path in sorted((CONFIGS / "runs").glob("*.yaml"))])
+def test_clips_of_a_run_on_published_weights_are_as_fast_as_its_samples(run: str) -> None:
+    """Whatever the rate of its data is: weights that were trained at 8 frames per second know motion at that."""
+    config = load(f"runs/{run}")
+    if config.model.dit.path and not config.model.dit.images_only:
+        assert config.data.fps == (config.model.dit.clip_rate or config.sample.fps)
+
+
 def test_the_shift_of_hunyuan_1_5_is_that_of_its_training(tmp_path: Path) -> None:
     """Its authors' train.py draws with 3, whatever the size, and their pipelines sample with 5, 7 or 9."""
     config = published("runs/hunyuan1.5-8b-lora-80gb", tmp_path)
