@@ -1,9 +1,5 @@
 """CogVideoX 2B, 5B and 1.5, text to video and image to video: Diffusers' names and numbers, and how they differ from
-other families.
-
-The first frames of image to video get no noise here; its authors gave them some (exp(N(-3, 0.5))), which a latent in
-the cache cannot have.
-"""
+other families."""
 
 from __future__ import annotations
 
