@@ -62,7 +62,7 @@ def run_on(base: Path, flow: FlowConfig) -> RunConfig:
     model = ModelConfig(
         dit=LTXConfig(path=path),
         vae=VAEConfig(kind="diffusers", path=path),
-        text=TextConfig(path=path, max_length=256),
+        text=TextConfig(path=path, max_length=256, cleaned=False),
     )
     config = RunConfig(run=RunSection(name="tiny"), model=model, data=DataConfig(fps=25.0))
     return replace(config, train=replace(config.train, flow=flow))

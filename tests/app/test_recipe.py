@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
+import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
+import diffusers
 import pytest
 
 from actors.config import TrainConfig
 from app.settings.config import RunConfig
 from app.settings.notes import notes
 from ops.config import FlowConfig
-from ops.models.config import ModelConfig
+from ops.flow.objective import draw_sigma
+from ops.models.base.family import PipelineFiles
+from ops.models.config import ModelConfig, TextConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
+from ops.models.ltx.config import CONDITION_PIPELINE
 from ops.models.recipe import EXPORTED
 from ops.typed import as_plain
 
@@ -160,3 +168,61 @@ def test_a_scheduler_of_another_training_is_told(tmp_path: Path) -> None:
     config = published("runs/mochi-1-lora-80gb", tmp_path)
     (tmp_path / "scheduler" / "scheduler_config.json").write_text('{"shift": 1.0}')
     assert any("its scheduler has no invert_sigmas" in note for note in notes(config))
+
+
+def described(name: str) -> list[tuple[str, PipelineFiles]]:
+    """Its pipelines of text to video, with what tells them apart."""
+    family = FAMILIES[name]
+    fields = {**family.class_defaults, "image_condition_type": None, "task_type": "t2v"}
+    usual = family.pipeline_class(family.settings()), PipelineFiles(transformer=fields)
+    later = CONDITION_PIPELINE, PipelineFiles(index={"_class_name": CONDITION_PIPELINE}, transformer=fields)
+    return [usual, later] if name == "ltx" else [usual]
+
+
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.own_code is None])
+def test_captions_are_cleaned_where_their_pipeline_cleans_them(name: str) -> None:
+    for pipeline, files in described(name):
+        text = TextConfig(**FAMILIES[name].recipe(files).text)  # type: ignore[arg-type]
+        cleans = text.recipe.cleaned if text.recipe else bool(text.cleaned and not text.unmasked)
+        source = inspect.getsource(sys.modules[getattr(diffusers, pipeline).__module__])
+        assert cleans == any(call in source for call in ("prompt_clean(", "_text_preprocessing(")), pipeline
+
+
+def test_mochis_noise_levels_are_drawn_evenly() -> None:
+    """As demos/fine_tuner/train.py of genmoai/mochi draws them: torch.rand, without a shift."""
+    flow = load("runs/mochi-1-lora-80gb").train.flow
+    drawn = sorted(draw_sigma(flow, 0, step, "clip", tokens=44_520) for step in range(4000))
+    assert all(abs(level - (place + 0.5) / 4000) < 0.03 for place, level in enumerate(drawn))
+
+
+@pytest.mark.parametrize("tokens", [1024, 2048, 4096, 8192])
+def test_noise_levels_of_ltx_video_are_those_of_its_trainer(tokens: int) -> None:
+    """src/ltxv_trainer/timestep_samplers.py of Lightricks/LTX-Video-Trainer: a sigmoid of normal numbers around a line
+    through 0.95 at 1,024 tokens and 2.05 at 4,096."""
+    flow, middle = load("runs/ltx-13b-lora-80gb").train.flow, 0.95 + (2.05 - 0.95) * (tokens - 1024) / (4096 - 1024)
+    drawn = sorted(draw_sigma(flow, 0, step, "clip", tokens) for step in range(4000))
+    for place in (0.1, 0.5, 0.9):
+        wanted = 1 / (1 + math.exp(-(middle + NormalDist().inv_cdf(place))))
+        assert drawn[int(place * 4000)] == pytest.approx(wanted, abs=0.02)
+
+
+@pytest.mark.parametrize(("frames", "latents"), [(1, 1), (51, 15), (102, 30), (204, 60)])
+def test_noise_levels_of_open_sora_are_those_of_its_scheduler(frames: int, latents: int) -> None:
+    """opensora/schedulers/rf/rectified_flow.py of Open-Sora 1.2: the root of the pixels over those of 512x512, times
+    that of the latent frames, five for 17 frames."""
+    flow = load("models/stdit-xl2").train.flow
+    assert latents == (1 if frames == 1 else frames // 17 * 5)
+    for height, width in ((240, 416), (512, 512), (720, 1280)):
+        ratio = math.sqrt(height * width / (512 * 512)) * math.sqrt(latents)
+        assert flow.shift_at(height // 16 * width // 16 * latents) == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(("preset", "shift"), [("hunyuan-13b", 7.0), ("hunyuan-i2v-13b", 7.0), ("hunyuan1.5-8b", 3.0)])
+def test_noise_levels_of_hunyuan_are_those_of_its_authors(preset: str, shift: float) -> None:
+    """train_image2video_lora.py of HunyuanVideo-I2V (--flow-shift 7.0 --flow-reverse, lognorm) and train.py of
+    HunyuanVideo-1.5 (train_timestep_shift 3.0, lognorm): a sigmoid of normal numbers, then the shift."""
+    flow = load(f"models/{preset}").train.flow
+    drawn = sorted(draw_sigma(flow, 0, step, "clip", tokens=1000) for step in range(4000))
+    for place in (0.1, 0.5, 0.9):
+        plain = 1 / (1 + math.exp(-NormalDist().inv_cdf(place)))
+        assert drawn[int(place * 4000)] == pytest.approx(shift * plain / (1 + (shift - 1) * plain), abs=0.03)

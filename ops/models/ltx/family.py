@@ -91,10 +91,11 @@ def _is_causal(files: PipelineFiles) -> bool:
 
 
 def _recipe(files: PipelineFiles) -> TrainingRecipe:
-    """Text is encoded over 256 rows with a mask; that of 0.9.0 and 0.9.1 over 128 without one, and the caption's own
-    are kept. The shift of the later weights is free: their scheduler has none, and their trainer one by tokens."""
+    """Text is encoded as it is, over 256 rows with a mask; that of 0.9.0 and 0.9.1 over 128 without one, and the
+    caption's own are kept. The shift of the later weights is free: their scheduler has none, and their trainer one by
+    tokens."""
     if _is_causal(files):
-        return TrainingRecipe(text={"max_length": 256}, dit={"causal_temporal_positioning": True})
+        return TrainingRecipe(text={"max_length": 256, "cleaned": False}, dit={"causal_temporal_positioning": True})
     return TrainingRecipe(text={"max_length": 128, "unmasked": 128}, flow=shift_of(files.scheduler))
 
 
