@@ -58,7 +58,7 @@ USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all ot
     "skyreels": ("model.text.max_length 512 (here 226)", "model.text.pad_to 512 (here 0)"),
     "hunyuan": ("model.text.kind hunyuan (here t5)", "train.flow.flow_shift 7.0 (here 3.0)"),
     "hunyuan15": ("model.text.kind hunyuan15 (here t5)", "max_length 1000 (here 226)"),
-    "kandinsky": ("model.text.kind kandinsky (here t5)", "max_length 512 (here 226)", "train.flow.flow_shift 5.0"),
+    "kandinsky": ("model.text.kind kandinsky (here t5)", "max_length 256 (here 226)", "train.flow.flow_shift 5.0"),
     "flux": (
         "model.text.kind flux (here t5)",
         "train.flow.token_shift {law: line, base_tokens: 256, max_tokens: 4096, base: 0.5, max: 1.15} (here null)",

@@ -53,7 +53,8 @@ _TEXT = TextRecipe(
     note=(
         "the prompt is as the authors of Kandinsky 5.0 wrote it; before a call of Kandinsky5T2VPipeline set its "
         "prompt_template to prompt_template.replace('a prompt engineer', 'a promt engineer'), and its "
-        "prompt_template_encode_start_idx to 129."
+        "prompt_template_encode_start_idx to 129; call it with max_sequence_length=model.text.max_length, 256 as its "
+        "authors have it."
     ),
 )
 _NEGATIVE = (
@@ -106,10 +107,10 @@ def _scheduler(config: KandinskyConfig, flow: FlowConfig) -> Scheduler:
 
 
 def _recipe(files: PipelineFiles) -> TrainingRecipe:
-    """Text of both encoders, in true length, up to the 512 rows of Kandinsky5T2VPipeline. Raises ValueError for
-    pipelines of other uses."""
+    """Text of both encoders, in true length, up to 256 rows, as its authors' configs have it (Kandinsky5T2VPipeline
+    takes up to 512). Raises ValueError for pipelines of other uses."""
     KandinskyConfig().of_pipeline(files.index)
-    return TrainingRecipe(text={"kind": "kandinsky", "max_length": 512}, flow=shift_of(files.scheduler))
+    return TrainingRecipe(text={"kind": "kandinsky", "max_length": 256}, flow=shift_of(files.scheduler))
 
 
 def _published(index: Json, fields: Json) -> PublishedUse:
