@@ -83,8 +83,8 @@ class FlowConfig:
     mode_scale: float = 1.29  # of mode
     flow_shift: float = 3.0  # sigma' = shift sigma / (1 + (shift - 1) sigma); larger for longer sequences
     token_shift: TokenShift | None = None  # instead of flow_shift
-    # probability that a clip's first latent frame is given clean: at time 0, without a loss. 0.2 is near what Wan2.2's
-    # TI2V-5B was trained with, LTX-Video's trainer takes 0.1
+    # probability that a clip's first latent frame is given clean: at time 0, without a loss. LTX-Video's trainer takes
+    # 0.1 or, in some of its configs, 0.5; what Wan2.2's TI2V-5B was trained with is not published
     first_frame: float = 0.0
     # given frames get noise as well: of a level drawn evenly below the clip's own, and cut at this one. LTX-Video was
     # trained with small random ones (HaCohen et al. 2024, section 2.4), finetrainers cuts at 0.25; 0 gives them clean
