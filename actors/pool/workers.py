@@ -22,10 +22,9 @@ from actors.messages import IO, SNAPSHOTS, FailedStart, HostGpu, WorkerHandle, W
 from actors.names import NAMESPACE, monitor_name
 from actors.pool.monitor import Monitor, MonitorHandle
 from actors.pool.room import Need, nodes_with_room, where
-from actors.ray_calls import get, kill, nodes, remote_of, resources, wait
+from actors.ray_calls import get, kill, node_id, nodes, remote_of, resources, wait
 from actors.refs import Ref
 from actors.worker.worker import Worker
-from data.engines.placement import beside_me
 from ops.models.config import ModelConfig
 
 log = logging.getLogger(__name__)
@@ -214,7 +213,7 @@ def uses_gpu(workers: WorkersConfig) -> bool:
 
 
 def start_monitor(run: str) -> MonitorHandle:
-    """The run's monitor, found again by a restarted controller."""
+    """The run's monitor, beside the caller; found again by a restarted controller, wherever it is."""
     monitor: MonitorHandle = (
         remote_of(Monitor)
         .options(
@@ -225,7 +224,9 @@ def start_monitor(run: str) -> MonitorHandle:
             get_if_exists=True,
             max_restarts=-1,
             max_task_retries=-1,
-            scheduling_strategy=beside_me(),
+            # Not `beside_me`: a controller that follows on another node keeps it where it is, and when that node dies
+            # Ray has to start it again on any other; the workers know no other monitor.
+            **where(node_id()),
         )
         .remote()
     )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ray.cluster_utils import Cluster
 
 from actors.pool.room import Need, nodes_with_room, where
+from actors.pool.workers import start_monitor
 from actors.ray_calls import free_outside
 from actors.refs import RayNode
 from app.bench.lab import patiently
@@ -121,6 +122,32 @@ def test_ray_places_nobody_on_a_node_that_is_shunned(cluster: Cluster) -> None:
     assert ray.get([one.node.remote() for one in ours], timeout=120) == [other, other]
     more = [made.options(**where(wish, [shunned])).remote() for wish in (None, other)]
     assert ray.wait([one.node.remote() for one in more], timeout=5)[0] == [], "they wait for room"
+
+
+@ray.remote(num_cpus=1, max_concurrency=2)
+class Controlling:
+    def begin(self) -> tuple[str, str]:
+        """Its node, and the life of its run's monitor."""
+        self._monitor = start_monitor("run")
+        return ray.get_runtime_context().get_node_id(), ray.get(self._monitor.report.remote()).life
+
+    def life(self) -> str:
+        return ray.get(self._monitor.report.remote()).life
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_a_monitor_begins_beside_its_controller_and_outlives_its_node_with_the_next_one(cluster: Cluster) -> None:
+    """The workers know no other."""
+    kind: Any = Controlling
+    first = kind.options(resources={"taken": 0.1}).remote()
+    node, life = ray.get(first.begin.remote(), timeout=120)
+    ray.kill(first)
+    second = kind.options(**where(None, [node])).remote()
+    elsewhere, same = ray.get(second.begin.remote(), timeout=120)
+    assert elsewhere != node and same == life
+    cluster.remove_node(next(one for one in cluster.worker_nodes if one.node_id == node))
+    assert ray.get(second.life.remote(), timeout=120) != life, "it was on that node, and is on another one now"
 
 
 def test_a_thousand_workers_are_placed_by_one_look_at_every_node() -> None:
