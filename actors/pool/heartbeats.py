@@ -51,13 +51,17 @@ class Watch:
     """Remembers which workers it has already reported."""
 
     config: WorkersConfig
+    _life: str = ""  # of the monitor
     _expected_at: dict[str, float] = field(default_factory=dict)  # when each member was first looked for
     _suspected: set[str] = field(default_factory=set)
     _leaving: set[str] = field(default_factory=set)
     _stalled: set[tuple[str, float]] = field(default_factory=set)
 
     def look(self, report: MonitorReport, members: Collection[str]) -> Findings:
-        """`members` are the workers that should be heard of; silence counts from the first look for one."""
+        """`members` are the workers that should be heard of; silence counts from the first look for one. A monitor that
+        was started again, maybe on another host, has heard of none yet, and has a clock of its own."""
+        if report.life != self._life:
+            self._life, self._expected_at = report.life, {}
         seen = {name: report.seen[name] for name in members if name in report.seen}
         self._expected_at = {name: self._expected_at.get(name, report.now) for name in members}
         heard_at = {name: seen[name].at if name in seen else self._expected_at[name] for name in members}

@@ -80,6 +80,7 @@ class Monitor:
     def __init__(self) -> None:
         self._life = uuid.uuid4().hex
         self._seen: dict[str, LastHeartbeat] = {}
+        self._gone: set[str] = set()  # a last heartbeat may be on its way while the process is ended
         self._generation = -1
         self._wishes = OperatorRequests()
         self._dump: set[str] = set()
@@ -90,7 +91,8 @@ class Monitor:
         now, last = time.monotonic(), self._seen.get(progress.worker)
         goes_on = last is not None and _activity(last.progress) == _activity(progress)
         since = last.since if last is not None and goes_on else now
-        self._seen[progress.worker] = LastHeartbeat(progress=progress, at=now, since=since)
+        if progress.worker not in self._gone:
+            self._seen[progress.worker] = LastHeartbeat(progress=progress, at=now, since=since)
         dump = progress.worker in self._dump
         self._dump.discard(progress.worker)
         return Orders(generation=self._generation, dump_stack=dump)
@@ -105,7 +107,7 @@ class Monitor:
     def begin(self) -> MonitorReport:
         """Called by a controller that takes the run over. Its workers are new and may have the names of earlier ones,
         whose heartbeats and leaves are dropped. A requested size and a requested stop stay."""
-        self._seen, self._stacks, self._dump = {}, {}, set()
+        self._seen, self._gone, self._stacks, self._dump = {}, set(), {}, set()
         self._wishes = replace(self._wishes, drain=())
         return self.report()
 
@@ -138,8 +140,9 @@ class Monitor:
         self._wishes = OperatorRequests(target=target, drain=drain, stop=self._wishes.stop or wishes.stop)
 
     def remove(self, worker: str) -> None:
-        """The worker is gone; a request that it leave is met."""
+        """The worker is gone; a request that it leave is met, and nobody waits for one that was heard late."""
         self._seen.pop(worker, None)
+        self._gone.add(worker)
         self._wishes = replace(self._wishes, drain=tuple(w for w in self._wishes.drain if w != worker))
 
     def drain(self, workers: tuple[str, ...]) -> None:

@@ -171,11 +171,31 @@ def test_the_monitor_forgets_a_worker_and_the_wish_that_it_leaves() -> None:
     assert seen.seen == {} and seen.wishes == OperatorRequests(target=3, drain=("w1",))
 
 
+def test_a_heartbeat_that_comes_after_its_worker_has_gone_is_no_worker() -> None:
+    """Who drains it waits until it is gone. The next controller's workers have its name."""
+    monitor = Monitor()
+    monitor.announce(4)
+    monitor.remove("w0")
+    assert monitor.beat(progress("w0", 0)).generation == 4
+    assert monitor.report().seen == {}
+    monitor.begin()
+    monitor.beat(progress("w0", 0))
+    assert list(monitor.report().seen) == ["w0"]
+
+
 def test_a_worker_that_a_new_monitor_never_hears_is_silent_too() -> None:
     watch = Watch(CONFIG)
     assert watch.look(report(100), ["w0"]).silent == ()
     assert watch.look(report(119), ["w0"]).silent == ()
     assert watch.look(report(121), ["w0"]).silent == ("w0",)
+
+
+@pytest.mark.parametrize("now", [5.0, 1e6])
+def test_a_monitor_started_anew_on_another_host_finds_nobody_silent_by_its_clock(now: float) -> None:
+    watch = Watch(CONFIG)
+    watch.look(replace(report(1000, (progress("w0", 999), 999)), life="a"), ["w0", "w1"])
+    for later, silent in ((0, ()), (19, ()), (21, ("w0", "w1"))):
+        assert watch.look(replace(report(now + later), life="b"), ["w0", "w1"]).silent == silent
 
 
 def test_a_monitor_started_anew_is_told_what_the_old_one_knew() -> None:
