@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from actors.memory_kills import in_short
 from actors.names import label_of
 from actors.outcome import Exit, Outcome
 from app.inputs.cluster import given_cluster
 from app.records.follow import Follower
+from app.records.rundir import METRICS
+from app.records.tails import last_line
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
+CONTROLLERS = 10  # that Ray Train starts in the place of others
+R = TypeVar("R")
 
 
 def trained(
@@ -107,31 +111,34 @@ def _fit(
     shutil.rmtree(own, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
     loop: Any = controller_loop  # Ray hands on what the loop returns; its types say that a loop returns nothing
-    trainer = TorchTrainer(
-        loop,
-        train_loop_config=dict(
-            ControllerStart(
-                yaml=config.to_yaml(),
-                run_dir=str(folder),
-                token=token,
-                changes=[str(change) for change in changes],
-                cluster=given_cluster(config),
-            )
-        ),
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
-        run_config=TrainRun(
-            name=label_of(folder.name),
-            storage_path=str(own / token[:12]),
-            failure_config=FailureConfig(max_failures=10),
-        ),
-    )
+
+    def trainer(number: int) -> TorchTrainer:
+        return TorchTrainer(
+            loop,
+            train_loop_config=dict(
+                ControllerStart(
+                    yaml=config.to_yaml(),
+                    run_dir=str(folder),
+                    token=token,
+                    changes=[str(change) for change in changes],
+                    cluster=given_cluster(config),
+                )
+            ),
+            torch_config=TorchConfig(backend="gloo"),
+            scaling_config=ScalingConfig(num_workers=1, use_gpu=False, resources_per_worker={"CPU": 0.1}),
+            run_config=TrainRun(
+                name=label_of(folder.name),
+                storage_path=str(own / f"{token[:12]}-{number}"),
+                failure_config=FailureConfig(max_failures=CONTROLLERS),
+            ),
+        )
+
     # In a thread Ray Train leaves Ctrl-C alone, so that `RunSignals` can let the controller write a checkpoint.
     result: Future[Result] = Future()
 
     def fit() -> None:
         try:
-            result.set_result(trainer.fit())
+            result.set_result(fitted(lambda number: trainer(number).fit(), folder, note))
         except BaseException as error:  # a thread boundary: raised again by result()
             with suppress(InvalidStateError):  # nobody waits any more
                 result.set_exception(error)
@@ -144,3 +151,22 @@ def _fit(
         return None
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None
+
+
+def fitted(fit: Callable[[int], R], folder: Path, note: Callable[[str], None]) -> R:
+    """What `fit` returns, called again with the next number where Ray Train gives up a run that has committed steps
+    since: it counts the controllers that have died for as long as it lives, and in a month there may be many. Raises
+    what Ray Train raises where they came to nothing."""
+    from ray.train import TrainingFailedError
+
+    number = 0
+    while True:
+        before = last_line(folder / METRICS)
+        try:
+            return fit(number)
+        except TrainingFailedError:
+            if last_line(folder / METRICS) == before:
+                raise
+            log.debug("Ray Train has given up", exc_info=True)
+            note("Ray Train has given up, as too many controllers have died; with steps between, it begins anew")
+            number += 1

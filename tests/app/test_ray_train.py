@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from ray.train import WorkerGroupError
 
 from app.run import cluster
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
+from app.run.ray_train import fitted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,6 +106,34 @@ leave(75)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (75, "said\nexit handler\n"), done.stderr
+
+
+def test_a_run_that_goes_on_between_the_deaths_of_its_controllers_outlives_more_than_ray_train_counts(
+    tmp_path: Path,
+) -> None:
+    """In the first two lives of Ray Train a step was committed, the same one twice; in the third none."""
+    committed = iter(['{"step": 3, "time": 1}\n', '{"step": 3, "time": 2}\n', ""])
+    asked, said = list[int](), list[str]()
+
+    def fit(number: int) -> None:
+        asked.append(number)
+        with (tmp_path / "metrics.jsonl").open("a") as metrics:
+            metrics.write(next(committed))
+        raise WorkerGroupError("the controller died", {})
+
+    with pytest.raises(WorkerGroupError):
+        fitted(fit, tmp_path, said.append)
+    assert asked == [0, 1, 2] and len(said) == 2
+
+
+def test_what_ray_train_itself_does_wrong_is_not_tried_again(tmp_path: Path) -> None:
+    def fit(number: int) -> None:
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {number}, "time": 1}}\n')
+        raise ValueError("its own")
+
+    with pytest.raises(ValueError, match="its own"):
+        fitted(fit, tmp_path, print)
+    assert fitted(lambda number: number, tmp_path, print) == 0
 
 
 def test_ray_train_is_told_to_look_more_often_by_a_name_it_knows() -> None:
