@@ -76,14 +76,12 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
                     pass
                 if leaves.is_set():
                     _leave(found, node, joining.leave_s)
-                    node.forget()
                     return Exit.OK
             finally:
                 node.end()
-            short, said = short + 1 if node.lasted_s < _SHORT_S else 0, node.said()
-            node.forget()
+            short = short + 1 if node.lasted_s < _SHORT_S else 0
             if short == _SHORT_STARTS:
-                print(f"error: this machine cannot join {found.address}: {said}", file=sys.stderr)
+                print(f"error: this machine cannot join {found.address}: {node.said}", file=sys.stderr)
                 return Exit.FAILURE
             print(f"the cluster at {found.address} is gone", flush=True)
             if joining.cluster is not None or _is_over(joining, ended_s, leaves):
@@ -163,29 +161,20 @@ class JoinedNode:
         ray = str(Path(sys.executable).with_name("ray"))
         own = address or _address_towards(cluster.address)
         options = [f"--num-cpus={usable_cores()}", *([f"--node-ip-address={own}"] if own else [])]
-        descriptor, self._said = tempfile.mkstemp(prefix="heddle-join-")
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  # without a name: it goes with this process
         self._began = time.monotonic()
         self._process = subprocess.Popen(
             [ray, "start", f"--address={cluster.address}", "--block", *options],
             env={**os.environ, "RAY_AUTH_MODE": cluster.auth} if cluster.auth else None,
-            stdout=descriptor,
-            stderr=descriptor,
+            stdout=self._printed,
+            stderr=self._printed,
             preexec_fn=_deaf,
         )
-        os.close(descriptor)
-        self.lasted_s = 0.0  # once it has ended
+        self.lasted_s, self.said = 0.0, ""  # once it has ended
 
     @property
     def lives(self) -> bool:
         return self._process.poll() is None
-
-    def said(self) -> str:
-        """The end of what they printed."""
-        return Path(self._said).read_text(errors="replace")[-_SAID:].strip()
-
-    def forget(self) -> None:
-        """Delete what they printed."""
-        Path(self._said).unlink(missing_ok=True)
 
     def id_among(self, cluster: Sequence[RayNode]) -> str:
         """Its id in Ray, by the socket of its raylet: a machine may have several. Raises LookupError."""
@@ -198,7 +187,7 @@ class JoinedNode:
         raise LookupError("this machine is in the cluster no more")
 
     def end(self) -> None:
-        """End them: they hear no signal but this one."""
+        """End them: they hear no signal but this one. `said` is the end of what they have printed."""
         with suppress(psutil.NoSuchProcess):
             ours = psutil.Process(self._process.pid)
             for process in (*ours.children(recursive=True), ours):
@@ -206,6 +195,9 @@ class JoinedNode:
                     process.kill()
         self._process.wait()
         self.lasted_s = time.monotonic() - self._began
+        with self._printed as printed:
+            printed.seek(0)
+            self.said = printed.read().decode(errors="replace")[-_SAID:].strip()
 
 
 def _address_towards(cluster: str) -> str:
@@ -264,14 +256,17 @@ def _start_nothing_more(address: str, node: str, leave_s: float) -> None:
 
 def _drained(node: str) -> list[str]:
     """Workers that are on the node, of all runs of this cluster; they have been asked to go."""
+    from actors.ray_calls import GONE, get
+
     found = []
     for monitor in _monitors():
-        from actors.ray_calls import get
-
-        seen = get(monitor.report.remote(), timeout=_ANSWER_S).seen
-        names = [name for name, one in seen.items() if one.progress.node == node]
-        if names:
-            get(monitor.drain.remote(tuple(names)), timeout=_ANSWER_S)
+        try:
+            seen = get(monitor.report.remote(), timeout=_ANSWER_S).seen
+            names = [name for name, one in seen.items() if one.progress.node == node]
+            if names:
+                get(monitor.drain.remote(tuple(names)), timeout=_ANSWER_S)
+        except GONE:  # its run has ended since, and its workers with it; those of others go on
+            continue
         found += names
     return sorted(found)
 

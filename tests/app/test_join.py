@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
 import ray
 
 from actors.names import NAMESPACE, is_monitor, monitor_name, run_id
+from actors.pool.monitor import Monitor
 from actors.progress import Progress
-from app.run.join import Joining, join_until_told
+from app.run.join import Joining, _drained, join_until_told
+from tests.actors.fakes import Handle
 from tests.rays import local_ray
 
 pytestmark = pytest.mark.cluster
@@ -101,21 +105,66 @@ def test_where_no_cluster_comes_it_says_so(tmp_path: Path, capsys: pytest.Captur
     assert join_until_told(Joining(run=tmp_path, wait_s=60)) == 0, "the run is over"
 
 
-def test_a_machine_that_cannot_join_ends_after_a_few_tries(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import socket
-
-    script = tmp_path / "bin" / "ray"
-    script.parent.mkdir()
-    script.write_text("#!/bin/sh\necho another version of Ray >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+@pytest.fixture
+def cluster_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], str]]:
+    """Put a script that `does` this in the place of `ray`. Returns the address of a cluster that takes connections."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        (tmp_path / "cluster.json").write_text(json.dumps({"address": address, "auth": ""}))
-        assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
+
+        def made(does: str) -> str:
+            script = tmp_path / "bin" / "ray"
+            script.parent.mkdir()
+            script.write_text(f"#!/bin/sh\n{does}\n")
+            script.chmod(0o755)
+            monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+            (tmp_path / "cluster.json").write_text(json.dumps({"address": address, "auth": ""}))
+            return address
+
+        yield made
+
+
+def test_a_machine_that_cannot_join_ends_after_a_few_tries(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], cluster_for: Callable[[str], str]
+) -> None:
+    address = cluster_for("echo another version of Ray >&2\nexit 1")
+    assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
     assert f"cannot join {address}: another version of Ray" in capsys.readouterr().err
+
+
+def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster_for: Callable[[str], str]
+) -> None:
+    cluster_for(f"kill -TERM {os.getpid()}\nsleep 60")  # it is told to leave at once
+
+    def cut_short(*given: Any) -> NoReturn:
+        raise SystemExit(15)  # Ray's answer to a second SIGTERM while it connects
+
+    (aside := tmp_path / "aside").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(aside))
+    monkeypatch.setattr("app.run.join._leave", cut_short)
+    with pytest.raises(SystemExit):
+        join_until_told(Joining(run=tmp_path, wait_s=60))
+    below = [" ".join(one.cmdline()) for one in psutil.Process().children(recursive=True)]
+    assert list(aside.iterdir()) == [] and not [line for line in below if str(tmp_path) in line]
+
+
+def test_a_run_that_ends_while_a_machine_leaves_does_not_end_the_workers_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone, monitor = ray.exceptions.ActorDiedError(), Monitor()
+    for worker, node in (("w0", "here"), ("w1", "elsewhere")):
+        monitor.beat(Progress.of_start(worker, "host", node))
+    ended: Any = Handle(report=lambda: gone)
+    lives: Any = Handle(report=monitor.report, drain=monitor.drain)
+
+    def get(value: Any, timeout: float) -> Any:
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr("app.run.join._monitors", lambda: iter([ended, lives]))
+    assert _drained("here") == ["w0"] and monitor.report().wishes.drain == ("w0",)
 
 
 def test_signals_are_as_before_when_it_has_ended(tmp_path: Path) -> None:
