@@ -7,8 +7,9 @@ network. A Ray task says which keeper writes what, and makes a checkpoint of it.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
@@ -52,25 +53,34 @@ class WrittenFiles:
     files: list[checkpoint.File]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    """A step that is being written."""
+
+    step: int
+    folder: Path
+    until: float = field(default_factory=lambda: time.monotonic() + _WRITE_S)
+
+
 class Writer:
     """Checkpoints of one run. `events` hears what becomes whole, or could not be written."""
 
     def __init__(self, run_dir: Path, config: CheckpointConfig, last_step: int, events: Events) -> None:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
-        self._writing: dict[Ref[WrittenFiles | None], tuple[int, Path]] = {}
+        self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
-        self._owed = False  # the state was lost with its keepers before it was written
+        self._owed = False  # one was put off, given up, or lost with its keepers: a later step is taken soon
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this step: at the interval of the settings, after the last, and soon
-        after one that was lost with its keepers."""
+        after one that was put off, given up, or lost with its keepers."""
         return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def puts_off(self, step: int) -> bool:
         """Whether an earlier checkpoint is still being written: then a later step is taken instead. Never the last."""
         if not self._writing or step == self._last:
             return False
-        late = min(s for s, _ in self._writing.values())
+        late = min(self.steps)
         if not self._owed:
             log.warning("the checkpoint of step %d is still being written: that of step %d is put off", late, step)
         self._owed = True
@@ -79,7 +89,7 @@ class Writer:
     @property
     def steps(self) -> list[int]:
         """Steps of the checkpoints that are being written."""
-        return sorted(step for step, _ in self._writing.values())
+        return sorted(one.step for one in self._writing.values())
 
     def save(self, version: Origin, meta: Meta) -> None:
         """Begin to write a step, which its keepers hold until it is written; `meta` is what the checkpoint says about
@@ -111,40 +121,44 @@ class Writer:
             self._is_whole(step, folder)
 
     def poll(self) -> None:
-        """Seal what has been written; never waits."""
+        """Seal what has been written; never waits. What is not written within an hour has failed."""
         self._collect(timeout_s=0)
 
     def wait(self) -> None:
-        """Returns when everything begun is complete or has failed; what is not written within an hour has failed."""
+        """Returns when everything begun is complete or has failed, as for `poll`."""
         while self._writing:
-            if not self._collect(timeout_s=_WRITE_S):
-                for reference, (step, folder) in self._writing.items():
-                    cancel(reference)
-                    self._give_up(step, f"{folder} was not written in {_WRITE_S:.0f} s")
-                self._writing.clear()
+            self._collect(timeout_s=max(0.0, min(one.until for one in self._writing.values()) - time.monotonic()))
 
     def _begin(self, version: Origin, meta: Meta, seal: bool = True) -> None:
         step: int = meta["step"]
         folder = checkpoint.step_folder(self._root, step)
-        if any(f == folder for _, f in self._writing.values()):
+        if step in self.steps:
             return
         named = remote_of(_write).options(num_cpus=0, max_retries=0, name="checkpoint")
         reference: Ref[WrittenFiles | None] = named.remote(
             str(folder), meta, version.generation, list(version.keepers), seal
         )
-        self._writing[reference] = (step, folder)
+        self._writing[reference] = _Attempt(step=step, folder=folder)
 
     def _give_up(self, step: int, why: str) -> None:
         log.error("the checkpoint of step %d was not written: %s", step, why)
         self._events.tell(CheckpointFailed(step=step, why=why))
 
-    def _collect(self, timeout_s: float) -> bool:
-        """Take what is done within the timeout. False when nothing was."""
+    def _collect(self, timeout_s: float) -> None:
+        """Take what is done within the timeout, and give up what takes too long: storage that hangs would keep every
+        later checkpoint back, and the version in the nodes' memory."""
         if not self._writing:
-            return False
-        done, _ = wait(list(self._writing), num_returns=1, timeout=timeout_s)
+            return
+        done, late = wait(list(self._writing), num_returns=1, timeout=timeout_s)
+        for reference in late:
+            if time.monotonic() >= (hanging := self._writing[reference]).until:
+                del self._writing[reference]
+                cancel(reference)
+                self._owed = True
+                self._give_up(hanging.step, f"{hanging.folder} was not written in {_WRITE_S:.0f} s")
         for reference in done:
-            step, folder = self._writing.pop(reference)
+            ended = self._writing.pop(reference)
+            step, folder = ended.step, ended.folder
             try:
                 unsealed = get(reference)
             except ray.exceptions.RayTaskError as error:
@@ -159,7 +173,6 @@ class Writer:
                 self._last_state = unsealed
             else:
                 self._is_whole(step, folder)
-        return bool(done)
 
     def _is_whole(self, step: int, folder: Path) -> None:
         for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,30 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     assert [begun[2] for begun in tasks.begun] == [9, 61] and not writer.due(62) and writer.steps == [61]
     save(writer, 99)
     assert len(tasks.begun) == 3, "the last step is never put off"
+
+
+def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Tasks(monkeypatch)
+    listener, now, ended = Listening(), time.monotonic(), list[int]()
+    monkeypatch.setattr(ray, "cancel", lambda reference, force: ended.append(reference))
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    save(writer, 9)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3500)
+    writer.poll()
+    save(writer, 19)
+    assert writer.steps == [9] and listener.told == [] and ended == [], "it is only slow"
+    monkeypatch.setattr(time, "monotonic", lambda: now + 3700)
+    writer.poll()
+    assert writer.steps == [] and ended == [0], "keepers need not hold that version any more"
+    assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)]
+    assert writer.due(21)
+    save(writer, 21)
+    assert writer.steps == [21] and not writer.due(22)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 7400)
+    writer.wait()
+    assert writer.steps == [] and ended == [0, 1]
 
 
 def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
