@@ -5,8 +5,9 @@
         ...
 
 The kernel frees a dead holder's lock at once, so on one machine nothing ever waits for one. File systems that are
-shared between machines may not pass such locks on. There a holder counts as alive while its stamp in the file keeps
-changing. Whoever asks watches the file, so that clocks of two machines are never compared.
+shared between machines may not pass such locks on, or hold that of a dead machine until it is back (NFS before version
+4). There a holder counts as alive while its stamp in the file keeps changing. Whoever asks watches the file, so that
+clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ops.typed import ConfigError
+from ops.whole_file import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -110,27 +112,53 @@ class FolderLock:
 
     def _try(self, tell: Callable[[str], None]) -> bool:
         file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        if self._may_have(file, tell):
+        by_kernel = _flock(file)
+        if by_kernel is not False and self._may_have(file, by_kernel, tell):
             self._file = file
             return True
         os.close(file)
-        return False
+        return by_kernel is False and self._outlives(tell) and self._try(tell)
 
-    def _may_have(self, file: int, tell: Callable[[str], None]) -> bool:
-        by_kernel = _flock(file)
-        if by_kernel is False or not _is_at(file, self.path):  # its last holder has just removed it
+    def _may_have(self, file: int, by_kernel: bool | None, tell: Callable[[str], None]) -> bool:
+        if not _is_at(file, self.path):  # its last holder has just removed it
             return False
         before = _parsed(os.pread(file, _BYTES, 0))
         trusted = by_kernel is True and (before is None or before.kernel == _kernel())
-        if not trusted and before is not None:
-            tell(
-                f"{self.path.name} names process {before.pid} on {before.host}; looking for {self._stale_s:.0f} s "
-                f"whether it is alive"
-            )
-            if _changes(self.path, self._stale_s):
-                return False
-            tell(f"process {before.pid} on {before.host} is not alive; going on without it")
-        self._stamp = Stamp(
+        if not trusted and before is not None and self._is_alive(before, tell):
+            return False
+        self._stamp = self._first_stamp()
+        _write(file, self._stamp)
+        if not trusted:
+            time.sleep(_SETTLE_S)
+            after = holder(self.path)
+            return after is None or after.token == self.token
+        return True
+
+    def _outlives(self, tell: Callable[[str], None]) -> bool:
+        """Whether the file system holds the lock for a machine that is gone, and a file of ours is in the place of that
+        one now; should its holder live, it finds our stamp there. Not on a full disk, where a live holder could not
+        change its stamp either."""
+        before = holder(self.path)
+        if before is None or before.kernel == _kernel() or self._is_alive(before, tell):
+            return False
+        try:
+            write_whole(self.path, _as_bytes(self._first_stamp()), synced=True)
+        except OSError as error:
+            log.warning("%s cannot be written anew: %s", self.path, error)
+            return False
+        return True
+
+    def _is_alive(self, before: Stamp, tell: Callable[[str], None]) -> bool:
+        """Whether the process of this stamp is, which our kernel does not know."""
+        who = f"process {before.pid} on {before.host}"
+        tell(f"{self.path.name} names {who}; looking for {self._stale_s:.0f} s whether it is alive")
+        if _changes(self.path, self._stale_s):
+            return True
+        tell(f"{who} is not alive; going on without it")
+        return False
+
+    def _first_stamp(self) -> Stamp:
+        return Stamp(
             token=self.token,
             host=socket.gethostname(),
             kernel=_kernel(),
@@ -138,12 +166,6 @@ class FolderLock:
             beat=0,
             since=time.strftime("%Y-%m-%d %H:%M:%S"),
         )
-        _write(file, self._stamp)
-        if not trusted:
-            time.sleep(_SETTLE_S)
-            after = holder(self.path)
-            return after is None or after.token == self.token
-        return True
 
     def _beat(self) -> None:
         while not self._end.wait(self._beat_s) and not self.lost:
@@ -165,8 +187,13 @@ class FolderLock:
         except OSError as error:
             log.warning("%s cannot be made again: %s", self.path, error)
             return
-        if _flock(file) is False:
-            self.lost = True
+        try:
+            self.lost = _flock(file) is False
+        except OSError as error:  # the next beat tries again; without any it would count as dead
+            log.warning("%s cannot be locked again: %s", self.path, error)
+            os.close(file)
+            return
+        if self.lost:
             os.close(file)
             return
         assert self._file is not None
@@ -206,9 +233,13 @@ def _changes(path: Path, seconds: float) -> bool:
 
 def _write(file: int, stamp: Stamp) -> None:
     try:
-        os.pwrite(file, json.dumps(asdict(stamp)).encode().ljust(_BYTES - 1)[: _BYTES - 1] + b"\n", 0)
+        os.pwrite(file, _as_bytes(stamp), 0)
     except OSError as error:  # a full disk: flock still holds the lock
         log.warning("the stamp of a run's lock was not written: %s", error)
+
+
+def _as_bytes(stamp: Stamp) -> bytes:
+    return json.dumps(asdict(stamp)).encode().ljust(_BYTES - 1)[: _BYTES - 1] + b"\n"
 
 
 def _parsed(data: bytes) -> Stamp | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -118,6 +120,97 @@ def test_a_stamp_of_another_machine_that_stands_still_is_taken_over_and_told(pat
         found = holder(path)
         assert found is not None and found.token == ours.token
     assert any("process 7 on far is not alive" in line for line in said)
+
+
+@pytest.fixture
+def held_elsewhere(path: Path) -> Iterator[int]:
+    """The lock's file, held by the file system for another machine."""
+    path.parent.mkdir(exist_ok=True)
+    foreign(path, 3)
+    file = os.open(path, os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    yield file
+    os.close(file)
+
+
+def test_a_lock_that_the_file_system_keeps_for_a_dead_machine_is_taken_over(path: Path, held_elsewhere: int) -> None:
+    said: list[str] = []
+    with FolderLock(path, stale_s=0.5) as ours:
+        ours.take(0.0, said.append)
+        found = holder(path)
+        assert found is not None and found.token == ours.token
+        with pytest.raises(FolderHeld):
+            FolderLock(path, stale_s=0.5).take(0.0, ignore)
+    assert [line for line in said if "process 7 on far is not alive" in line] and list(path.parent.iterdir()) == []
+
+
+def test_who_lost_the_file_to_another_machine_that_believed_it_dead_learns_it(path: Path) -> None:
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        os.replace(moved(path), path)
+        deadline = time.monotonic() + 120
+        while not ours.lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert path.exists(), "the file is the other one's now"
+
+
+def moved(path: Path) -> Path:
+    """Another machine's file, that is about to stand there."""
+    aside = path.with_name("aside")
+    foreign(aside, 0)
+    return aside
+
+
+def test_a_machine_that_beats_keeps_the_lock_that_the_file_system_holds_for_it(path: Path, held_elsewhere: int) -> None:
+    beats = threading.Event()
+
+    def beat() -> None:
+        number = 3
+        while not beats.wait(0.1):
+            foreign(path, number := number + 1)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(FolderHeld, match="process 7 on far"):
+            FolderLock(path, stale_s=60.0).take(0.0, ignore)
+    finally:
+        beats.set()
+        thread.join()
+
+
+def test_on_a_full_disk_a_silent_machine_keeps_its_lock(
+    path: Path, held_elsewhere: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may live, and not be able to change its stamp."""
+
+    def full(*given: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(lock, "write_whole", full)
+    with pytest.raises(FolderHeld, match="process 7 on far"):
+        FolderLock(path, stale_s=0.5).take(0.0, ignore)
+
+
+def test_an_error_of_the_file_system_ends_no_beats(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them the run would count as dead."""
+    failures = iter([OSError(errno.EIO, "Input/output error")])
+    flock = lock._flock
+
+    def failing(file: int) -> bool | None:
+        if (error := next(failures, None)) is not None:
+            raise error
+        return flock(file)
+
+    with FolderLock(path, beat_s=0.1) as ours:
+        ours.take(0.0, ignore)
+        monkeypatch.setattr(lock, "_flock", failing)
+        path.unlink()
+        deadline = time.monotonic() + 120
+        while (found := holder(path)) is None or found.beat < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
 
 def test_without_kernel_locks_a_live_stamp_of_this_machine_counts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
