@@ -22,7 +22,7 @@ def assemble_state(
     """Waits for keepers that live, as long as `snapshot.patience_s`."""
     keepers = Keepers(run, config.snapshot, events.tell)
     # Keepers refuse generations that they have left behind, also when the monitor has forgotten them.
-    standing = keepers.standing(config.snapshot.patience_s)
+    standing = keepers.take_over(config.snapshot.patience_s)
     return RunState(
         config,
         model,

@@ -86,6 +86,8 @@ class KeeperHandle(NodeKeeper, Protocol):
     @property
     def inventory(self) -> Method[[], list[HeldShard]]: ...
     @property
+    def take_over(self) -> Method[[], Standing]: ...
+    @property
     def standing(self) -> Method[[], Standing]: ...
     @property
     def room(self) -> Method[[], tuple[str, int]]: ...
@@ -246,9 +248,17 @@ class Keeper:
             versions = list(self._book.versions.values())
             return [shard for version in versions for shard in self.held(version.step, version.generation)]
 
+    def take_over(self) -> Standing:
+        """What a controller asks that takes the run over: it goes on after the committed step, in a generation that is
+        not refused. What an earlier one has sent is refused from now on. A commit of its that came later would let go
+        of the version that this answer names."""
+        with self._lock:
+            self._book.generation += 1
+            self._note()
+            return self.standing()
+
     def standing(self) -> Standing:
-        """What a restarted controller asks: it goes on after the committed step, in a generation that is not
-        refused."""
+        """How far the run is."""
         book = self._book
         return Standing(committed=book.committed, generation=book.generation, position=book.position)
 

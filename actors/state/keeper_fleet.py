@@ -202,14 +202,14 @@ class Keepers:
             self._ask(lambda keeper: keeper.inventory.remote(), patience_s, lambda found: is_enough(named(found)))
         )
 
+    def take_over(self, patience_s: float) -> Standing:
+        """How far the run is, by the commits that its keepers have heard of; they refuse what an earlier controller has
+        sent and comes later."""
+        return _together(self._ask(lambda keeper: keeper.take_over.remote(), patience_s).values())
+
     def standing(self, patience_s: float) -> Standing:
-        """How far the run is, by the commits that its keepers have heard of."""
-        told = list(self._ask(lambda keeper: keeper.standing.remote(), patience_s).values())
-        return Standing(
-            committed=max((s.committed for s in told), default=-1),
-            generation=max((s.generation for s in told), default=0),
-            position=max((s.position for s in told if s.position), key=itemgetter(0), default=None),
-        )
+        """How far the run is."""
+        return _together(self._ask(lambda keeper: keeper.standing.remote(), patience_s).values())
 
     def rooms(self, timeout_s: float) -> list[tuple[str, int]]:
         """(host, bytes that the state may take there) of the keepers that are given shards."""
@@ -331,6 +331,15 @@ class Keepers:
         for handle in self._handles.values():
             kill(handle)
         self._handles.clear()
+
+
+def _together(told: Collection[Standing]) -> Standing:
+    """What several keepers know."""
+    return Standing(
+        committed=max((s.committed for s in told), default=-1),
+        generation=max((s.generation for s in told), default=0),
+        position=max((s.position for s in told if s.position), key=itemgetter(0), default=None),
+    )
 
 
 def _done(references: Collection[Ref[T]]) -> list[Ref[T]]:

@@ -125,6 +125,23 @@ def test_memory_stays_flat_over_many_steps_and_is_two_versions(keepers: Callable
     assert len(set(used[2:])) == 1 and 2 * pages <= used[-1] < 3 * pages
 
 
+def test_what_an_earlier_controller_has_sent_is_refused_once_another_has_asked_how_far_the_run_is(
+    keepers: Callable[..., Keeper],
+) -> None:
+    """Its last commit, late from a host that was cut off, would let go of the version that the other goes on from."""
+    keeper = begun(keepers())
+    worker = Writing(keeper)
+    commits(keeper, [worker], range(2))
+    assert keeper.put([worker.finish(2)])
+    standing = keeper.take_over()
+    keeper.commit(1, 2)
+    assert (standing.committed, standing.generation) == (1, 2) == (keeper.standing().committed, 2)
+    assert newest_whole([one for one in keeper.inventory() if one.step <= 1]) == (1, 1)
+    assert keeper.join(1, HERE[0], 0, TOTAL) is None, "workers of the earlier controller are refused, too"
+    keeper.begin(3, 1, 1, TOTAL, (HERE,))
+    assert Writing(keeper, generation=3).joined.made_in == 1 and held(keeper) == [(1, 0, TOTAL)]
+
+
 def test_a_step_is_held_when_all_of_it_was_put_and_late_messages_of_a_dead_generation_are_refused(
     keepers: Callable[..., Keeper],
 ) -> None:
