@@ -265,9 +265,7 @@ class Storm(RuleBasedStateMachine):
         self.generation = max(self.generation, standing.generation)
         origin = self.state.first()
         found = origin.step if origin is not None else -1
-        assert self.may_lose or found >= before - 1, (
-            f"step {before} counted, and a controller goes on at {found}"
-        )
+        assert self.may_lose or found >= before - 1, f"step {before} counted, and a controller goes on at {found}"
         self.committer.restart(found)
 
     # -- what happens to nodes, workers and controller -----------------------------------------------------------------
