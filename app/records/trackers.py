@@ -1,7 +1,7 @@
 """Where a run's curves and samples are seen besides its files: TensorBoard, Weights & Biases, MLflow, Ray's metrics.
 
 `track: [tensorboard, wandb, mlflow, ray]` in a run file names them. metrics.jsonl is the truth; a tracker that fails is
-left out for the rest of the run, with a warning, and never ends it.
+left out for a while, with a warning, and never ends a run.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
 _ALERTS_S = 900  # W&B repeats an alert of one title no sooner
 _GAUGES_S = 5.0  # from one setting of gauges to the next
 _TITLE_LENGTH = 63  # W&B's limit
+_REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each twice as long as the one before
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
 
@@ -350,16 +351,23 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, object]], Tracker]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """How long a tracker that has failed is left out, and until when (monotonic seconds)."""
+
+    seconds: float
+    until: float
+
+
 class Trackers:
-    """All trackers of a run as one that does not fail."""
+    """All trackers of a run as one that does not fail. One that does is tried again after a minute, then after two, up
+    to an hour: a service that is started anew would else miss the rest of the run, and of its alerts."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, object] | None = None) -> None:
-        self._open: dict[str, Tracker] = {}
-        for name in names:
-            try:
-                self._open[name] = TRACKERS[name](folder, config or {})
-            except Exception as error:  # foreign code: a service that is down, a key that is refused
-                self._leave(name, error)
+        self._folder, self._config = folder, config or {}
+        self._open: dict[str, Tracker | None] = dict.fromkeys(names)  # None: it could not be opened yet
+        self._rests: dict[str, _Rest] = {}  # of those that have failed, and have not taken anything since
+        self._all(lambda tracker: None)
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         values = list(scalars)
@@ -376,13 +384,22 @@ class Trackers:
 
     def _all(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
+            rest = self._rests.get(name)
+            if rest is not None and time.monotonic() < rest.until:
+                continue
             try:
+                if tracker is None:
+                    tracker = self._open[name] = TRACKERS[name](self._folder, self._config)
                 tell(tracker)
-            except Exception as error:
+            except Exception as error:  # foreign code: a service that is down, a key that is refused
                 self._leave(name, error)
+            else:
+                self._rests.pop(name, None)
 
     def close(self) -> None:
         for name, tracker in self._open.items():
+            if tracker is None or name in self._rests:
+                continue
             try:
                 tracker.close()
             except Exception as error:
@@ -390,5 +407,8 @@ class Trackers:
         self._open = {}
 
     def _leave(self, name: str, error: Exception) -> None:
-        self._open.pop(name, None)
-        log.warning("%s gets no more of this run (%s: %s); metrics.jsonl is whole", name, type(error).__name__, error)
+        before = self._rests.get(name)
+        seconds = _REST_S if before is None else min(2 * before.seconds, _LONGEST_REST_S)
+        self._rests[name] = _Rest(seconds, time.monotonic() + seconds)
+        why = f"{type(error).__name__}: {error}"
+        log.warning("%s gets nothing of this run for %.0f s (%s); metrics.jsonl is whole", name, seconds, why)

@@ -137,8 +137,29 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
         metrics.event(CheckpointFailed(step=2, why=""))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert list((tmp_path / "events").iterdir()), "the other tracker got nothing"
-    assert [record.message for record in caplog.records if "wandb gets no more of this run" in record.message]
-    assert len([record for record in caplog.records if "gets no more" in record.message]) == 1
+    assert [record.message for record in caplog.records if "wandb gets nothing of this run for 60 s" in record.message]
+    assert len([record for record in caplog.records if "gets nothing" in record.message]) == 1
+
+
+@pytest.mark.parametrize("where", ["open", "log"])
+def test_a_tracker_whose_service_is_back_goes_on_with_the_run(
+    where: str, spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A month of a run sees its tracking server started anew; the alerts of that month are to reach somebody."""
+    now = time.monotonic()
+    monkeypatch.setattr(spy, "fails_at", where)
+    with Metrics(tmp_path, track=["wandb"], config={"seed": 7}) as metrics:
+        for step, later in enumerate((0, 59, 61, 120, 180, 182)):  # it fails at 0, 61 and 182 s
+            monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+            metrics.step(line(step, loss=1.0))
+        monkeypatch.setattr(spy, "fails_at", "")
+        for step, later in ((6, 423), (7, 424)):  # after four minutes more
+            monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+            metrics.step(line(step, loss=1.0))
+    (heard,) = spy.made
+    assert heard.said == [("open", tmp_path.name, 7), (6, 1.0), (7, 1.0), ("close",)]
+    waits = re.findall(r"for (\d+) s", "\n".join(record.message for record in caplog.records))
+    assert waits == ["60", "120", "240"]
 
 
 def test_trackers_are_named_in_the_run_file_and_may_change_on_resume() -> None:
