@@ -92,7 +92,7 @@ class Lookout:
                 *self._recalled(report),
                 *self._loads(report),
                 *self._heartbeats(report),
-                *self._wish(),
+                *self._wish(report),
             ]
         return [*events, Resources(available=self._room())]
 
@@ -166,7 +166,10 @@ class Lookout:
     def _recalled(self, report: MonitorReport) -> list[Event]:
         """Workers that still wait for resources, and would take them on a node that is shunned now, or not on one that
         is no more: they are asked for again, if still wanted. Ray does not move them."""
-        waiting = [name for name in self._pool.misplaced if name not in report.seen]
+        return self._recall([name for name in self._pool.misplaced if name not in report.seen])
+
+    def _recall(self, waiting: Sequence[str]) -> list[Event]:
+        """These wait for resources, and shall do so no more."""
         for name in waiting:
             self._pool.remove(name)
             self._monitor.remove.remote(name)
@@ -202,15 +205,18 @@ class Lookout:
             self._tell(_told_of(slow))
         return events
 
-    def _wish(self) -> list[Event]:
-        """The size that somebody asked for, within the limits of the run."""
+    def _wish(self, report: MonitorReport) -> list[Event]:
+        """The size that somebody asked for, within the limits of the run. Where it is smaller, workers that still wait
+        for resources are the first to go: they would take those that others give back, load, and be let go."""
         wish = self._wishes.target
         target = self._config.max if wish is None else min(max(wish, self._config.min), self._config.max)
         if target == self._target:
             return []
         self._target = target
         self._tell(PoolResized(target=target))
-        return [Resize(min=self._config.min, max=target)]
+        waiting = [name for name in self._pool.pending if name not in report.seen]
+        surplus = max(0, len(self._pool.names) - target)
+        return [Resize(min=self._config.min, max=target), *self._recall(waiting[::-1][:surplus])]
 
     def _room(self) -> int:
         """How many more workers the cluster could start right now, on nodes that are not shunned."""

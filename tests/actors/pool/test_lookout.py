@@ -15,7 +15,7 @@ from actors.config import WorkersConfig
 from actors.messages import FailedStart, HostGpu
 from actors.outcome import silent
 from actors.pool.lookout import Lookout
-from actors.pool.membership_types import Loading, Shortfall
+from actors.pool.membership_types import Loading, Resize, Shortfall
 from actors.pool.monitor import Monitor
 from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
 from actors.progress import LOADING, LinkUse, Progress
@@ -142,6 +142,24 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
     assert not lookout.hopeless
     lookout.look()
     assert not lookout.hopeless, "three more, not one"
+
+
+@pytest.mark.parametrize(("target", "recalled"), [(1, ["w4", "w3"]), (4, ["w4"]), (5, [])])
+def test_in_a_pool_that_is_made_smaller_those_that_wait_for_room_go_first(
+    monkeypatch: pytest.MonkeyPatch, target: int, recalled: list[str]
+) -> None:
+    """w2 loads its modules already."""
+    monitor, pool = Monitor(), Starting("w2", "w3", "w4", names=["w0", "w1"])
+    monitor.beat(replace(Progress.of_start("w2"), activity=LOADING))
+    handle = Handle(collect=monitor.collect)
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    lookout = Lookout(WorkersConfig(min=1, max=6, device="cpu"), pool, handle, silent)
+    lookout.look()
+    monitor.scale(target)
+    events = lookout.look()
+    assert Resize(min=1, max=target) in events and pool.removed == recalled
+    assert [event.count for event in events if isinstance(event, Shortfall)] == ([len(recalled)] if recalled else [])
 
 
 def test_a_dead_worker_is_named_with_what_it_was_last_heard_doing(monkeypatch: pytest.MonkeyPatch) -> None:
