@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from hashlib import blake2b
+from itertools import chain, islice
 from pathlib import Path
 
 from data import storage
@@ -29,6 +30,7 @@ from ops.counted import counted
 log = logging.getLogger(__name__)
 
 MANY_SHARDS = 64  # worth a hint that processes help
+MOST_SAID = 240  # characters of the first fault of a reason
 
 
 def build_index(
@@ -156,9 +158,13 @@ def _why_empty(index: Index) -> str:
             f"source {index.name}: nothing to train on in {index.config.path}: no sample in {index.num_shards} "
             f"{index.config.kind} part{'s' if index.num_shards != 1 else ''}. Check data.sources path and kind."
         )
-    why = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4)) or "no sample is listed"
+    firsts: dict[str, str] = {}
+    for fault in chain(index.faults(), islice(index.missing_faults(), 1)):
+        said = ": ".join(filter(None, (fault.key, fault.detail)))
+        firsts.setdefault(str(fault.reason), f", first {said[:MOST_SAID]}" if said else "")
+    why = "; ".join(f"{count} {reason}{firsts[reason]}" for reason, count in reasons.most_common(4))
     return (
         f"source {index.name}: none of its {counted(total, 'sample')} in {counted(index.num_shards, 'shard')} can be "
-        f"used ({why}). "
+        f"used ({why or 'no sample is listed'}). "
         f"Check data.sources path, media and caption; `heddle data lint` lists every case."
     )

@@ -13,6 +13,13 @@ from data.errors import DataError
 from data.readers.part import IndexPart, PartWriter
 from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, read_rows
 
+SPELLED = "Check the path; a relative one is that of the folder in which heddle was started."
+OTHER_FILES = {  # and what to give in their place
+    **dict.fromkeys(("toml", "yaml", "yml"), "give the folders and tables that it names, each as a source."),
+    **dict.fromkeys(("xlsx", "xls", "ods"), "save it as CSV."),
+    **dict.fromkeys(("zip", "7z", "rar"), "unpack it, and give the folder."),
+}
+
 
 class SourceReader(Protocol):
     """What the index needs of a source."""
@@ -48,7 +55,13 @@ def guess_kind(path: str) -> str:
         if media.suffix_of(path) in media.MEDIA_SUFFIXES:
             raise DataError(f"{path} is one clip or picture; give the folder of it and its caption, or a table.")
         first = storage.expand(path, TABLE_SUFFIXES)[0]
-        return _table_kind(first) if first.endswith((*TABLE_SUFFIXES, ".txt")) else "webdataset"
+        if first.endswith((*TABLE_SUFFIXES, ".txt")):
+            return _table_kind(first)
+        if storage.stat(first) is None:
+            raise DataError(f"{first} does not exist: neither a folder of clips or tars nor a table. {SPELLED}")
+        if media.suffix_of(first) in OTHER_FILES:
+            raise DataError(f"{first} is no data set that Heddle reads: {OTHER_FILES[media.suffix_of(first)]}")
+        return "webdataset"
     names = [storage.name_of(file.uri) for file in storage.list_files(path)]
     if any(name.endswith(".tar") for name in names):
         return "webdataset"

@@ -128,17 +128,24 @@ def _jsonl_rows(file: ReadFile, limits: LimitsConfig) -> Iterator[dict[str, obje
 
 
 def _json_rows(file: ReadFile) -> Iterator[dict[str, object] | BadSample]:
-    """A list of objects, or an object of named objects (the name becomes `key`)."""
+    """A list of objects, an object of named objects (the name becomes `key`), or one of captions by file name."""
     try:
         value: object = json.loads(file.pread(0, file.size).decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UnreadableTable(f"not JSON: {error}") from error
     if isinstance(value, dict):
-        value = [{"key": name, **entry} if isinstance(entry, dict) else entry for name, entry in value.items()]
+        value = [_named(name, entry) for name, entry in value.items()]
     if not isinstance(value, list):
         raise UnreadableTable(f"a JSON {type(value).__name__}, not a list of rows")
     for i, entry in enumerate(value):
         yield _object(entry, f"entry {i}")
+
+
+def _named(name: str, entry: object) -> object:
+    if isinstance(entry, dict):
+        return {"key": name, **entry}
+    texts = entry if isinstance(entry, list) else [entry]
+    return {"file_name": name, "caption": entry} if all(isinstance(text, str) for text in texts) else entry
 
 
 def _object(value: object, where: str) -> dict[str, object] | BadSample:
@@ -150,11 +157,15 @@ def _object(value: object, where: str) -> dict[str, object] | BadSample:
 def _parquet_rows(file: ReadFile) -> Iterator[dict[str, object] | BadSample]:
     try:
         table = pq.ParquetFile(pa.PythonFile(ByteRange(file), mode="r"))
-        holds_media = any(pa.types.is_struct(field.type) for field in table.schema_arrow)
+        holds_media = any(map(_may_be_media, table.schema_arrow.types))
         for batch in table.iter_batches(batch_size=ROWS_WITH_MEDIA if holds_media else ROWS_PER_BATCH):
             yield from _batch_rows(batch)
     except (pa.ArrowException, OSError) as error:  # corrupt pages are an OSError; storage that fails is a DataIOError
         raise UnreadableTable(f"not Parquet: {error}") from error
+
+
+def _may_be_media(kind: pa.DataType) -> bool:
+    return any(test(kind) for test in (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary))
 
 
 def _batch_rows(batch: pa.RecordBatch) -> Iterator[dict[str, object] | BadSample]:
@@ -190,5 +201,6 @@ FOLDER_TABLES = (
     "videos2caption.json",
     "meta.json",
     "videos.txt",
+    "images.txt",
     "data.txt",
 )

@@ -32,7 +32,8 @@ CAPTIONS = (
     "description",
     "prompts",
 )
-PROMPT_FILES = ("prompt.txt", "prompts.txt", "captions.txt")
+LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of these with a caption on each line
+PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
 
@@ -119,9 +120,8 @@ class ManifestReader:
             path = held.path or None
         if path is None:
             columns = ", ".join(map(str, row))
-            writer.add(
-                IndexedSample(key=f"row {number}").refuse(BadSample(Reason.BAD_ROW, f"no path among {columns}"[:300]))
-            )
+            fault = BadSample(Reason.BAD_ROW, f"no path, video, file_name or the like among {columns}"[:300])
+            writer.add(IndexedSample(key=f"row {number}").refuse(fault))
             return
         key = path.rpartition(".")[0] or path
         try:
@@ -132,7 +132,7 @@ class ManifestReader:
             writer.add(IndexedSample(key=key).refuse(fault))
             return
         if file is None:
-            writer.missing(path)
+            writer.missing(storage.join(catalogue.root, path))
             return
         key = _numbered(key, seen)  # a file may be listed with several ranges or captions
         sample = IndexedSample(
@@ -208,21 +208,27 @@ class ManifestReader:
         known = [uri for uri in files if storage.name_of(uri) in FOLDER_TABLES]
         found = known or [uri for uri in files if uri.endswith(TABLE_SUFFIXES)]
         if not found:
+            deeper = [file.uri for file in storage.list_files(self.config.path) if file.uri.endswith(TABLE_SUFFIXES)]
+            there = f", but {' and '.join(deeper[:3])}{' and more' if deeper[3:] else ''}" if deeper else ""
             raise DataError(
-                f"{self.config.path}: no {', '.join(FOLDER_TABLES[:4])} or other table here. Name the "
+                f"{self.config.path}: no {', '.join(FOLDER_TABLES[:4])} or other table here{there}. Name the "
                 f"table in data.sources path, or use kind: pairs for media beside captions."
             )
         return found
 
     def _open_sora_plan(self, uri: str) -> list[ManifestTable]:
         """Tables of a text file with lines `root,annotation.json`; empty for any other file."""
-        if not uri.endswith(".txt") or storage.name_of(uri) == "videos.txt":
+        if not uri.endswith(".txt") or storage.name_of(uri) in LISTS:
             return []
         tables = []
         for line in self._lines(uri):
             root, comma, annotation = line.rpartition(",")
             if not comma or not annotation.strip().endswith(TABLE_SUFFIXES):
-                raise DataError(f"{uri}: line {line[:80]!r} is not `root,annotation.json`.")
+                raise DataError(
+                    f"{uri}: line {line[:80]!r} is not `root,annotation.json`. A list of clips is called "
+                    f"{' or '.join(LISTS)} and lies beside {', '.join(PROMPT_FILES)}; clips with a caption in a file "
+                    f"each are given by their folder."
+                )
             folder = storage.parent(uri)
             tables.append(ManifestTable(storage.join(folder, annotation.strip()), storage.join(folder, root.strip())))
         return tables
@@ -254,8 +260,10 @@ class ManifestReader:
 
 
 def _held(row: dict[str, object]) -> HeldMedia | None:
-    """The first column in which a row holds its media, or the path of it, as Hugging Face's datasets do."""
+    """The first column in which a row holds its media, as bytes or as Hugging Face's datasets do, with the path."""
     for value in map(row.get, PATHS):
+        if isinstance(value, bytes) and value:
+            return HeldMedia(value, "")
         if isinstance(value, dict) and {"bytes", "path"} & value.keys():
             data, path = value.get("bytes"), value.get("path")
             return HeldMedia(data if isinstance(data, bytes) else b"", path if isinstance(path, str) else "")

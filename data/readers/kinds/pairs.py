@@ -11,6 +11,7 @@ from data.errors import DataError
 from data.ledger import BadSample, Reason
 from data.readers.catalogue import Catalogue
 from data.readers.part import SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
+from data.readers.tables import TABLE_SUFFIXES
 from data.storage import FileStat, read_range
 
 CAPTION_SUFFIXES = ("txt", "caption")
@@ -32,6 +33,13 @@ class PairsReader:
         if absent:
             raise DataError(f"folder {absent[0]} does not exist. Check data.sources path {self.config.path}.")
         return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES)) for folder in folders}
+
+    @cached_property
+    def _tables(self) -> str:
+        """Names of tables among the clips, which hold captions by all signs."""
+        others = (name for catalogue in self.catalogues.values() for name in catalogue.others)
+        found = next((name for name in others if name.endswith(TABLE_SUFFIXES)), None)
+        return f"; a table ({found}) is given as the source itself, not by its folder" if found else ""
 
     def parts(self) -> list[IndexPart]:
         return [IndexPart(folder, 0, 0, catalogue.fingerprint) for folder, catalogue in self.catalogues.items()]
@@ -91,7 +99,7 @@ class PairsReader:
             where = f"{name[5:]}#{position}" if in_json else ""
             sample.captions.append(Caption.of(text, 0, holder.size, where, holder.uri))
         if not sample.captions:
-            raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption} or caption beside it")
+            raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption} or caption beside it{self._tables}")
 
     def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)

@@ -207,7 +207,9 @@ def test_processes_give_the_same_index(folder, tmp_path):
 
 def test_empty_sources_say_why(tmp_path):
     (tmp_path / "a.tar").write_bytes(shard([*sample(0, mp4=None), *sample(1, txt=None, json=None)]))
-    with pytest.raises(DataError, match=r"none of its 2 samples in 1 shard can be used \(1 no_media, 1 no_caption\)"):
+    with pytest.raises(
+        DataError, match=r"none of its 2 .* 1 shard can be used \(1 no_media, first 0+: members .*; 1 no_c"
+    ):
         index_of(tmp_path / "a.tar", tmp_path / "cache", allow_empty=False)
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty: no files with \.tar here"):

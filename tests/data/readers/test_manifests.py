@@ -84,6 +84,17 @@ def write(folder: Path, layout: str) -> Path:
         (folder / "videos.txt").write_text("\n".join(NAMES) + "\n\n")
         (folder / "prompt.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS) + "\n")
         return folder
+    if layout == "finetrainers, pictures":
+        (folder / "images.txt").write_text("\n".join(NAMES))
+        (folder / "caption.txt").write_text("\n".join(text.replace("\n", " ") for text in TEXTS))
+        return folder
+    if layout == "diffusion-pipe":
+        (folder / "captions.json").write_text(json.dumps({NAMES[0]: TEXTS[0], **{n: [t] for n, t in both[1:]}}))
+        return folder
+    if layout == "bytes":
+        held = [(folder / name).read_bytes() for name in NAMES]
+        pq.write_table(pa.table({"video": held, "text": TEXTS}), folder / "held.parquet")
+        return folder
     if layout == "DFM":
         (folder / "meta.json").write_text(
             json.dumps([{"file_name": name, "width": 64, "height": 48, "vila_caption": text} for name, text in both])
@@ -103,6 +114,9 @@ LAYOUTS = [
     "FastVideo",
     "musubi-tuner",
     "finetrainers",
+    "finetrainers, pictures",
+    "diffusion-pipe",
+    "bytes",
     "DFM",
     "Open-Sora-Plan",
 ]
@@ -112,11 +126,42 @@ LAYOUTS = [
 def test_every_ecosystem_gives_the_same_rows(folder, tmp_path, layout):
     index, ledger = index_of(write(folder, layout), tmp_path / "cache", kind="manifest")
     assert not ledger.rejected and not ledger.shard_faults
-    texts = [text.replace("\n", " ") for text in TEXTS] if layout == "finetrainers" else TEXTS
+    texts = [text.replace("\n", " ") for text in TEXTS] if layout.startswith("finetrainers") else TEXTS
     assert [index.caption(i) for i in range(3)] == texts
-    assert [Path(index.row(i).path).resolve() for i in range(3)] == [(folder / name).resolve() for name in NAMES]
+    for row, name in zip(map(index.row, range(3)), NAMES, strict=True):
+        assert read_range(row.path, row.offset, row.size) == (folder / name).read_bytes()
+        assert layout == "bytes" or Path(row.path).resolve() == (folder / name).resolve()
     columns = index.columns("width", "height", "num_frames", "image")
     assert columns["num_frames"].tolist() == [9, 9, 1] and columns["image"].tolist() == [False, False, True]
+
+
+def test_a_folder_whose_tables_lie_deeper_names_them(folder, tmp_path):
+    for part in ("train", "test"):
+        (folder / part).mkdir()
+        write_csv(folder / part / "metadata.csv", ["file_name", "text"], [["../videos/a.mp4", "a"]])
+    with pytest.raises(
+        DataError, match=r"or other table here, but .*test/metadata\.csv and .*train/metadata\.csv\. Name"
+    ):
+        index_of(folder, tmp_path / "cache", kind="manifest")
+
+
+def test_a_list_of_captions_is_told_from_one_of_clips(folder, tmp_path):
+    (folder / "list.txt").write_text("videos/a.mp4\n")
+    with pytest.raises(
+        DataError, match=r"not `root,annotation\.json`\. A list of clips is called videos\.txt or images\.txt"
+    ):
+        index_of(folder / "list.txt", tmp_path / "cache", kind="manifest")
+
+
+def test_a_missing_clip_is_named_by_where_it_was_looked_for(folder, tmp_path):
+    """Tables of Open-Sora and OpenVid name clips that lie in a folder of their own, which `media` gives."""
+    (folder / "tables").mkdir()
+    table = folder / "tables" / "t.csv"
+    write_csv(table, ["video", "caption"], [["a.mp4", "text"]])
+    with pytest.raises(DataError, match=rf"1 file_missing, first {folder}/tables/a\.mp4: no such file\)"):
+        index_of(table, tmp_path / "cache", kind="manifest", allow_empty=False)
+    index, _ = index_of(table, tmp_path / "cache", kind="manifest", media=str(folder / "videos"))
+    assert index.num_ok == 1
 
 
 def test_numeric_columns_are_scores(folder, tmp_path):

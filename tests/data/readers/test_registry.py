@@ -353,8 +353,29 @@ def test_a_source_of_no_kind_is_what_its_files_are(tmp_path: Path) -> None:
     (folder / "a.txt").write_text("a caption")
     given = build_index(SourceConfig(path=str(folder), kind="pairs"), tmp_path / "cache", Ledger())
     assert build_index(SourceConfig(path=str(folder)), tmp_path / "cache", Ledger()).config == given.config
-    with pytest.raises(DataError, match="nowhere does not exist: neither a shard nor a folder of them"):
+    with pytest.raises(DataError, match="nowhere does not exist: neither a folder of clips or tars nor a table"):
         build_index(SourceConfig(path=str(tmp_path / "nowhere")), tmp_path / "cache", Ledger())
+
+
+@pytest.mark.parametrize(
+    "name, remedy",
+    [("dataset.toml", "folders and tables that it names"), ("t.xlsx", "save it as CSV"), ("a.zip", "unpack")],
+)
+def test_a_file_of_another_kind_is_no_tar(tmp_path: Path, name: str, remedy: str) -> None:
+    (tmp_path / name).write_text("[[datasets]]")
+    with pytest.raises(DataError, match=rf"{name} is no data set that Heddle reads: .*{remedy}"):
+        guess_kind(str(tmp_path / name))
+
+
+def test_clips_without_captions_hear_of_the_table_among_them(tmp_path: Path) -> None:
+    """As of OpenVid-1M, whose table lies two folders deeper."""
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "set" / "a.mp4").write_bytes(clip())
+    (tmp_path / "set" / "data" / "t.csv").write_text("video,caption\na.mp4,text\n")
+    with pytest.raises(
+        DataError, match=r"1 no_caption, first a: .*; a table \(data/t\.csv\) is given as the source itself"
+    ):
+        build_index(SourceConfig(path=str(tmp_path / "set")), tmp_path / "cache", Ledger())
 
 
 def test_a_kind_that_does_not_exist_is_refused_with_the_nearest() -> None:
