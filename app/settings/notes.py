@@ -29,6 +29,12 @@ def notes(config: RunConfig) -> list[str]:
             f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
+    if config.data.cache.path and config.data.cache.latents and config.data.start_frame == "random":
+        found.append(
+            "data.cache keeps latents, and data.start_frame random cuts another part out of a longer clip at each "
+            "draw: it is encoded, and kept, anew. data.start_frame: fixed encodes each clip once; data.cache.latents: "
+            "false keeps captions alone."
+        )
     module = config.data.engine.decoder.partition(":")[0]
     if not _is_importable(module):
         found.append(
