@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from actors.state.checkpoint_files import load, model_state
@@ -34,7 +33,7 @@ from ops.models.files import read_json
 from ops.models.folders import component, dit_json, resolve
 from ops.models.load import build_dit
 from ops.models.lora import factor_file, for_comfyui, for_diffusers, lora_scale, merged
-from ops.models.weights import write_folder
+from ops.models.weights import write_folder, write_tensors
 from ops.typed import ConfigError
 
 log = logging.getLogger(__name__)
@@ -192,11 +191,11 @@ def _plain_state(
     if not dit.lora_rank:
         return state
     file = factor_file(expert)
-    save_file(for_diffusers(state, lora_scale(dit)), work / file, metadata={"format": "pt"})
+    write_tensors(work / file, for_diffusers(state, lora_scale(dit)))
     parts.origins[file] = f"LoRA factors of {dit.part}/"
     if original := for_comfyui(state, dit):
         file = file.replace("pytorch", "comfyui")
-        save_file(original, work / file, metadata={"format": "pt"})
+        write_tensors(work / file, original)
         parts.origins[file] = "the same by their original names, as ComfyUI reads them"
     return merged(state, lora_scale(dit))
 

@@ -11,6 +11,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from actors.plan.types import Plan
@@ -39,6 +40,7 @@ from ops.models.load import check_factors, num_trained
 from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
+MOST_MINUTES = 180  # of a run; a longer one is told in hours
 
 
 def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overwrite: bool = False) -> None:
@@ -117,11 +119,11 @@ def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:
 def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
     """`device`: the kind that the workers compute on, cpu or cuda."""
     dit = model.dit
-    count = num_trained(model.dit)
+    count, whole = num_trained(dit), num_trained(replace(dit.without_lora(), train_only=()))
     layers = "+".join(map(str, dit.block_counts))
     print(
         f"model     {dit.architecture}, {layers} layers, {counted(dit.num_heads, 'head')}, width {dit.dim}: "
-        f"{count / 1e6:,.1f} M weights"
+        f"{whole / 1e6:,.1f} M weights{'' if count == whole else f', {count / 1e6:,.1f} M trained'}"
     )
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
     kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
@@ -185,7 +187,9 @@ def _print_plan(config: RunConfig, plan: Plan, inputs: PlanInputs) -> None:
     whole = step_seconds(plan)
     if line := update_line([plan], inputs):
         print(line)
-    print(f"          {counted(config.train.steps, 'step')} in about {whole * config.train.steps / 60:.1f} minutes")
+    minutes = whole * config.train.steps / 60
+    lasts = f"{minutes:.1f} minutes" if minutes < MOST_MINUTES else f"{minutes / 60:.1f} hours"
+    print(f"          {counted(config.train.steps, 'step')} in about {lasts}")
     if not inputs.profile.measured:
         print("          times come from FLOPs alone; `heddle profile` measures this device")
         for note in inputs.profile.notes:

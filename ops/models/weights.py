@@ -161,6 +161,16 @@ def fill(
         module.load_state_dict(state, strict=False, assign=True)
 
 
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """A file that others may read as any new one: safetensors itself leaves it the mode of a temporary file."""
+    from safetensors.torch import save_file
+
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
 def write_folder(
     folder: Path,
     state: Mapping[str, Tensor],
@@ -170,18 +180,16 @@ def write_folder(
 ) -> None:
     """Write config.json and the weights as Diffusers' save_pretrained does: one file, or shards and an index. With the
     stem "model" as that of Transformers does."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shards = _shards(state, shard_bytes)
     if len(shards) == 1:
-        save_file(shards[0], folder / f"{stem}.safetensors", metadata={"format": "pt"})
+        write_tensors(folder / f"{stem}.safetensors", shards[0])
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        write_tensors(folder / name, shard)
         weight_map |= dict.fromkeys(shard, name)
     total = sum(tensor.nbytes for tensor in state.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}

@@ -271,6 +271,7 @@ def test_lora_run_is_merged_and_keeps_its_factors(tmp_path: Path) -> None:
     factors = load_file(tmp_path / "out" / "pytorch_lora_weights.safetensors")
     name = "blocks.0.attn1.to_q.lora_A.weight"
     assert torch.equal(factors[f"transformer.{name}"], module.state_dict()[name])
+    assert len({file.stat().st_mode for file in (tmp_path / "out").iterdir() if file.is_file()}) == 1
 
 
 def test_factors_go_on_from_an_export_on_the_weights_that_they_were_trained_on(tmp_path: Path) -> None:

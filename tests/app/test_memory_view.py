@@ -114,6 +114,19 @@ def test_a_dry_run_shows_memory_before_it_looks_for_data(tmp_path: Path, capsys:
     assert re.search(r"states [\d.]+ .*\n +room 0\.\d+ for cascades", capsys.readouterr().out)
 
 
+def test_a_dry_run_tells_all_weights_from_those_that_are_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of LoRA on 1.3B it called the factors the model: 21.9 M weights."""
+    missing = f"data.sources=[{{path: {tmp_path}/none.tar}}]"
+    for settings in ([], ["model.dit.lora_rank=2"]):
+        with pytest.raises(DataError, match="does not exist"):
+            dry_run(DEMO, [f"run.dir={tmp_path}", missing, *settings])
+    full, lora = re.findall(r"^model .*: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    assert re.fullmatch(r"[\d.]+ M weights", full)
+    assert re.fullmatch(re.escape(full) + r", [\d.]+ M trained", lora)
+
+
 @pytest.mark.parametrize(("device", "dtype", "memory"), [("cpu", "float32", False), ("auto", "bfloat16", True)])
 def test_a_dry_run_with_the_file_of_a_gpu_cluster_says_throughout_what_its_workers_compute_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str, dtype: str, memory: bool

@@ -68,6 +68,8 @@ def test_written_folder_loads_in_diffusers(tmp_path: Path, shard_bytes: int) -> 
     again = read_state(tmp_path)
     assert all(torch.equal(again[name], state[name]) for name in state)
     assert again.keys() == state.keys()
+    modes = {file.stat().st_mode for file in tmp_path.iterdir()}
+    assert len(modes) == 1, "weights may be read by whoever may read their config"
 
 
 def test_same_seed_same_random_model() -> None:
