@@ -203,7 +203,7 @@ def chosen(sections: Sequence[Section], name: str) -> tuple[Section, ...]:
     (`flow_shift`), by the family that a section is for (`cogvideox`), or by the name that another trainer has for it.
     Raises ConfigError with the nearest name."""
     wanted = _without_places(name.strip(".")).lower()
-    theirs = ELSEWHERE.get(wanted.rpartition(".")[2], wanted)
+    theirs = ELSEWHERE.get(wanted.rpartition(".")[2], wanted).partition(" (")[0]
     if theirs.startswith(_OPTION):
         raise ConfigError(f"{name} is no setting here; it is {theirs}.")
     for path in (wanted, theirs):

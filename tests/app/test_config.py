@@ -191,6 +191,23 @@ def test_a_missing_config_is_named(tmp_path: Path) -> None:
         RunConfig.load(tmp_path / "nowhere.yaml")
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("save_every", "checkpoint.every"),
+        ("rank", "model.dit.lora_rank"),
+        ("compile", "model.dit.compile"),
+        ("network_args", "model.dit.lora_targets"),
+        ("dtype", "train.autocast"),
+        ("grad_checkpoint", "model.dit.gradient_checkpointing"),
+    ],
+)
+def test_names_of_other_trainers_are_not_taken_for_the_word_that_is_spelled_alike(theirs: str, ours: str) -> None:
+    """They were answered by sample.every, train, sample, workers, model.dit.attention.dtype and checkpoint."""
+    with pytest.raises(ConfigError, match=rf"unknown key {theirs} .* did you mean {ours}"):
+        RunConfig.load(ROOT / "configs" / "runs" / "demo.yaml", [f"{theirs}=1"])
+
+
 def test_names_of_other_trainers_lead_to_keys_that_exist() -> None:
     known = set(names().known)
     for foreign, ours in ELSEWHERE.items():

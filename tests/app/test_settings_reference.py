@@ -84,6 +84,7 @@ def test_a_section_has_all_below_it_and_a_setting_comes_alone() -> None:
         ("segments.0.batch", "data.segments.N.batch"),
         ("train.lr", "train.optimizer"),
         ("TRAIN.STEPS", "train"),
+        ("num_repeats", "data.sources.N"),
     ],
 )
 def test_places_in_lists_last_words_and_names_of_others_are_understood(asked: str, found: str) -> None:
