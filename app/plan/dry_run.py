@@ -40,7 +40,7 @@ from ops.models.load import check_factors, num_trained
 from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
-MOST_MINUTES = 180  # of a run; a longer one is told in hours
+MOST_MINUTES = 180  # of a run; a longer one is given in hours
 
 
 def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overwrite: bool = False) -> None:

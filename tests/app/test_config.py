@@ -315,7 +315,7 @@ def test_batches_for_less_text_than_every_caption_has_are_noted() -> None:
     "said, settings", [(1, []), (0, ["data.cache.latents=false"]), (0, ["data.start_frame=fixed"])]
 )
 def test_a_cache_of_latents_beside_random_parts_is_noted(said: int, settings: list[str]) -> None:
-    """Every draw of a longer clip was encoded and kept anew, where a first LoRA was told that each is encoded once."""
+    """Every draw of a longer clip was encoded and kept anew, where docs/first-lora.md says each is encoded once."""
     demo = ROOT / "configs" / "runs" / "demo.yaml"
     found = notes(RunConfig.load(demo, ["data.cache.path=c", *settings]))
     assert len(found) == said and all("start_frame: fixed encodes each clip once" in note for note in found)

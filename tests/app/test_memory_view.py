@@ -117,7 +117,7 @@ def test_a_dry_run_shows_memory_before_it_looks_for_data(tmp_path: Path, capsys:
 def test_a_dry_run_tells_all_weights_from_those_that_are_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of LoRA on 1.3B it called the factors the model: 21.9 M weights."""
+    """It called the factors of LoRA on Wan2.1-1.3B the model: 21.9 M weights."""
     missing = f"data.sources=[{{path: {tmp_path}/none.tar}}]"
     for settings in ([], ["model.dit.lora_rank=2"]):
         with pytest.raises(DataError, match="does not exist"):
