@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.cluster import given_cluster
@@ -120,14 +121,21 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             shut_down_ray()
             if fresh and not worth_keeping(folder):
                 shutil.rmtree(folder, ignore_errors=True)
-    if outcome.code:
-        print(f"error: {outcome.reason}", file=sys.stderr)
-    else:
-        print(
-            f"done: {counted(outcome.last_step + 1, 'step')}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
-            f"{shlex.join(['heddle', 'sample', '--checkpoint', f'{folder}/checkpoints'])}"
-        )
+    print(last_words(outcome, folder), file=sys.stderr if outcome.code else sys.stdout)
     return outcome.code
+
+
+def last_words(outcome: Outcome, folder: Path) -> str:
+    """What a run in `folder` says when it has ended. One that was stopped is no error."""
+    steps = counted(outcome.last_step + 1, "step")
+    if outcome.code == Exit.RESUMABLE:
+        return f"{outcome.reason.rstrip('.')}. It has {steps}; the same command with --resume goes on from there."
+    if outcome.code:
+        return f"error: {outcome.reason}"
+    return (
+        f"done: {steps}. Next: {shlex.join(['heddle', 'report', str(folder)])}   "
+        f"{shlex.join(['heddle', 'sample', '--checkpoint', f'{folder}/checkpoints'])}"
+    )
 
 
 def _check_files(config: RunConfig) -> None:

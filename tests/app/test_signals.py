@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from actors.outcome import Outcome
 from app.run import cluster, strategies
 from app.run import signals as module
-from app.run.signals import RunSignals, while_ray_starts
+from app.run.launch import last_words
+from app.run.signals import STOP, RunSignals, while_ray_starts
 
 NUMBERS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 TERMS = (signal.SIGTERM, signal.SIGHUP)
@@ -209,3 +211,12 @@ def test_an_ignored_signal_stays_ignored(number: signal.Signals, asked: list[Pat
         with signals.stopping(tmp_path, begun):
             send(number)
     assert not asked
+
+
+def test_a_run_that_was_stopped_says_how_it_goes_on_and_is_no_error() -> None:
+    """After Ctrl-C it said `error: stopped by a signal`."""
+    stopped = last_words(Outcome(code=75, reason=STOP, last_step=61), Path("runs/a"))
+    assert stopped == "stopped by a signal. It has 62 steps; the same command with --resume goes on from there."
+    failed = last_words(Outcome(code=1, reason="the disk is full.", last_step=3), Path("runs/a"))
+    assert failed == "error: the disk is full."
+    assert "heddle report 'runs/my lora'" in last_words(Outcome(code=0, reason="", last_step=3), Path("runs/my lora"))
