@@ -49,6 +49,14 @@ def test_links_between_documents_lead_somewhere() -> None:
                 assert heading in anchors, f"{document} leads to {target}"
 
 
+@pytest.mark.parametrize("document", ["README.md", "docs/clusters.md"])
+def test_a_head_that_asks_for_a_token_is_started_where_there_is_one(document: str) -> None:
+    """`ray start` ends with a traceback where RAY_AUTH_MODE is token and the machine has none yet."""
+    blocks = (ROOT / document).read_text().split("```")[1::2]
+    (start,) = (block for block in blocks if "ray start --head" in block)
+    assert start.index("RAY_AUTH_MODE=token") < start.index("get-auth-token --generate") < start.index("ray start")
+
+
 @pytest.mark.parametrize(
     ("document", "place", "name"), [("README.md", "configs/runs", "my-run"), ("docs/first-lora.md", "", "my-lora")]
 )
