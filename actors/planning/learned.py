@@ -25,6 +25,7 @@ _SAID = {
     "backend": "attention backend",
     "checkpointing": "gradient checkpointing",
     "trained": "training of",
+    "frozen": "frozen blocks",
     "vae": "VAE",
     "text": "text encoder",
 }  # how a setting is called, where that is not its name
@@ -46,6 +47,7 @@ def setting_of(model: ModelConfig, device: str, train: TrainConfig | None = None
         precision=f"{train.parameter_dtype}, autocast {train.autocast}" if train is not None else "",
         checkpointing=("on" if dit.gradient_checkpointing else "off") + ", compiled blocks" * (dit.compile is True),
         trained=_trained(dit),
+        frozen=_frozen(dit, train) if train is not None and kind == "cuda" else "",
         vae=_vae_of(model.vae, kind),
         text=_text_of(model.text, kind),
     )
@@ -57,6 +59,11 @@ def _trained(dit: DiTConfig) -> str:
         beside = " beside float8" if dit.frozen_dtype == "float8" else ""
         return f"{'DoRA' if dit.lora_dora else 'LoRA'} factors of rank {dit.lora_rank}{of}{beside}"
     return " ".join(dit.train_only) if dit.train_only else "all weights"
+
+
+def _frozen(dit: DiTConfig, train: TrainConfig) -> str:
+    places = {"node": "in host memory", "replicated": "on the device"}
+    return places.get(train.memory.parameters, "") if dit.freezes_blocks else ""
 
 
 def _backend_of(model: ModelConfig, device: str, train: TrainConfig) -> str:

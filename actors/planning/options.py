@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.fetching import FetchedWeights
 from actors.plan.costs.flops import exchange_seconds, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
-from actors.plan.devices import device_speed
+from actors.plan.devices import UNLISTED_LINK_GBPS, device_speed
 from actors.plan.schedule.problem import PlanOptions
 from actors.planning.learned import refuse_other, setting_of
+from actors.planning.memory import MemoryForecast, sizes_of
 from ops.degrees import bags_of
 from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling
@@ -21,8 +23,13 @@ from ops.models.folders import tiling_of
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
 _EFFICIENCY, _EFFICIENCY_OF_LINKS, _VAE_FLOPS_PER_PIXEL = 0.4, 0.7, 5e6
+# What copies reach of a GPU's link to host memory (54.8 of 64 GB/s on an H200, docs/results.md), and what all GPUs of a
+# node read together of weights that lie there once, in memory of one socket: eight channels of DDR4-3200 have 205 GB/s,
+# of DDR5-4800 307.
+_EFFICIENCY_OF_COPIES, _NODE_GBPS = 0.85, 200.0
 _LAUNCH_S = 1e-4  # of a block's kernels in the four passes
 _MEASURED_S = 10.0
+_ASSUMED = "H100"  # where GPUs are not known
 
 LEAST_GAIN = 0.1
 """A run has not measured most pieces of a cut batch, and every cascade more costs calls: a cut must promise more."""
@@ -51,10 +58,12 @@ def profile_of(
     device: str = "",
     train: TrainConfig | None = None,
     measured: Mapping[str, float] | None = None,
+    gpus: int = 1,
 ) -> Profile:
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
     Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
-    are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name."""
+    are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name. `gpus` of a node, which copy weights
+    from its memory where `train` says that these lie there; where `auto` has them lie, `tell_fetched` adds later."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
@@ -77,7 +86,22 @@ def profile_of(
     if config.sequence == "ulysses" and model.dit.deals_heads:
         degrees = tuple(k for k in degrees if model.dit.num_heads % k == 0) or (1,)
     profile.degrees["dit"] = tuple(sorted(set(degrees)))
+    if train is not None and train.memory.parameters == "node" and device not in ("", "cpu"):
+        tell_fetched(profile, model, sizes_of(model, train, cuda=True), gpus)
     return profile
+
+
+def tell_fetched(profile: Profile, model: ModelConfig, found: MemoryForecast, gpus: int) -> None:
+    """Have a profile know what passes copy to each of a node's `gpus` from its memory, with weights where the forecast
+    has them."""
+    speed = device_speed(_ASSUMED if profile.device == "cuda" else profile.device)
+    link_gbps = UNLISTED_LINK_GBPS if speed is None else speed.host_gbps
+    profile.fetched = FetchedWeights(
+        num_bytes=found.in_blocks // len(model.dit.experts) if found.fetches else 0,  # a pass is of one expert
+        bytes_per_s=1e9 * min(_EFFICIENCY_OF_COPIES * link_gbps, _NODE_GBPS / gpus),
+        in_points=found.frozen_blocks,  # heddle profile measures trained weights on the device
+    )
+    profile.points_changed("dit")
 
 
 def update_kind(train: TrainConfig, weights: int, device: str) -> str:
@@ -121,7 +145,7 @@ def flop_profile(
         told = ", ".join(f"{name} {measured[name]:.0f} TFLOP/s" for name in unlisted)
         notes.append(f"{told}: in no table of devices, measured. heddle profile measures cascades.")
     if known is None:
-        known = device_speed("H100")
+        known = device_speed(_ASSUMED)
         assert known is not None
         notes.append(assumption(device))
     profile = Profile.from_flops(

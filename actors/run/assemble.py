@@ -258,7 +258,8 @@ class _Training:
 
     def _profile(self) -> Profile:
         config, device = self.config, self.device
-        return profile_of(config.planner, self.model, self.geometry, device.name, config.train, device.measured)
+        gpus = gpus_of_a_node() if self._on_gpu else 1
+        return profile_of(config.planner, self.model, self.geometry, device.name, config.train, device.measured, gpus)
 
     def _degrees(self, profile: Profile) -> tuple[int, ...]:
         """Degrees of DiT cascades that may be planned."""

@@ -18,6 +18,7 @@ from actors.planning.batching import fitted_limits
 from actors.planning.demand import Demand
 from actors.planning.forecasts import forecast
 from actors.planning.memory import MemoryForecast, communicators_gib
+from actors.planning.options import tell_fetched
 from app.settings.config import RunConfig
 from data.buckets import BucketTable
 from data.config import BatchConfig, BucketsConfig, SegmentConfig
@@ -74,7 +75,8 @@ def batch_room_gib(
     config: RunConfig, model: ModelConfig, geometry: Geometry, profile: Profile, cluster: Cluster | None = None
 ) -> float:
     """GiB that a batch may take on one of `workers.min` workers, by the prediction of the model's memory, which the
-    profile gets; infinite where the size of a device is unknown. `cluster`: what is known of the workers' nodes."""
+    profile gets, as it gets what passes copy; infinite where the size of a device is unknown. `cluster`: what is known
+    of the workers' nodes."""
     memory, cuda = device_gib(config, cluster.memory_gib if cluster is not None else 0.0)
     if memory is None:
         return inf
@@ -86,6 +88,7 @@ def batch_room_gib(
     if cuda:
         per_node = max(cluster.nodes) if cluster is not None else found.per_node
         found = placed(found, config, demand, degrees, memory, per_node)
+        tell_fetched(profile, model, found, 1 if cluster is None else per_node)
     return found.room_gib(memory, workers, communicators_gib(degrees, workers, peers))
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Cluster, PlanError
 from actors.planning.demand import Demand
 from actors.planning.forecasts import Forecasts, sizes_of
 from actors.planning.memory import MemoryForecast, communicators_gib
+from actors.planning.options import tell_fetched
 from actors.state.hosts import HostNeed, aside_gib, host_need, refuse_short_hosts
 from app.inputs.batches import device_gib, placed
 from app.inputs.remedies import MOST_WORKERS, TrainedSetup, advice
@@ -35,6 +37,7 @@ class MemoryView:
     nodes: int = 1
     host: HostNeed | None = None  # of the node with the most workers; None where its memory is the device
     host_gib: float = 0.0  # of each node; 0: unknown
+    fetched: FetchedWeights = ON_DEVICE  # what passes copy from there
 
     @property
     def room_gib(self) -> float | None:
@@ -79,6 +82,8 @@ def view_memory(
         found = placed(found, config, demand, degrees, memory, max(cluster.nodes))
         counts = (config.workers.min, config.workers.max, cluster.num_workers)
         found = demand.with_graphs(found, degrees, counts, memory)
+    if cuda:
+        tell_fetched(profile, model, found, max(cluster.nodes))
     view = MemoryView(
         found=found,
         memory_gib=memory,
@@ -86,6 +91,7 @@ def view_memory(
         bags_gib=communicators_gib(degrees, cluster.num_workers, config.planner.bag_peers) if cuda else 0.0,
         cuda=cuda,
         nodes=len(cluster.nodes),
+        fetched=profile.fetched,
     )
     if memory is not None:
         known = tuple(profile.degrees.get("dit", (1,)))

@@ -34,6 +34,11 @@ def state_lines(view: MemoryView) -> list[str]:
         lines.append(f"          host memory of a node {view.host.total:.2f}{size} ({view.host.describe()})")
         if not view.host_gib:
             lines.append("          which was not checked: host_gib in the cluster file says what a node has for it")
+    if (copies := view.fetched).num_bytes:
+        lines.append(
+            f"          a pass copies {copies.num_bytes / 2**30:.2f} of it to each GPU, for its forward and for its "
+            f"backward: {2 * copies.way_s:.2f} s at least, at {copies.bytes_per_s / 1e9:.0f} GB/s (assumed)"
+        )
     if view.cuda:
         lines.append(
             f"          CUDA and the communicator of all {CONTEXT_GIB + view.found.exchange_gib(view.workers):.2f}, "

@@ -158,6 +158,7 @@ def test_weights_leave_the_gpus_where_nothing_else_helps_and_a_plan_says_so(
     assert free_gib(shown) > 0
     assert "optimizer state in host memory, weights of blocks once per node in host memory" in shown
     assert re.search(r"two versions of the optimizer state [\d.]+, weights 56\.81", shown)
+    assert "a pass copies 55.88 of it to each GPU, for its forward and for its backward: 4.80 s at least" in shown
     (states,) = re.findall(r"states ([\d.]+) \(weights 2.79, gradient 14.3", shown)
     assert float(states) == pytest.approx(17.8, abs=0.5)
     with pytest.raises(PlanError, match=r"It fits with .*train\.memory\.parameters: node"):

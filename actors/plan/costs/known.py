@@ -16,6 +16,7 @@ from typing import cast
 from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.drift import Drift
 from actors.plan.costs.exchange import CallLatency, ExchangePoint
+from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
 from actors.plan.costs.fit import LEAST_POINTS, Fit, model_from
 from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.forms import FORMS_OF, JOINT, Load, TextCost
@@ -78,6 +79,7 @@ class KnownCosts:
     sliced: SlicedBlocks | None = None  # of a DiT that bags run by spatial-temporal parallelism
     halved: HalvedHeads | None = None  # of a DiT whose bags deal out heads; None: unknown, they travel whole
     text_cost: TextCost = JOINT  # of the DiT; of a file alone it is not known
+    fetched: FetchedWeights = ON_DEVICE  # what passes of the DiT copy from host memory
     models: dict[str, Fit] = field(default_factory=dict)  # of the modules whose missing points can be priced
     needs: Needs = field(default_factory=Needs)  # of cascades, beside the states
     notes: list[str] = field(default_factory=list)  # poor fits and the like, for the report
@@ -172,6 +174,9 @@ class KnownCosts:
     def _fit(self, module: Module) -> Fit | None:
         prior = self.models.get(module)
         loads, seconds = self.points(module)
+        told = [one for one in zip(loads, seconds, strict=True) if module != "dit" or not self.fetched.hide(one[1])]
+        if told or prior is not None:  # where all have waited and nothing else is known, they set the level
+            loads, seconds = [load for load, _ in told], [took for _, took in told]
         if not loads:
             return prior
         residual = self.residual == "xgboost" and not self.live  # refits of a run stay linear
@@ -218,7 +223,12 @@ class KnownCosts:
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""
         load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
-        return self.measured[key] * self.file_drift(cast(Module, key[0])).factor(load)
+        return self.of_file(key) * self.file_drift(cast(Module, key[0])).factor(load)
+
+    def of_file(self, key: PointKey) -> float:
+        """Seconds of a measured point, beside the copies of a pass."""
+        bare = key[0] == "dit" and not self.fetched.in_points and key not in self.runs
+        return self.fetched.beside(self.measured[key]) if bare else self.measured[key]
 
     def _spanning_only(self, module: Module) -> dict[PointKey, LivePoint]:
         keys = {key for key, _ in self.spanning if key[0] == module and key not in self.live}
@@ -251,8 +261,15 @@ class KnownCosts:
             return 1.0
         module = cast(Module, key[0])
         model = self._model_of_file(module) if of_file else self.model_of(module)
-        before = model.predict(self.load(key, measured_with)) if model is not None else 0.0
-        return model.predict(self.load(key, wanted)) / before if model is not None and before > 0 else 1.0
+        if model is None:
+            return 1.0
+        before, after = (self.modelled(module, model, self.load(key, text)) for text in (measured_with, wanted))
+        return after / before if before > 0 else 1.0
+
+    def modelled(self, module: Module, model: Fit, load: Load) -> float:
+        """Seconds of a load by a model of what is computed: of the DiT, beside the copies of its weights."""
+        seconds = model.predict(load)
+        return self.fetched.beside(seconds) if module == "dit" else seconds
 
     def file_drift(self, module: Module) -> Drift:
         """The drift of the file's points, by those of them that ran."""
@@ -261,7 +278,7 @@ class KnownCosts:
             loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
             ratios = [
                 self.live[key].seconds
-                / self.measured[key]
+                / self.of_file(key)
                 / self.by_text(key, self.text_tokens.get(key, 0), self.live[key].text_tokens, of_file=True)
                 for key in both
             ]
@@ -273,7 +290,10 @@ class KnownCosts:
         if (module, "model") not in self._drifts:
             seen = {key: point for key, point in self.live.items() if key[0] == module and (module == "text" or key[2])}
             loads = [self.load(key, point.text_tokens) for key, point in seen.items()]
-            ratios = [point.seconds / max(model.predict(load), 1e-9) for load, point in zip(loads, seen.values())]
+            ratios = [
+                point.seconds / max(self.modelled(module, model, load), 1e-9)
+                for load, point in zip(loads, seen.values(), strict=True)
+            ]
             self._drifts[module, "model"] = Drift(loads, ratios, doubt=_DOUBT)
         return self._drifts[module, "model"]
 

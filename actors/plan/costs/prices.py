@@ -4,7 +4,7 @@ A packed cascade, of samples that differ, runs their kernels together, and launc
 alone has the launches in it (the constant of its cost model). Plans, what a run learns from a pack, and simulated
 clusters all take its seconds from here. Example: parts of 3 s and 2 s with launches of 0.5 s each take 4.5 s in one
 cascade. However wrong a constant is, no pack is quicker than its dearest part: what is left out of a part is at most
-all of it.
+all of it. Weights that are fetched are copied once for a pack, too (`FetchedWeights`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CascadePrices(KnownCosts):
             return seen.seconds * self.by_text(key, seen.text_tokens, text_tokens)
         load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
         held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
-        seconds = self.measured.get(held)
+        seconds = self.of_file(held) if held in self.measured else None
         if seconds is None and self.over_nodes:
             seconds = self.over_nodes_only(key)
         if seconds is not None:
@@ -57,7 +57,7 @@ class CascadePrices(KnownCosts):
         model = self.model_of(module)
         if model is None:
             return None
-        return max(model.predict(load) * self.model_drift(module, model).factor(load), 1e-9)
+        return max(self.modelled(module, model, load) * self.model_drift(module, model).factor(load), 1e-9)
 
     def seconds(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -121,7 +121,29 @@ class CascadePrices(KnownCosts):
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
     ) -> float:
         """Seconds of its price that a cascade would not take again beside others of its pack: the share that the
-        module's cost model says; 0 where it knows none, or no price."""
+        module's cost model says, and what it waits for copies of weights; 0 where nobody knows, or without a price."""
+        shape = (batch, frames, height, width, degree, text_tokens)
+        launches = self._launches(module, *shape)
+        if module != "dit" or not self.fetched.num_bytes:
+            return launches
+        price, computed = self.price(module, *shape), self.computed(module, *shape)
+        return launches + (price - computed if price is not None and computed is not None else 0.0)
+
+    def computed(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
+    ) -> float | None:
+        """Its price without what it waits for copies of weights: by the model where these may hide what it computes.
+        None where it has no price."""
+        price = self.price(module, batch, frames, height, width, degree, text_tokens)
+        model = self.model_of(module)
+        if price is None or model is None or module != "dit" or not self.fetched.hide(price):
+            return price
+        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        return min(price, model.predict(load) * self.model_drift(module, model).factor(load))
+
+    def _launches(
+        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
+    ) -> float:
         model = self.model_of(module)
         if model is None:
             return 0.0
@@ -129,8 +151,8 @@ class CascadePrices(KnownCosts):
         fixed = model.once(load)
         if not fixed > 0:
             return 0.0
-        price = self.price(module, batch, frames, height, width, degree, text_tokens)
-        return min(fixed / model.predict(load), 1.0) * price if price is not None else 0.0
+        computed = self.computed(module, batch, frames, height, width, degree, text_tokens)
+        return min(fixed / model.predict(load), 1.0) * computed if computed is not None else 0.0
 
     def penalty_once(
         self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
@@ -147,11 +169,22 @@ class CascadePrices(KnownCosts):
         """Seconds that these parts take one by one and not together; `spanned` of a bag over nodes."""
         if len(parts) == 1:
             return 0.0
-        inside = _again([self.once(module, *part[:4], degree, part[4]) for part in parts])
+        if module == "dit" and self.fetched.num_bytes:
+            inside = self._again_beside_copies(parts, degree)
+        else:
+            inside = _again([self.once(module, *part[:4], degree, part[4]) for part in parts])
         if spanned is None:
             return inside
         more = _again([self.penalty_once(module, *part[:4], degree, part[4]) for part in parts])
         return inside + self.cross_node.fall(spanned.overlap) * more
+
+    def _again_beside_copies(self, parts: Sequence[PartShape], degree: int) -> float:
+        """The same of a transformer whose weights are fetched, on one node."""
+        shapes = [(*part[:4], degree, part[4]) for part in parts]
+        prices = [self.price("dit", *shape) or 0.0 for shape in shapes]
+        computed = sum(self.computed("dit", *shape) or 0.0 for shape in shapes)
+        launches = _again([self._launches("dit", *shape) for shape in shapes])
+        return sum(prices) - max(*prices, self.fetched.beside(computed - launches))
 
     def together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
         """Seconds of one cascade of these parts on one node at normal speed. PlanError where one has no price."""

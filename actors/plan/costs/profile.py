@@ -318,7 +318,7 @@ class Profile(CascadePrices):
         load, modelled = self.load(key, point.text_tokens), alone is None
         if alone is None:
             model = self.model_of(cast(Module, key[0]))
-            alone = model.predict(load) if model is not None else 0.0
+            alone = self.modelled(cast(Module, key[0]), model, load) if model is not None else 0.0
         if alone <= 0:
             return None
         return SpreadCascade(

@@ -16,5 +16,6 @@ class ProfiledSetting:
     precision: str = ""  # of the parameters, and autocast
     checkpointing: str = ""  # on or off
     trained: str = ""  # all weights, LoRA factors, or some
+    frozen: str = ""  # where frozen weights of blocks lie; of a device that decides it, not known
     vae: str = ""  # class or kind, its precision, and its tiles
     text: str = ""  # kind and size of the encoder, its precision, and where it is

@@ -125,8 +125,8 @@ def step_bound(problem: Problem, step: int, modules: Sequence[Module]) -> float:
         encode, dit = 0.0, 0.0
         for module in modules:
             if problem.needs(key, module):
-                module_area, quick = problem.cheapest(key, module)
-                area += module_area
+                quick = problem.cheapest(key, module)[1]
+                area += problem.least_area(key, module)
                 if module == "dit":
                     dit = quick
                 else:
@@ -145,7 +145,7 @@ def rolling_bound(problem: Problem) -> float:
     count = max(len(problem.numbers), 1)
     apart = sum(step_bound(problem, number, _within(problem, number)) for number in problem.numbers)
     area = sum(
-        problem.cheapest(key, module)[0] for key in problem.items for module in MODULES if problem.needs(key, module)
+        problem.least_area(key, module) for key in problem.items for module in MODULES if problem.needs(key, module)
     )
     return max(area / sum(problem.topology.speed), apart) / count
 

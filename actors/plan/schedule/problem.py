@@ -366,6 +366,16 @@ class Problem:
             quick = min(quick, pattern_quick / fastest)
         return area, quick
 
+    def least_area(self, key: ItemKey, module: Module) -> float:
+        """GPU-seconds of a module of an item in any cascade, also one that it shares: without what waits for copies of
+        weights, which those of the others are, too."""
+        profile, item = self.profile, self.items[key]
+        if module != "dit" or not (profile.fetched.num_bytes and profile.extrapolate):
+            return self.cheapest(key, module)[0]
+        shape = (item.batch, item.frames, item.height, item.width)
+        found = {k: profile.computed("dit", *shape, k, item.text_tokens) for k, _ in self.modes("dit", item, 1)}
+        return min((k * seconds for k, seconds in found.items() if seconds is not None), default=0.0)
+
     def why_not(self, key: ItemKey, module: Module, count: int) -> str:
         """One sentence: why no degree can run it, and the smallest change that would help."""
         item = self.items[key]
