@@ -17,8 +17,8 @@ from actors.planning.memory import MemoryForecast, sizes_of
 from ops.degrees import bags_of
 from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling
-from ops.models.config import ModelConfig, VAEConfig
-from ops.models.folders import tiling_of
+from ops.models.config import ModelConfig, TextConfig, VAEConfig
+from ops.models.folders import text_layers, tiling_of
 
 # Of a GPU that nobody has profiled, assumed: what large DiTs reach of the peak (KnapFormer's best HFU is 0.27, with
 # short sequences), what all-to-alls reach of a link, and Wan2.1's VAE encoder (5.06e6 FLOP a pixel, counted).
@@ -152,6 +152,8 @@ def flop_profile(
         *parts,
         tflops=_EFFICIENCY * known.bf16_tflops,
         exchange_gbps=_EFFICIENCY_OF_LINKS * known.link_gbps,
+        host_gbps=_EFFICIENCY_OF_COPIES * known.host_gbps,
+        text_flops_per_token=24.0 * model.text.d_model**2 * _layers_if_there(model.text),
         vae_flops_per_pixel=None if model.vae.kind == "haar" else _vae_flops_per_pixel(model.vae),
         launch_s=_LAUNCH_S,
         device=device,
@@ -181,6 +183,14 @@ def _measured_here(device: str) -> dict[str, float]:
     if name not in device.split("+"):
         return {}
     return {name: matmul_tflops(torch.device("cuda"), torch.bfloat16, _MEASURED_S)}
+
+
+def _layers_if_there(text: TextConfig) -> int:
+    """Layers of a text encoder; of a preset whose folder is not here as many as the random one has."""
+    try:
+        return text_layers(text)
+    except FileNotFoundError:
+        return text.num_layers
 
 
 def _tiling_if_there(vae: VAEConfig) -> Tiling:

@@ -60,6 +60,14 @@ def text_folder(text: TextConfig) -> Path:
     return _part_of_two(text, text.recipe.states_parts[0])
 
 
+def text_layers(text: TextConfig) -> int:
+    """Layers of the encoder whose states are the text; of a T5 its folder says so alone."""
+    if text.path is None or (text.recipe is not None and text.recipe.states != "t5"):
+        return text.num_layers
+    fields = read_json(text_folder(text) / "config.json")
+    return int(fields.get("num_layers", 8 if text_type(fields) == "umt5" else 6))  # defaults of Transformers
+
+
 def second_text_folder(text: TextConfig) -> Path:
     """The folder of the second encoder of a `path`. Raises FileNotFoundError where the pipeline has none."""
     assert text.recipe is not None

@@ -8,7 +8,7 @@ from actors.plan.costs.fit import Fit
 from actors.plan.costs.forms import TextCost
 from ops.models.base.config import DiTConfig
 from ops.models.base.flops import ForwardFlops
-from ops.models.config import ImageConfig, TextConfig, VAEConfig
+from ops.models.config import DTYPE_BYTES, ImageConfig, TextConfig, VAEConfig
 from ops.models.hunyuan.config import HunyuanConfig
 
 
@@ -21,10 +21,12 @@ def flop_coefficients(
     launch_s: float,
     exchange_gbps: float,
     image_flops: float = 0.0,
+    text_copies_s: float = 0.0,
 ) -> dict[str, Fit]:
     """The FLOP model of a transformer, by what its family says of a forward; 3 of them in training, 4 with recompute.
 
-    `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE.
+    `image_flops` are those of an image encoder for the first frame of a sample, which runs beside the VAE;
+    `text_copies_s` comes before every text cascade.
     Coefficients are of video tokens; what text costs beside them is in a load (`text_cost`). Ulysses moves 4
     activations of width d per layer on each way, backward as many as forward; spatial-temporal parallelism one forward
     and one backward (ScaleFusion, section 4.1).
@@ -41,7 +43,7 @@ def flop_coefficients(
     return {
         "dit": _analytic(form, (launch_s * layers, linear, quadratic, exchange)),
         "vae": _analytic("pixels", (launch_s * 10, vae_flops_per_pixel / rate, image_flops / rate)),
-        "text": _analytic("captions", (launch_s * 4, text_flops_per_token / rate)),
+        "text": _analytic("captions", (launch_s * 4 + text_copies_s, text_flops_per_token / rate)),
     }
 
 
@@ -56,12 +58,15 @@ def flop_costs(
     text_flops_per_token: float | None,
     launch_s: float,
     exchange_gbps: float,
+    host_gbps: float,
 ) -> dict[str, Fit]:
-    """The FLOP model of a transformer with its encoders; of those whose FLOPs are not given, by their settings."""
+    """The FLOP model of a transformer with its encoders; of those whose FLOPs are not given, by their settings. Weights
+    of a text encoder that lie in host memory are copied for every cascade: as many as its products have."""
     if vae_flops_per_pixel is None:
         vae_flops_per_pixel = 200.0 if vae.kind == "haar" else 2e5
     if text_flops_per_token is None:
         text_flops_per_token = 24.0 * text.d_model**2 * text.num_layers
+    text_bytes = text_flops_per_token / 2 * DTYPE_BYTES[text.dtype_on("cuda")] if text.place == "host" else 0.0
     # a prompt around the caption, and of a first frame more rows than are text, are computed, too
     text_flops_per_token *= text.encoded_tokens / text.most_tokens
     if dit.in_channels > dit.out_channels and not dit.encodes_frame_alone:
@@ -71,6 +76,7 @@ def flop_costs(
         tflops,
         vae_flops_per_pixel=vae_flops_per_pixel,
         text_flops_per_token=text_flops_per_token,
+        text_copies_s=text_bytes / (host_gbps * 1e9),
         image_flops=24.0 * image.d_model**2 * image.num_layers * image.tokens if image else 0.0,
         launch_s=launch_s,
         exchange_gbps=exchange_gbps,

@@ -51,13 +51,15 @@ class Profile(CascadePrices):
         text_flops_per_token: float | None = None,
         launch_s: float = 2e-4,
         exchange_gbps: float = 1.0,
+        host_gbps: float = math.inf,
         degrees: Sequence[int] = (),
         max_degree: int = MOST_DEGREE,
         device: str = "cpu",
     ) -> Profile:
         """A profile without any measurement: every point comes from the FLOP model and improves with `observe`.
 
-        The defaults fit a CPU core with small models. DiT degrees are the usual ones (`DiTConfig.degrees`).
+        `host_gbps`: GB/s of copies from host memory. The defaults fit a CPU core with small models. DiT degrees are
+        the usual ones (`DiTConfig.degrees`).
         """
         heads = dit.num_heads if dit.deals_heads else None
         refuse_degrees(degrees)
@@ -71,6 +73,7 @@ class Profile(CascadePrices):
             text_flops_per_token=text_flops_per_token,
             launch_s=launch_s,
             exchange_gbps=exchange_gbps,
+            host_gbps=host_gbps,
         )
         return cls(
             model=dit.architecture,

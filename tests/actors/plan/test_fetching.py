@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,11 +21,11 @@ from actors.planning.batching import TargetBatch
 from actors.planning.learned import refuse_other, setting_of
 from actors.planning.make_plan import make_plan
 from actors.planning.memory import sizes_of
-from actors.planning.options import profile_of, tell_fetched
+from actors.planning.options import flop_profile, profile_of, tell_fetched
 from data.config import BatchConfig
 from data.types import Bucket
 from ops.geometry import Geometry
-from ops.models.config import ModelConfig
+from ops.models.config import ModelConfig, TextConfig
 from ops.models.wan.config import WanConfig
 
 DIT = WanConfig(num_heads=12, head_dim=128, ffn_dim=8960, num_layers=30, gradient_checkpointing=True, lora_rank=16)
@@ -159,3 +161,16 @@ def test_costs_measured_with_blocks_elsewhere_are_refused() -> None:
     refuse_other(
         measured, setting_of(MODEL, GPU, TrainConfig(parameter_dtype="bfloat16")), "auto decides on the device"
     )
+
+
+def test_a_text_encoder_in_host_memory_is_copied_for_each_of_its_cascades(tmp_path: Path) -> None:
+    (tmp_path / "text_encoder").mkdir()
+    numbers = {"model_type": "umt5", "d_model": 4096, "num_layers": 24}
+    (tmp_path / "text_encoder" / "config.json").write_text(json.dumps(numbers))
+    text = TextConfig(path=str(tmp_path), d_model=4096)
+    here, there = (
+        flop_profile(replace(MODEL, text=replace(text, place=place)), GEOMETRY, GPU).models["text"].coefficients
+        for place in ("device", "host")
+    )
+    assert there[0] - here[0] == pytest.approx(24 * 12 * 4096**2 * 2 / 27.2e9)
+    assert here[1] == there[1] == pytest.approx(24 * 24 * 4096**2 / (0.4 * 165.2e12)), "24 layers, as its folder says"
