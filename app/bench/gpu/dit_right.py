@@ -9,7 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from app.bench.gpu.measurement import Earlier, NamedFigures, Place, relative_error
-from app.bench.gpu.models import HUNYUAN_13B, WAN_1_3B, PackedCall, build, small, with_layers
+from app.bench.gpu.models import (
+    HUNYUAN15_8B,
+    HUNYUAN_13B,
+    KANDINSKY_LITE,
+    SKYREELS_DF_1_3B,
+    WAN_1_3B,
+    PackedCall,
+    build,
+    small,
+    with_layers,
+)
 from ops.comm.collectives import Group
 from ops.flow.train_pass import packed_loss
 from ops.models.base.config import DiTConfig
@@ -28,6 +38,7 @@ class DiTCheck:
 
     family: str
     config: DiTConfig
+    by_frame: bool = False  # each latent frame has a time of its own
     estimate_s: float = 18.0
 
     @property
@@ -39,7 +50,7 @@ class DiTCheck:
 
     def run(self, place: Place, earlier: Earlier) -> NamedFigures:
         config = place.pick(with_layers(self.config, LAYERS), small(self.config, 1))
-        pack = place.pick(PACK, SMALL_PACK)
+        pack = [replace(one, frame_times=self.by_frame) for one in place.pick(PACK, SMALL_PACK)]
         half = build(config, place.device, torch.bfloat16)
         full = copy.deepcopy(half).float()
         call = PackedCall.of(config, pack, place.device, torch.bfloat16)
@@ -57,7 +68,13 @@ class DiTCheck:
 
 
 def measurements() -> list[DiTCheck]:
-    return [DiTCheck(family="wan", config=WAN_1_3B), DiTCheck(family="hunyuan", config=HUNYUAN_13B)]
+    return [
+        DiTCheck(family="wan", config=WAN_1_3B),
+        DiTCheck(family="hunyuan", config=HUNYUAN_13B),
+        DiTCheck(family="hunyuan15", config=HUNYUAN15_8B),
+        DiTCheck(family="kandinsky", config=KANDINSKY_LITE),
+        DiTCheck(family="skyreels-by-frame", config=SKYREELS_DF_1_3B, by_frame=True),
+    ]
 
 
 def _pass(dit: nn.Module, call: PackedCall) -> tuple[Tensor, Tensor]:
@@ -73,8 +90,7 @@ def _pass(dit: nn.Module, call: PackedCall) -> tuple[Tensor, Tensor]:
 def _one_by_one(dit: nn.Module, call: PackedCall, pack: list[Sequence]) -> Tensor:
     """The same samples, each in a call of its own."""
     tokens, texts = call.tokens.split(call.layout.lengths), call.text.split(call.layout.text_lengths)
-    outs = []
-    for index, sequence in enumerate(pack):
-        layout = Layout([sequence], device=call.layout.device)
-        outs.append(dit(tokens[index], call.timesteps[index : index + 1], texts[index], layout, Group.solo()))
-    return torch.cat(outs)
+    layouts = [Layout([sequence], device=call.layout.device) for sequence in pack]
+    times = call.timesteps.split([layout.num_times for layout in layouts])
+    calls = zip(tokens, times, texts, layouts, strict=True)
+    return torch.cat([dit(*given, Group.solo()) for given in calls])
