@@ -14,6 +14,7 @@ from app.bench.gpu import (
     kernels_right,
     launches,
     longest,
+    lora_blocks,
     ops_speed,
     slices,
     train_step,
@@ -23,7 +24,6 @@ from app.bench.gpu.ceilings import Ceilings
 from app.bench.gpu.copies import SnapshotCopies
 from app.bench.gpu.host_update import HostUpdate
 from app.bench.gpu.ipc import OneSidedAddition
-from app.bench.gpu.lora_blocks import LoraBlocks
 from app.bench.gpu.measurement import Measurement, Place
 from app.bench.gpu.muon_update import MuonUpdate
 from app.bench.gpu.push import PushedAddition
@@ -58,7 +58,7 @@ def catalogue(place: Place) -> list[Measurement]:
         SnapshotCopies(),
         HostUpdate(),
         MuonUpdate(),
-        LoraBlocks(),
+        *lora_blocks.measurements(),
         *large[2:],
         *ops[FEW - 1 :],
         *attention[FEW:],
