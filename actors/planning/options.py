@@ -12,8 +12,9 @@ from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.devices import UNLISTED_LINK_GBPS, device_speed
 from actors.plan.schedule.problem import PlanOptions
+from actors.planning.forecasts import sizes_of
 from actors.planning.learned import refuse_other, setting_of
-from actors.planning.memory import MemoryForecast, sizes_of
+from actors.planning.memory import MemoryForecast
 from ops.degrees import bags_of
 from ops.geometry import Geometry
 from ops.models.base.tiling import Tiling

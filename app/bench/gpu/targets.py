@@ -217,7 +217,14 @@ TARGETS = (
         goal=1,
         least=True,
         form=".0f",
-        worst=_least("update.", _is("right")),
+        worst=_least("update.host", _is("right")),
+    ),
+    Target(
+        what="Muon's updates in bf16 nearly orthogonal, as those of fp64",
+        goal=1,
+        least=True,
+        form=".0f",
+        worst=_least("update.muon", _is("right")),
     ),
     Target(
         what="memory of another process added to exactly (CUDA IPC)",

@@ -18,9 +18,9 @@ from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, PlanError
 from actors.planning.batching import TargetBatch
+from actors.planning.forecasts import sizes_of
 from actors.planning.learned import refuse_other, setting_of
 from actors.planning.make_plan import make_plan
-from actors.planning.memory import sizes_of
 from actors.planning.options import flop_profile, profile_of, tell_fetched
 from data.config import BatchConfig
 from data.types import Bucket
