@@ -134,7 +134,7 @@ def test_a_machine_that_cannot_join_ends_after_a_few_tries(
 def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cluster_for: Callable[[str], str]
 ) -> None:
-    cluster_for(f"kill -TERM {os.getpid()}\nsleep 60")  # it is told to leave at once
+    cluster_for(f"kill -TERM {os.getpid()}\nsleep 60")  # a notice to leave at once
 
     def cut_short(*given: Any) -> NoReturn:
         raise SystemExit(15)  # Ray's answer to a second SIGTERM while it connects
