@@ -6,7 +6,10 @@ from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 def in_groups(command: Callable[..., None]) -> Callable[..., None]:
@@ -21,31 +24,30 @@ def in_groups(command: Callable[..., None]) -> Callable[..., None]:
         @in_groups
         def draw(*, size: Size, out: Path | None = None) -> None: ...     # draw --height 64 --out PATH
 
-    Arguments of the command are named. A field without a default is an option that must be given.
+    Arguments of the command are named, groups as no option is. A field without a default must be given.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups = [name for name, hint in hints.items() if is_dataclass(hint)]
     options: list[Parameter] = []
     for one in signature(command).parameters.values():
         if one.name in groups:
-            options += _options_of(groups[one.name])
+            options += _options_of(hints[one.name])
         else:
             options.append(one.replace(annotation=hints[one.name]))
 
     @wraps(command)
-    def grouped(**given: Any) -> None:
-        made = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group) if field.name in given})
-            for name, group in groups.items()
-        }
-        command(**made, **given)
+    def grouped(**given: object) -> None:
+        for name in groups:
+            own = [field.name for field in fields(hints[name]) if field.name in given]
+            given[name] = hints[name](**{option: given.pop(option) for option in own})
+        command(**given)
 
     setattr(grouped, "__signature__", Signature(options))  # noqa: B010
     grouped.__annotations__ = {one.name: one.annotation for one in options}
     return grouped
 
 
-def _options_of(group: type[Any]) -> list[Parameter]:
+def _options_of(group: type[DataclassInstance]) -> list[Parameter]:
     hints = get_type_hints(group, include_extras=True)
     return [
         Parameter(
