@@ -33,7 +33,7 @@ def visiting(modules: Sequence[nn.Module], place: EncoderPlace, device: torch.de
     homes = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
-            tensor.data = tensor.data.to(device, copy=True)
+            tensor.data = tensor.data.to(device, copy=True, non_blocking=True)  # the host need not wait: they stay
         yield
     finally:
         for tensor, home in zip(tensors, homes, strict=True):

@@ -8,10 +8,12 @@ from typing import Literal
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import ByT5Tokenizer, T5Config, T5EncoderModel, UMT5Config, UMT5EncoderModel
 
 from ops.models.config import TextConfig
 from ops.models.load import build_text, token_counter
+from ops.models.place import visiting
 from ops.models.text import length_groups, prepared
 
 FP32_ATOL = 1e-5
@@ -137,3 +139,25 @@ def test_random_encoder_tells_words_apart_by_their_neighbours() -> None:
     base, near, far = text.encode(["a red disc moves here", "a rod disc moves here", "a red disc moves hers"])
     letter = 4  # the d of red
     assert (base[letter] - near[letter]).norm() > 5 * (base[letter] - far[letter]).norm()
+
+
+class _Copies(TorchDispatchMode):
+    """Says of each copy of a tensor whether the host waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # PyTorch's
+        if func is torch.ops.aten._to_copy.default:
+            self.waits.append(not (kwargs or {}).get("non_blocking"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_host_stays_ahead_of_a_device_to_which_an_encoder_comes() -> None:
+    """A wait for each weight would be one for all cascades that are queued before."""
+    module = torch.nn.Linear(3, 2)
+    home = module.weight.data_ptr()
+    with _Copies() as copies, visiting([module], "host", torch.device("cpu")):
+        assert module.weight.data_ptr() != home
+    assert copies.waits == [False, False] and module.weight.data_ptr() == home
