@@ -159,7 +159,8 @@ class NodeParameters:
         weights = self._place.fetch(number)
         if torch.is_grad_enabled():
             weights = [self._leaf(index, weight) for index, weight in zip(block.indices, weights, strict=True)]
-        return functional_call(block.module, dict(zip(block.names, weights, strict=True)), inputs)
+        named = dict(zip(block.names, weights, strict=True))
+        return functional_call(block.module, named, inputs, tie_weights=False)  # no weight of a block has two names
 
     def _held(self, number: int) -> list[Tensor]:
         return self._values_of(self._blocks[number])
