@@ -28,9 +28,11 @@ from ops.models.base.vae import VAE
 from ops.models.config import ModelConfig
 from ops.models.experts import transformers
 from ops.models.folders import resolve
-from ops.models.load import build_dit, build_image, build_text, build_vae
+from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.weights import check_state
 from ops.typed import ConfigError, build, parse
+
+_MOST_OF_FREE = 0.7  # what weights take of a device's free memory at most; the rest is for clips
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,8 +105,9 @@ class SavedModel:
 
     def transformer(self, config: RunConfig, device: torch.device) -> nn.Module:
         """What was trained, both of two experts, by the settings `config` for this device."""
-        trained, dtype = config.model.dit, weights_dtype(config.train, device)
-        dit = build_dit(replace(trained, lora_from=None) if self.trained else trained, config.train.seed, dtype, device)
+        trained, trains = config.model.dit, self.trained is not None
+        trained = replace(trained, lora_from=None) if trains else trained
+        dit = _sampled_dit(trained, config.train.seed, weights_dtype(config.train, device), device, trains)
         if self.trained is not None:
             put_weights(dit, model_state(self.trained, self.ema), str(self.trained))
         return dit
@@ -201,7 +204,7 @@ def _other_expert(
                 f"this run trained the expert for noise levels {trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give "
                 f"--other, a run of the other one."
             )
-        return build_dit(wanted.without_lora(), 0, dtype, device)
+        return _sampled_dit(wanted.without_lora(), 0, dtype, device, trains=False)
     folder = checkpoint_folder(other)
     config = run_config(load(folder)[0], folder)
     dit = resolve(config.model)[0].dit
@@ -210,9 +213,30 @@ def _other_expert(
             f"--other {other} trained noise levels {dit.sigmas[0]:g} to {dit.sigmas[1]:g}, and this run "
             f"{trained.sigmas[0]:g} to {trained.sigmas[1]:g}; give a run of the other expert."
         )
-    module = build_dit(replace(dit, lora_from=None), config.train.seed, dtype, device)
+    module = _sampled_dit(replace(dit, lora_from=None), config.train.seed, dtype, device)
     put_weights(module, model_state(folder, ema), str(folder))
     return module
+
+
+def _sampled_dit(
+    config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device, trains: bool = True
+) -> nn.Module:
+    """A transformer that makes clips, whose frozen blocks are fetched from host memory where the device is too small.
+    Unless a checkpoint has what it `trains` all of it is frozen."""
+    on_host = (config.freezes_blocks or not trains) and fills_device(config, dtype, device)
+    if on_host:
+        print(f"note: {device} has too little free memory for the transformer: its blocks are fetched from the host's.")
+    return build_dit(config, seed, dtype, device, on_host, trains)
+
+
+def fills_device(config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the weights leave too little of what a GPU has free for clips."""
+    if device.type != "cuda":
+        return False
+    weights = dit_skeleton(config).parameters()
+    small = torch.float8_e4m3fn
+    needed = sum(p.numel() * (small if p.dtype == small else dtype).itemsize for p in weights)
+    return needed > _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]
 
 
 def by_noise(

@@ -28,6 +28,7 @@ def build_dit(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
     blocks_on_host: bool = False,
+    trains: bool = True,
 ) -> nn.Module:
     """The transformer: random from `seed`, or with the weights of `config.path`. By default in fp32 on the CPU.
 
@@ -38,6 +39,7 @@ def build_dit(
     With a `lora_rank` only the low-rank factors and DoRA's magnitudes are trainable (`requires_grad`), with
     `train_only` what it names. Of a config of two experts it is a pair of them (`ops.models.experts`). Then, with
     `blocks_on_host`, the frozen weights of its blocks lie once in host memory of the node (`ops.models.frozen_blocks`).
+    Unless it `trains` all weights are frozen.
 
     Raises ValueError when the folder's weights do not fit the config (missing, unexpected, wrong shape or dtype), and
     for a name in `train_only` that no weight has.
@@ -50,14 +52,14 @@ def build_dit(
     from ops.models.weights import fill
 
     dtype, device = dtype or torch.float32, torch.device(device)
+    module = first_factors(dit_skeleton(config), seed) if config.path else _random_dit(config, seed)
+    if not trains:
+        module.requires_grad_(False)
     if config.path:
-        module = first_factors(dit_skeleton(config), seed)
         hosted = frozen_in_blocks(module) if blocks_on_host else []
         for one, expert, name in zip(config.experts, transformers(module), parts_of(module), strict=True):
             elsewhere = {weight.removeprefix(name) for weight in hosted if weight.startswith(name)}
             fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part, elsewhere)
-    else:
-        module = _random_dit(config, seed)
     held = put_on_host(module, config, seed, dtype, device) if blocks_on_host else None
     _begin_with_files(module, config, dtype)
     return module.to(device, dtype) if held is None else fetch_from_host(module, held, dtype, device)
