@@ -160,6 +160,13 @@ def test_a_dry_run_accounts_for_every_sample_and_shows_the_plan(dry_run: Dry, sm
     assert not (small_data / "runs").exists()
 
 
+def test_a_dry_run_gives_the_length_of_a_long_run_in_hours(dry_run: Dry) -> None:
+    """A day of training was 1443.2 minutes."""
+    for steps, unit in ((40, "minutes"), (1_000_000_000, "hours")):
+        _, printed, _ = dry_run(f"train.steps={steps}")
+        assert f" {unit}\n" in printed.partition(" in about ")[2]
+
+
 def test_a_dry_run_makes_the_missing_synthetic_set_as_its_run_would(
     dry_run: Dry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

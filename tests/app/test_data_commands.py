@@ -116,7 +116,7 @@ def test_lint_names_the_files_that_are_missing(tmp_path, monkeypatch):
     text = run("lint", "manifest.csv")
     assert "1 file_missing" in text
     (line,) = map(json.loads, Path("bad.jsonl").read_text().splitlines())
-    assert line["key"] == "clips/missing.mp4" and line["reason"] == "file_missing"
+    assert line["key"] == f"{tmp_path}/clips/missing.mp4" and line["reason"] == "file_missing"
 
 
 def test_lint_of_shards_that_are_not_there_speaks_of_shards(tmp_path, monkeypatch):
