@@ -1,4 +1,6 @@
-"""Folders of media beside captions: `a.mp4` with `a.txt` or `a.json`, as diffusion-pipe and musubi-tuner read them."""
+"""Folders of media beside captions: `a.mp4` with `a.txt` or `a.json`, as diffusion-pipe and musubi-tuner read them, or
+with a file of another suffix that the caption setting names.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ class PairsReader:
         absent = [folder for folder in folders if not storage.is_folder(folder)]
         if absent:
             raise DataError(f"folder {absent[0]} does not exist. Check data.sources path {self.config.path}.")
-        return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES)) for folder in folders}
+        named = {name for offer in self.policy for name in offer if not name.startswith("json:")}
+        return {folder: Catalogue(folder, self.limits, frozenset(SUFFIXES | named)) for folder in folders}
 
     @cached_property
     def _tables(self) -> str:

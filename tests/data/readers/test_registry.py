@@ -367,6 +367,18 @@ def test_a_file_of_another_kind_is_no_tar(tmp_path: Path, name: str, remedy: str
         guess_kind(str(tmp_path / name))
 
 
+def test_captions_may_have_any_suffix_that_the_setting_names(tmp_path: Path) -> None:
+    """As musubi-tuner's caption_extension."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name, text in (("a", "cap"), ("b", "txt")):
+        (folder / f"{name}.mp4").write_bytes(clip())
+        (folder / f"{name}.{text}").write_text(f"text of {name}")
+    source = SourceConfig(path=str(folder), caption="cap|txt")
+    index = build_index(source, tmp_path / "cache", Ledger())
+    assert [index.caption(row) for row in range(2)] == ["text of a", "text of b"]
+
+
 def test_clips_without_captions_hear_of_the_table_among_them(tmp_path: Path) -> None:
     """As of OpenVid-1M, whose table lies two folders deeper."""
     (tmp_path / "set" / "data").mkdir(parents=True)
