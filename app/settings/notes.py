@@ -29,7 +29,7 @@ def notes(config: RunConfig) -> list[str]:
             f"data.batch.text_tokens {config.data.batch.text_tokens} sizes batches for less text than every caption "
             f"has: model.text makes {least} rows of each. Set it to {least}."
         )
-    if config.data.cache.path and config.data.cache.latents and config.data.start_frame == "random":
+    if _caches_random_parts(config):
         found.append(
             "data.cache keeps latents, and data.start_frame random cuts another part out of a longer clip at each "
             "draw: it is encoded, and kept, anew. data.start_frame: fixed encodes each clip once; data.cache.latents: "
@@ -58,6 +58,12 @@ def sample_notes(config: RunConfig) -> list[str]:
         return []
     check_decode(config.model.vae, sample)
     return prompt_notes(sample.prompts, text, sample.long_prompts, sample.negative_prompt)
+
+
+def _caches_random_parts(config: RunConfig) -> bool:
+    """Whether a cache keeps latents of parts of clips that hardly come again."""
+    cache, starts = config.data.cache, config.data.start_frame
+    return bool(cache.path) and cache.latents and starts == "random" and not config.model.dit.images_only
 
 
 def _is_importable(module: str) -> bool:

@@ -319,6 +319,8 @@ def test_a_cache_of_latents_beside_random_parts_is_noted(said: int, settings: li
     demo = ROOT / "configs" / "runs" / "demo.yaml"
     found = notes(RunConfig.load(demo, ["data.cache.path=c", *settings]))
     assert len(found) == said and all("start_frame: fixed encodes each clip once" in note for note in found)
+    pictures = RunConfig.load(demo.with_name("flux-tiny.yaml"), ["data.cache.path=c", *settings])
+    assert not any("start_frame" in note for note in notes(pictures)), "a picture has no parts"
 
 
 def test_a_decoder_is_named_as_a_function_of_a_module_and_noted_where_that_is_missing() -> None:
