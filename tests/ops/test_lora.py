@@ -20,6 +20,7 @@ from app.export.parity import our_velocity, parity_sample, their_velocity
 from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
+from ops.models.kandinsky.config import KandinskyConfig
 from ops.models.load import build_dit, check_factors, dit_skeleton, first_values
 from ops.models.lora import A, B, DoRALinear, LoRALinear, M, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
@@ -363,6 +364,35 @@ def test_names_of_ltx_are_those_that_diffusers_knows() -> None:
     read = lora_conversion_utils._convert_non_diffusers_ltxv_lora_to_diffusers(dict(for_comfyui(state, config)))
     ours = for_diffusers(state, lora_scale(config))
     assert read.keys() == ours.keys() and all(torch.equal(read[name], tensor) for name, tensor in ours.items())
+
+
+KANDINSKY = {  # the layers that musubi-tuner trains, of a block of its text and of its clip, as ComfyUI names them
+    "text_transformer_blocks": ("self_attention", "feed_forward"),
+    "visual_transformer_blocks": ("self_attention", "cross_attention", "feed_forward"),
+}
+
+
+@pytest.mark.parametrize("kind", ["comfyui", "kohya"])
+def test_names_of_kandinsky_are_those_of_its_own_code(kind: str, tmp_path: Path) -> None:
+    config = KandinskyConfig(
+        num_layers=1, num_text_layers=1, num_heads=2, head_dim=8, ffn_dim=64, time_dim=8, text_dim=8, lora_rank=2
+    )
+    source = moved(config, 1).state_dict()
+    native = for_comfyui(source, config)
+    layers = {
+        f"diffusion_model.{blocks}.0.{part}.{layer}"
+        for blocks, parts in KANDINSKY.items()
+        for part in parts
+        for layer in (
+            ("in_layer", "out_layer") if part == "feed_forward" else ("to_query", "to_key", "to_value", "out_layer")
+        )
+    }
+    assert native.keys() == {layer + factor for layer in layers for factor in (A, B)}
+    save_file(native if kind == "comfyui" else as_kohya(native), tmp_path / "other.safetensors")
+    again = replace(config, lora_alpha=6.0, lora_from=str(tmp_path / "other.safetensors"))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
 def with_dora_of_peft(case: str, folder: Path) -> tuple[torch.nn.Module, DiTConfig]:

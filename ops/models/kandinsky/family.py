@@ -225,6 +225,7 @@ FAMILY = Family(
             "feed_forward.in_layer",
             "feed_forward.out_layer",
         ),
+        original={},
     ),
     scheduler=_scheduler,
     passes_sigmas=False,
