@@ -395,6 +395,36 @@ def test_names_of_kandinsky_are_those_of_its_own_code(kind: str, tmp_path: Path)
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
+HUNYUAN15 = {  # ComfyUI's layers of a double block, by the rows that ours have in them
+    "img_attn_qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
+    "img_attn_proj": ("attn.to_out.0",),
+    "txt_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "txt_attn_proj": ("attn.to_add_out",),
+    "img_mlp.fc1": ("ff.net.0.proj",),
+    "img_mlp.fc2": ("ff.net.2",),
+    "txt_mlp.fc1": ("ff_context.net.0.proj",),
+    "txt_mlp.fc2": ("ff_context.net.2",),
+}
+
+
+def test_queries_keys_and_values_of_hunyuan_1_5_are_one_layer_in_comfyui(tmp_path: Path) -> None:
+    config = by_original_names("hunyuan15")
+    source = moved(config, 1).state_dict()
+    native, ours = for_comfyui(source, config), for_diffusers(source, lora_scale(config))
+    assert len(native) == 2 * len(HUNYUAN15) * config.num_layers
+    for block in range(config.num_layers):
+        for theirs, parts in HUNYUAN15.items():
+            layer = f"diffusion_model.double_blocks.{block}.{theirs}"
+            own = [f"transformer.transformer_blocks.{block}.{part}" for part in parts]
+            wanted = torch.cat([ours[name + B] @ ours[name + A] for name in own])
+            torch.testing.assert_close(native[layer + B] @ native[layer + A], wanted, atol=1e-5, rtol=1e-5)
+    save_file(native, tmp_path / "comfyui.safetensors")
+    again = replace(config, lora_alpha=4.0, lora_from=str(tmp_path / "comfyui.safetensors"))
+    found = merged(build_dit(again, seed=0).state_dict(), lora_scale(again))
+    for name, tensor in merged(source, lora_scale(config)).items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+
+
 def with_dora_of_peft(case: str, folder: Path) -> tuple[torch.nn.Module, DiTConfig]:
     """Diffusers' transformer with PEFT's DoRA of random values; its plain weights are in `folder`."""
     config = VARIANTS[case]

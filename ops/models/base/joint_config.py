@@ -26,6 +26,21 @@ JOINT_PROJECTIONS = (  # of these blocks, without the way out of the single-stre
     "net.2",
     "proj_mlp",
 )
+HUNYUAN_DOUBLE_BLOCKS = {  # of HunyuanVideo and 1.5: ours -> those of Tencent-Hunyuan/HunyuanVideo. 1.5's own code has
+    # queries, keys and values apart; ComfyUI fuses them, and reads factors of both models by these names
+    "transformer_blocks.*.attn.to_q": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_k": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_v": "double_blocks.*.img_attn_qkv",
+    "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn_proj",
+    "transformer_blocks.*.attn.add_q_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.add_k_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.add_v_proj": "double_blocks.*.txt_attn_qkv",
+    "transformer_blocks.*.attn.to_add_out": "double_blocks.*.txt_attn_proj",
+    "transformer_blocks.*.ff.net.0.proj": "double_blocks.*.img_mlp.fc1",
+    "transformer_blocks.*.ff.net.2": "double_blocks.*.img_mlp.fc2",
+    "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.fc1",
+    "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.fc2",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ from ops.models.base.family import (
     TrainingRecipe,
     shift_of,
 )
-from ops.models.base.joint_config import JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
+from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_BLOCKS, JOINT_PROJECTIONS, read_joint
 from ops.models.hunyuan.config import HunyuanConfig
 
 if TYPE_CHECKING:
@@ -149,19 +149,8 @@ def _published(index: Json, fields: Json) -> PublishedUse:
     )
 
 
-_ORIGINAL = {  # ours -> those of Tencent-Hunyuan/HunyuanVideo
-    "transformer_blocks.*.attn.to_q": "double_blocks.*.img_attn_qkv",
-    "transformer_blocks.*.attn.to_k": "double_blocks.*.img_attn_qkv",
-    "transformer_blocks.*.attn.to_v": "double_blocks.*.img_attn_qkv",
-    "transformer_blocks.*.attn.to_out.0": "double_blocks.*.img_attn_proj",
-    "transformer_blocks.*.attn.add_q_proj": "double_blocks.*.txt_attn_qkv",
-    "transformer_blocks.*.attn.add_k_proj": "double_blocks.*.txt_attn_qkv",
-    "transformer_blocks.*.attn.add_v_proj": "double_blocks.*.txt_attn_qkv",
-    "transformer_blocks.*.attn.to_add_out": "double_blocks.*.txt_attn_proj",
-    "transformer_blocks.*.ff.net.0.proj": "double_blocks.*.img_mlp.fc1",
-    "transformer_blocks.*.ff.net.2": "double_blocks.*.img_mlp.fc2",
-    "transformer_blocks.*.ff_context.net.0.proj": "double_blocks.*.txt_mlp.fc1",
-    "transformer_blocks.*.ff_context.net.2": "double_blocks.*.txt_mlp.fc2",
+_ORIGINAL = {
+    **HUNYUAN_DOUBLE_BLOCKS,
     "single_transformer_blocks.*.attn.to_q": "single_blocks.*.linear1",
     "single_transformer_blocks.*.attn.to_k": "single_blocks.*.linear1",
     "single_transformer_blocks.*.attn.to_v": "single_blocks.*.linear1",

@@ -20,7 +20,7 @@ from ops.models.base.family import (
     VAEClass,
     VisionRecipe,
 )
-from ops.models.base.joint_config import JOINT_PROJECTIONS, default_rope_split
+from ops.models.base.joint_config import HUNYUAN_DOUBLE_BLOCKS, JOINT_PROJECTIONS, default_rope_split
 from ops.models.hunyuan15.config import Hunyuan15Config
 
 if TYPE_CHECKING:
@@ -253,7 +253,9 @@ FAMILY = Family(
     read_rest=_read_rest,
     write_rest=_write_rest,
     lora_names=LoraNames(
-        blocks=("transformer_blocks.",), projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp")
+        blocks=("transformer_blocks.",),
+        projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp"),
+        original=HUNYUAN_DOUBLE_BLOCKS,
     ),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
