@@ -244,8 +244,8 @@ def available_frames(shape: ClipShape, fps: float) -> int:
 
 def last_start(shape: ClipShape, bucket: Bucket, fps: float) -> int:
     """The latest frame of the file at which the bucket's frames may begin."""
-    if shape.is_image or bucket.frames == 1:
-        return 0  # a video that stands as an image gives its first frame
+    if bucket.frames == 1:
+        return 0  # of an image, and of a video that stands as one
     if fps <= 0:
         return max(shape.frames - bucket.frames, 0)
     needed = (bucket.frames - 1) / fps * shape.fps

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +15,7 @@ from data.buckets import (
     binding_limit,
     last_start,
     pick,
+    planned_batch,
 )
 from data.config import BatchConfig, BucketsConfig, DataConfig, SourceConfig
 from data.types import Bucket
@@ -45,6 +47,10 @@ def refused(found: tuple[Choice, ...] | Refusal) -> tuple[str, str]:
     return found.reason, str(found.nearest)
 
 
+def _generated_with(ratio: str) -> BucketTable:
+    return BucketTable.build(BucketsConfig(resolutions=("256px",), ratios=(ratio,), frames=(17,)), GEOMETRY)
+
+
 def test_a_clip_takes_the_largest_resolution_it_has_the_pixels_for_and_the_longest_count_it_fills() -> None:
     buckets = table("17x64x96", "33x64x96", "17x128x192", "33x128x192")
     assert chosen(buckets.choices(video(40, 128, 192), 0)) == "33x128x192"
@@ -66,12 +72,18 @@ def test_images_take_one_frame_buckets_and_videos_the_others() -> None:
     assert refused(buckets.choices(video(12, 64, 96), 0)) == ("too_short", "17x64x96")
     assert chosen(table("1x64x96", "17x64x96", short_videos="image").choices(video(12, 64, 96), 0)) == "1x64x96"
     assert refused(table("17x64x96").choices(image(64, 96), 0))[0] == "no_image_bucket"
+    assert refused(table("1x64x96").choices(video(12, 64, 96), 0)) == ("too_short", "1x64x96")
+    assert last_start(video(40, 64, 96), Bucket(1, 64, 96), 8.0) == 0, (
+        "a video that stands as an image: its first frame"
+    )
 
 
 def test_a_refusal_names_the_nearest_bucket() -> None:
     buckets = table("17x64x96", "17x96x64")
     assert refused(buckets.choices(video(17, 32, 48), 0)) == ("too_small", "17x64x96")
     assert refused(buckets.choices(video(17, 64, 640), 0)) == ("no_ratio", "17x64x96")
+    sizes = table("17x64x96", "17x128x192", oversize="drop").choices(video(17, 640, 960), 0)
+    assert refused(sizes) == ("too_large", "17x128x192"), "of two with its ratio the one nearer in size"
     assert chosen(table("17x64x96", undersize="upscale").choices(video(17, 32, 48), 0)) == "17x64x96"
     assert refused(table("17x64x96", oversize="drop").choices(video(17, 640, 960), 0)) == ("too_large", "17x64x96")
 
@@ -126,6 +138,17 @@ def test_a_clip_that_does_not_take_an_entry_moves_on_with_the_second_probability
     assert pick(found, draws.__getitem__).height < 200
 
 
+def test_a_sure_choice_ends_the_list_and_a_sure_step_down_draws_nothing() -> None:
+    built = BucketTable.build(
+        BucketsConfig(open_sora={"256px": {17: [1.0, 9], 33: [1.0, 4]}, "144p": {17: [1.0, 9]}}), GEOMETRY
+    )
+    found = built.choices(video(40, 360, 360), 0)
+    assert not isinstance(found, Refusal) and [choice.bucket.frames for choice in found] == [33]
+    unsure = replace(found[0], keep=0.5)
+    shorter = replace(found[0], bucket=Bucket(17, 256, 256))
+    assert pick([unsure, shorter], {0: 0.9}.__getitem__) == shorter.bucket
+
+
 def test_no_bucket_when_no_probability_is_met() -> None:
     built = BucketTable.build(BucketsConfig(open_sora={"256px": {17: [0.25, 1]}}), GEOMETRY)
     found = built.choices(video(17, 256, 256), 0)
@@ -143,6 +166,33 @@ def test_batch_sizes_obey_both_limits(memory: float, compute: float, exponent: f
     assert size == max(1, min(math.floor(memory / tokens), math.floor(compute / tokens**exponent)))
     if size > 1:
         assert size * tokens <= memory and size * tokens**exponent <= compute * (1 + 1e-9)
+
+
+def test_no_batch_is_larger_than_the_cap_nor_smaller_than_one_clip() -> None:
+    bucket = Bucket(17, 64, 96)
+    tokens = GEOMETRY.tokens(17, 64, 96)
+    for most, size in ((3, 3), (5, 5), (7, 5), (0, 5)):
+        assert (
+            batch_size(bucket, BatchConfig(memory_tokens=5.5 * tokens, text_tokens=0, max_batch=most), GEOMETRY) == size
+        )
+    exact, capped = BatchConfig(memory_tokens=tokens, text_tokens=0), BatchConfig(memory_tokens=1e6, max_batch=3)
+    assert batch_size(bucket, exact, GEOMETRY) == 1 and binding_limit(bucket, exact, GEOMETRY) == "memory"
+    assert binding_limit(bucket, capped, GEOMETRY) == "cap"
+
+
+def test_a_pasted_table_sets_its_own_batches_and_other_buckets_follow_the_limits() -> None:
+    pasted = BucketTable.build(BucketsConfig(open_sora={"256px": {17: [1.0, 9], 33: [1.0, None]}}), GEOMETRY)
+    listed, other = Bucket(17, 256, 256), Bucket(33, 256, 256)
+    limits = BatchConfig(memory_tokens=1e4, text_tokens=0, from_table=True)
+    sized = (batch_size(other, limits, GEOMETRY), "memory")
+    assert planned_batch(pasted, listed, limits, GEOMETRY) == (9, "table")
+    assert planned_batch(pasted, other, limits, GEOMETRY) == sized
+    limits = replace(limits, from_table=False)
+    assert planned_batch(pasted, listed, limits, GEOMETRY) == (batch_size(listed, limits, GEOMETRY), "memory")
+    timed = replace(limits, target_s=1.0)
+    assert planned_batch(pasted, listed, timed, GEOMETRY, lambda bucket, config: 7) == (7, "target_s")
+    with pytest.raises(ValueError, match="target_s needs a profile"):
+        planned_batch(pasted, listed, timed, GEOMETRY)
 
 
 def test_the_binding_limit_is_named() -> None:
@@ -166,6 +216,8 @@ def test_the_binding_limit_is_named() -> None:
             "sum to 4, not 1. Use 0.75, 0.25",
         ),
         (lambda: SourceConfig(path="pipe:cat x.tar"), "refused"),
+        (lambda: _generated_with("0:9"), "is not WIDTH:HEIGHT"),
+        (lambda: _generated_with("16:0"), "is not WIDTH:HEIGHT"),
     ],
 )
 def test_bad_settings_are_one_clear_sentence(make: object, sentence: str) -> None:

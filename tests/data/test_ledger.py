@@ -145,11 +145,20 @@ def test_list_of_faults_has_a_line_for_each_and_is_not_repeated_on_resume(tmp_pa
     assert lines[0].keys() == {"shard", "key", "offset", "reason", "detail"}
 
 
+def test_rows_that_a_rule_left_out_may_have_lines_of_their_own(tmp_path):
+    ledger = Ledger(path=tmp_path / "bad.jsonl")
+    ledger.reject_many(Reason.FILE_MISSING, 3)
+    ledger.add_line(fault(Reason.FILE_MISSING, key="one of them"))
+    assert ledger.summary()["rejected"] == {"file_missing": 3}
+    assert [json.loads(line)["key"] for line in (tmp_path / "bad.jsonl").read_text().splitlines()] == ["one of them"]
+
+
 def test_counts_of_draws_survive_a_resume():
     first = Ledger()
     first.schedule(10)
     first.deliver(9)
     first.skip(fault(Reason.DECODE_ERROR))
+    assert first.draw_state()["sources"]["0"]["bad_in_a_row"] == 1
     second = Ledger()
     second.restore_draws(json.loads(json.dumps(first.draw_state())))
     assert second.draw_state() == first.draw_state() and second.pending == 0
@@ -192,6 +201,20 @@ def test_rows_of_a_source_are_judged_as_if_it_were_alone():
         ledger.check_limits()
 
 
+@pytest.mark.parametrize("drawn", [False, True])
+def test_sources_that_are_too_small_to_be_judged_alone_are_judged_together(drawn):
+    ledger = Ledger(LimitsConfig(max_bad_fraction=0.01, bad_after=200))
+    for source in range(10):
+        ledger.add_indexed(50, source)
+        if drawn:
+            ledger.schedule(50, source)
+            ledger.deliver(49, source)
+        one = Fault(Reason.NOT_MP4, "t.csv", source=source)
+        ledger.skip(one) if drawn else ledger.reject(one)
+    with pytest.raises(DataError, match=r"bad data: 10 of 500 samples"):
+        ledger.check_limits()
+
+
 @pytest.mark.parametrize("bad, gone", [(49, False), (50, True)])
 def test_a_small_source_is_gone_when_as_many_draws_as_it_has_rows_were_bad_in_a_row(bad, gone):
     ledger = two_sources()
@@ -217,6 +240,11 @@ def test_draws_of_version_0_1_stay_totals_and_are_of_no_source():
     assert (ledger.scheduled, ledger.delivered, ledger.skipped) == (1000, 100, {Reason.DECODE_ERROR: 900})
     ledger.limits = LimitsConfig(bad_after=1001)
     ledger.check_limits()
+    diluted = two_sources()
+    diluted.restore_draws({"scheduled": 300, "delivered": 296, "skipped": {"decode_error": 4}})
+    diluted.schedule(400)
+    diluted.deliver(400)
+    diluted.check_limits()  # 4 of 700
     ledger.schedule(3, 1)
     ledger.deliver(3, 1)
     again = two_sources()
