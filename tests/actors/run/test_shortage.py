@@ -67,6 +67,8 @@ def test_fewer_workers_lack_it_for_the_optimizer_s_state() -> None:
 def test_workers_without_a_limit_lack_nothing() -> None:
     infos = [replace(info, room_gib=None) for info in gpus((1,), Places("own", "device"), 1.0)]
     assert shortage_of(Places("own", "device")).of(infos) == ""
+    unpredicted = replace(shortage_of(Places("own", "device")), demand=None)
+    assert unpredicted.of(gpus((1,), Places("own", "device"), 1.0)) == ""
 
 
 def of_each(nodes: int, places: Places) -> float:
@@ -105,6 +107,10 @@ def test_a_worker_that_comes_later_does_not_make_its_node_look_full() -> None:
     assert found.of(infos[1:17]) == ""
     infos += [replace(info, worker=f"w{n + 17}", node="n2", host_room_gib=3.0) for n, info in enumerate(infos[:8])]
     assert "GiB of host memory" in found.of(infos[:25]), "of a node that is new it is all that there is"
+    joined = shortage_of(places)
+    joined.begin(infos[:16], fresh=True)
+    joined.begin(infos, fresh=False)
+    assert "GiB of host memory" in joined.of(infos), "also when a generation with it has begun"
 
 
 def test_nodes_that_hold_state_already_are_not_judged_by_what_is_left() -> None:

@@ -114,6 +114,16 @@ def test_no_worker_is_blamed_where_clips_may_be_at_fault(at: list[tuple[str, ...
         assert skips.check(step(number, False, f"{NOT_FINITE}{clip}", at=workers, of=of), committed=number) == ""
 
 
+def test_what_is_bad_without_a_loss_and_good_clips_of_the_same_item_clear_nobody() -> None:
+    skips, found = quiet(10), []
+    for number in range(4):
+        bad = step(number, False, f"{NOT_FINITE}clip-{number}", at=("w5",), of=8)
+        bad.running.data.items.items["bad"].samples.append(SimpleNamespace(key="good"))
+        bad.reports[2].bad_samples = ("named for its gradient",)
+        found.append(skips.check(bad, committed=number))
+    assert found == ["", "", "", "w5"]
+
+
 def test_a_clip_that_comes_in_each_epoch_is_one_clip() -> None:
     skips = quiet(10)
     for epoch in range(5):

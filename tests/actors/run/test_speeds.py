@@ -175,3 +175,38 @@ def test_packs_that_never_come_again_are_forgotten_and_workers_stay_known() -> N
         speeds.observe(reports, {})
     assert len(speeds._known) == _MOST_WORKS
     assert speeds.factors(("a", "b", "c")) == (1.0, 1.0, 0.5)
+
+
+def test_what_a_worker_runs_alone_says_nothing_and_hides_nothing() -> None:
+    """c is slow in what all run, and runs much more that nobody else does."""
+    speeds, names = Speeds(), ("a", "b", "c")
+    alone = tuple(
+        replace(report("c", 7.0).spans[0], pieces=(Piece(item="i", bucket=(n, 64, 96), batch=1),)) for n in range(9)
+    )
+    for _ in range(30):
+        slow = report("c", 2.0)
+        speeds.observe([report("a", 1.0), report("b", 1.0), replace(slow, spans=slow.spans + alone)], {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5)
+
+
+def test_packs_are_compared_by_what_was_expected_of_them() -> None:
+    """c gets the small packs of a bucket, and takes twice what is expected of them."""
+    speeds, names = Speeds(), ("a", "b", "c")
+    for _ in range(30):
+        reports = []
+        for worker, batch, seconds in (("a", 8, 8.0), ("b", 6, 6.0), ("c", 2, 4.0)):
+            pieces = tuple(Piece(item=item, bucket=(17, 64, 96), batch=batch // 2) for item in "ij")
+            one = report(worker, seconds, planned=float(batch))
+            reports.append(replace(one, spans=tuple(replace(span, pieces=pieces) for span in one.spans)))
+        speeds.observe(reports, {})
+    assert speeds.factors(names) == (1.0, 1.0, 0.5)
+
+
+@pytest.mark.parametrize("odd", [{"first_here": True}, {"work_s": 99.0}, {"module": "finish"}])
+def test_what_is_compiled_or_cannot_be_or_waits_for_all_makes_nobody_slow(odd: dict[str, object]) -> None:
+    speeds = Speeds()
+    for _ in range(30):
+        reports = [report("a", 1.0), report("b", 1.0), report("c", 1.0)]
+        long = [replace(one.spans[0], end=9.0 if one.worker == "c" else 1.0, **odd) for one in reports]  # type: ignore[arg-type]
+        speeds.observe([replace(one, spans=(*one.spans, span)) for one, span in zip(reports, long, strict=True)], {})
+    assert speeds.factors(("a", "b", "c")) == ()

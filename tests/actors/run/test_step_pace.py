@@ -72,6 +72,7 @@ def test_cascades_that_took_far_longer_than_planned_are_no_remainder() -> None:
     pace = StepPace()
     pace.remainder(step(100.0, cascade(2.0), finish(0.5)))
     assert stretch_of([cascade(3.0), cascade(5.0), finish(0.5)]) == 2.0
+    assert stretch_of([cascade(3.0), cascade(5.0), cascade(7.0, planned_s=0.0)]) == 2.0, "one that nobody planned"
     assert pace.remainder(step(104.9, cascade(4.0), finish(0.5))) == pytest.approx(0.4)
 
 

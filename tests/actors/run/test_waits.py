@@ -12,9 +12,9 @@ from actors.run.waits import StepWaits
 FIRST_S = 900.0
 
 
-def cascade(end_s: float) -> Cascade:
+def cascade(end_s: float, start_s: float = 0.0) -> Cascade:
     part = Part(item="i", first=0, count=1)
-    return Cascade(id="c", module="dit", step=3, parts=(part,), degree=1, workers=(0,), start_s=0.0, end_s=end_s)
+    return Cascade(id="c", module="dit", step=3, parts=(part,), degree=1, workers=(0,), start_s=start_s, end_s=end_s)
 
 
 def shapes(frames: int = 81, module: str = "dit", batch: int = 1) -> set[CascadeShape]:
@@ -22,8 +22,9 @@ def shapes(frames: int = 81, module: str = "dit", batch: int = 1) -> set[Cascade
 
 
 def report(finish_s: float, snapshot_s: float) -> StepReport:
+    dit = Span(name="dit", module="dit", cascade="c", step=3, start=0.0, end=100.0)
     span = Span(name="finish s3", module="finish", cascade="", step=3, start=100.0, end=100.0 + finish_s)
-    return StepReport(worker="w0", step=3, loss=0.0, weight=1.0, grad_norm=0.0, lr=0.0, applied=True, spans=(span,),
+    return StepReport(worker="w0", step=3, loss=0.0, weight=1.0, grad_norm=0.0, lr=0.0, applied=True, spans=(dit, span),
                       peak_memory_gib=0.0, rss_gib=0.0, snapshot_s=snapshot_s)  # fmt: skip
 
 
@@ -41,6 +42,12 @@ def test_a_short_step_has_the_least_limit_and_a_long_one_several_times_its_plan(
     assert after_the_first(waits(), 0.4) == WorkersConfig().collective_timeout_s
     assert after_the_first(waits(), 60.0) == 300.0 > 60.0
     assert after_the_first(waits(patience_factor=2.0, collective_timeout_s=10.0), 60.0) == 120.0
+
+
+def test_what_is_dispatched_later_in_a_step_is_waited_for_as_long_as_it_takes_itself() -> None:
+    late = [cascade(1060.0, start_s=1000.0), cascade(1040.0, start_s=1010.0)]
+    assert waits().of(3, late, []).limit_s == 5 * 60.0
+    assert waits().of(3, [], [], update_s=60.0).limit_s == 5 * 60.0, "the end of a step alone"
 
 
 def test_the_end_of_a_step_counts_as_long_as_the_last_one_took() -> None:
