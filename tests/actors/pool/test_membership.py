@@ -57,8 +57,8 @@ LIMITS = Limits(
 class Pool:
     """A membership with a clock that the test moves."""
 
-    def __init__(self, limits: Limits = LIMITS, shortage: ShortageOf = lambda infos: "") -> None:
-        self.membership = Membership(limits, shortage=shortage)
+    def __init__(self, limits: Limits = LIMITS, shortage: ShortageOf = lambda infos: "", home: str = "") -> None:
+        self.membership = Membership(limits, shortage=shortage, home=home)
         self.now = 0.0
         self.view: View = self.membership.view()
 
@@ -112,6 +112,8 @@ def test_start_requests_min_without_resources_and_up_to_max_with_them() -> None:
     assert of(Request, pool.see(Resources(available=1))) == [Request(count=1)]
     assert of(Request, pool.see(Resources(available=9))) == [Request(count=1)]
     assert of(Request, pool.see(Resources(available=9))) == []
+    found = pool.see(Arrival(worker=0, node="n0"), Resources(available=9))
+    assert of(Request, found) == [], "the other three are on their way"
 
 
 def test_request_without_answer_is_made_again() -> None:
@@ -684,6 +686,17 @@ def test_as_many_workers_as_reach_each_other_are_formed(
     found = tuple(apart(1, one, other).apart[0] for one, other in pairs)
     pool.see(Break(generation=1, reason="apart", apart=found))
     pool.see(*recovered(*workers))
+    assert pool.view.workers == stay
+
+
+@pytest.mark.parametrize(("home", "stay"), [("n0", (0, 1)), ("n1", (2, 3, 4, 5)), ("n2", (6,)), ("n9", (2, 3, 4, 5))])
+def test_the_controller_s_node_stays_however_many_workers_it_does_not_reach(home: str, stay: tuple[int, ...]) -> None:
+    pool = Pool(replace(LIMITS, min=1, max=7), home=home)
+    nodes = {0: "n0", 1: "n0", 2: "n1", 3: "n1", 4: "n1", 5: "n1", 6: "n2"}
+    pool.see(*(Arrival(worker=worker, node=node) for worker, node in nodes.items()), *map(loaded, nodes))
+    pairs = (("n0", "n1"), ("n0", "n2"), ("n1", "n2"))
+    found = tuple(apart(1, one, other).apart[0] for one, other in pairs)
+    pool.see(Break(generation=1, reason="apart", apart=found), *recovered(*nodes))
     assert pool.view.workers == stay
 
 

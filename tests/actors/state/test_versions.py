@@ -128,6 +128,23 @@ def test_a_keeper_that_holds_nothing_of_a_step_lets_older_ones_go_too() -> None:
     assert book.order == BankOrder(generation=1, step=1, held=0, next=1)
 
 
+def test_a_commit_of_a_step_of_which_nothing_is_here_does_not_take_a_later_one_for_it() -> None:
+    book = begun()
+    advance(book, 0)
+    book.add(shard(2))  # its workers are ahead of the commit of 1, of which no shard came
+    book.commit(1, None, room)
+    assert book.base is not None and (book.base.step, book.base.ranges) == (1, set())
+    assert book.find(2, 1) is None
+
+
+def test_a_commit_without_a_position_leaves_the_last_one_and_a_book_without_any_has_none_after_json() -> None:
+    book = begun()
+    assert VersionBook.from_json(json.loads(json.dumps(book.to_json()))).position is None
+    book.commit(0, {"at": 1}, room)
+    advance(book, 1)
+    assert book.position == (0, {"at": 1})
+
+
 def test_what_a_book_knows_is_all_there_after_json() -> None:
     book = begun()
     for step in range(3):
