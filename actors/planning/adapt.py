@@ -66,7 +66,7 @@ def _degrees(
         if free.needs(key, "dit"):
             pieces = free.pattern(key, "dit", None)
             legal = set.intersection(*({k for k, _ in free.modes("dit", item, count)} for count in set(pieces)))
-            if legal and legal.isdisjoint(degrees) and (nearest := _nearest(legal, options.degrees)) is not None:
+            if legal.isdisjoint(degrees) and (nearest := _nearest(legal, options.degrees)) is not None:
                 degrees = tuple(sorted({*degrees, nearest}))
     return degrees
 
@@ -80,9 +80,7 @@ def _static_degree(options: PlanOptions, steps: Sequence[Sequence[Item]], profil
             for count in set(problem.pattern(key, "dit", None)):
                 own = {k for k, _ in problem.modes("dit", item, count)}
                 legal = own if legal is None else legal & own
-    if not legal or options.static_degree in legal:
-        return options.static_degree
-    return _nearest(legal, [options.static_degree]) or options.static_degree
+    return _nearest(legal or (), [options.static_degree]) or options.static_degree
 
 
 def _topology(spec: str, num_workers: int) -> str:

@@ -229,7 +229,7 @@ class Layout:
     @cached_property
     def segments(self) -> Segments:
         """The modulation row of each local row, for the fused ops: one table row per sequence, as `times` has them."""
-        if self.num_tables == len(self) and not self.has_frame_times:
+        if self.num_tables == len(self):
             return self.sequence_segments
         lengths, tables = self._runs
         return self._there(Segments.packed(lengths, tables, self.num_tables))

@@ -49,6 +49,13 @@ def test_a_static_degree_becomes_the_nearest_legal_one(wanted: int, count: int, 
     assert bool(told) == (expected != wanted)
 
 
+def test_what_a_strategy_does_not_use_stays_and_is_not_told() -> None:
+    static = PlanOptions(strategy="static", topology="g2n2", static_degree=2)
+    knapsack = PlanOptions(strategy="knapsack", topology="g1n3", static_degree=8)
+    for options in (static, knapsack):
+        assert adapted(options, [STEP], SMALL, workers(3 if options is knapsack else 7)) == (options, ())
+
+
 def test_degrees_get_the_nearest_one_that_runs_what_none_of_them_can(h100: Profile) -> None:
     options, told = adapted(PlanOptions(degrees=(12,)), [LONG], h100, workers(6))
     assert options.degrees == (6, 12) and "planner.degrees [12] do not fit 6 workers: [6, 12] are used" in told

@@ -303,11 +303,24 @@ def test_no_row_is_lost_and_no_batch_is_larger_when_sizes_change() -> None:
 def test_a_decision_holds_for_its_own_segment_alone() -> None:
     stages = [stage(until_step=10), stage(batch={SMALL: 6, LARGE: 6, RARE: 6})]
     planner = resized(
-        SampleOrder([population([0, 1, 2] * 40)], stages, 3), BatchSizes(from_step=5, sizes={SMALL: 2, LARGE: 2})
+        SampleOrder([population([0, 1, 2] * 40)], stages, 3),
+        BatchSizes(from_step=5, sizes={SMALL: 2, LARGE: 2}),
+        BatchSizes(from_step=15, sizes={SMALL: 7, LARGE: 7}),
     )
-    steps = run(planner, planner.start(), 20)
-    sizes = [{len(m.draws) for micros in part for m in micros} for part in (steps[:5], steps[5:10], steps[10:])]
-    assert sizes == [{5, 3, 4}, {2, 4}, {6}]
+    steps = run(planner, planner.start(), 30)
+    parts = (steps[:5], steps[5:10], steps[10:15], steps[15:])
+    sizes = [{len(m.draws) for micros in part for m in micros} for part in parts]
+    assert sizes == [{5, 3, 4}, {2, 4}, {6}, {7, 6}]
+
+
+def test_a_source_without_a_fitting_sample_is_an_error_where_the_segment_draws_from_it() -> None:
+    sources = [population([0] * 8), population([1, -1] * 4, name="others")]
+    small = stage(choices=((choice(SMALL),), ()))
+    SampleOrder(sources, [replace(small, weights=(1.0, 0.0))], 3)
+    with pytest.raises(DataError, match="source others has no sample that a bucket of segment 2 takes"):
+        SampleOrder(sources, [replace(small, weights=(1.0, 0.0)), replace(small, weights=(0.5, 0.5))], 3)
+    with pytest.raises(DataError, match="segment 1 draws from no source"):
+        SampleOrder(sources, [replace(small, weights=(0.0, 0.0))], 3)
 
 
 def test_sizes_below_one_are_refused() -> None:
