@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
@@ -49,6 +50,22 @@ def test_arachne_form_recovers_its_coefficients() -> None:
     found = fit_form("arachne", grid(), seconds, "synthetic")
     assert found.coefficients == pytest.approx(truth, rel=1e-6)
     assert found.r2 == pytest.approx(1.0) and not found.poor
+
+
+def test_pixel_form_counts_pixels_and_clips_of_each_member() -> None:
+    shapes = [(17, 64, 96), (1, 128, 64), (33, 64, 64)]
+    points = [
+        Load(batch=b, frames=f, height=h, width=w, text_tokens=0, tokens=9, degree=k)
+        for b in (1, 4)
+        for f, h, w in shapes
+        for k in (1, 2)
+    ]
+    seconds = [0.2 + (3e-6 * p.frames * p.height * p.width + 0.01) * p.batch / p.degree for p in points]
+    assert fit_form("pixels", points, seconds, "synthetic").coefficients == pytest.approx((0.2, 3e-6, 0.01), rel=1e-6)
+
+
+def test_a_member_multiplies_its_part_of_video_and_text() -> None:
+    assert replace(load(1, 1000, 4), text_tokens=500).rows == 375
 
 
 def test_adaptiveload_grid_finds_the_exponent() -> None:
