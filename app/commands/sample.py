@@ -83,7 +83,9 @@ class _Clip:
     guidance_scale_2: Annotated[
         float | None, typer.Option("--guidance-scale-2", help="Of the expert for low noise, where there are two.")
     ] = None
-    flow_shift: Annotated[float | None, typer.Option(help="Default: that of the training.")] = None
+    flow_shift: Annotated[float | None, typer.Option(help="Default: sample.flow_shift, or that of the training.")] = (
+        None
+    )
     decode_timestep: Annotated[
         float | None, typer.Option(help="Of a decoder that takes a time (LTX-Video from 0.9.1 on): 0 to 1.")
     ] = None

@@ -334,3 +334,10 @@ def test_the_run_file_of_the_comparison_loads(tmp_path: Path) -> None:
 
     assert RunConfig.load(CONFIG).data.items_per_step == 4
     assert json.dumps(sorted(contest.SETS)) == '["mixed", "uniform"]'
+
+
+def test_an_optimizer_that_peers_do_not_have_is_refused(prepared: tuple[Path, list[int], list[float]]) -> None:
+    other = prepared[0].with_name("muon.yaml")
+    other.write_text(f"base: {prepared[0].name}\ntrain: {{optimizer: {{kind: muon}}}}\n")
+    with pytest.raises(ConfigError, match=r"AdamW alone\. Set train\.optimizer\.kind to adamw"):
+        Recipe(other)

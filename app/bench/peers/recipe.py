@@ -39,6 +39,7 @@ from ops.packed.conditions import Conditions
 from ops.packed.packing import Layout
 from ops.packed.packing import Sequence as PackedSequence
 from ops.packed.patches import patchify
+from ops.typed import ConfigError
 from ops.update.optimizer import ema_decay_at
 
 
@@ -59,6 +60,8 @@ class Recipe:
         torch.set_num_threads(1)
         self.config = RunConfig.load(config)
         model, self.geometry = resolve(self.config.model)
+        if self.config.train.optimizer.kind != "adamw":
+            raise ConfigError("heddle bench peers trains by AdamW alone. Set train.optimizer.kind to adamw.")
         self.train, self.text_config, self.diffusion = self.config.train, model.text, model.dit.diffusion
         self.dit = build_dit(model.dit, self.train.seed).train()
         self.vae, self.text = build_vae(model.vae), build_text(model.text)
