@@ -33,7 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = "cluster.json"
 _TOKEN_LOGGER = "ray._private.authentication.authentication_token_setup"
 _TRAIN_LOOK = "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"  # Ray's 2 s are what a run's end waits for Ray Train to see it
-_GONE_S = 30.0  # a node that Ray has not known as alive for so long is gone
+_GONE_S = 30.0  # a node that Ray has said for so long not to be alive is gone
+# Without an answer for so long Ray is gone: its GCS may stand still for a while, as on a host that swaps or is moved,
+# and Ray's own processes wait 60 s for it, after which they end this process without a word.
+_SILENT_S = 50.0
 _CONNECT_S = 5.0
 _GRACE_S = 120.0  # for Ray Train to end after a run that has; it takes seconds
 _WATCH_S = 2.0  # between two looks whether Ray is there
@@ -244,7 +247,7 @@ def wait_while_ray_lives(
     result: Future[T], is_over: Callable[[], bool] = lambda: False, grace_s: float = _GRACE_S
 ) -> None:
     """Returns when the result is there, or has not come although the run has been over for `grace_s`. Raises RayGone
-    when this process's node has been gone for a while."""
+    when this process's node has been gone for a while, or Ray has not answered for longer."""
     lost, late = threading.Event(), threading.Event()
     threading.Thread(target=_watch_node, args=(result, lost), name="watch-ray", daemon=True).start()
     threading.Thread(target=_watch_end, args=(result, is_over, grace_s, late), name="watch-end", daemon=True).start()
@@ -266,27 +269,39 @@ def _watch_end(result: Future[T], is_over: Callable[[], bool], grace_s: float, l
             return
 
 
+@dataclass
+class NodeSigns:
+    """What Ray has said of this process's node, in monotonic seconds."""
+
+    alive_at: float
+    answered_at: float
+
+    def is_gone(self, now: float) -> bool:
+        """Whether there is nothing to wait for any more."""
+        patience_s = _GONE_S if self.answered_at > self.alive_at else _SILENT_S
+        return now - self.alive_at > patience_s
+
+
 def _watch_node(result: Future[T], lost: threading.Event) -> None:
-    """Sets `lost` when Ray has not known this node as alive for _GONE_S. Ray is asked in a thread, since the question
-    may hang."""
+    """Sets `lost` when this process's node is gone. Ray is asked in a thread, since the question may hang."""
     import ray
 
     from actors.ray_calls import nodes
 
     mine = ray.get_runtime_context().get_node_id()
-    alive = time.monotonic()
+    signs = NodeSigns(alive_at=time.monotonic(), answered_at=time.monotonic())
 
     def ask() -> None:
-        nonlocal alive
         while not result.done():
             with suppress(Exception):  # no answer, of whatever kind
-                if any(node["NodeID"] == mine and node["Alive"] for node in nodes()):
-                    alive = time.monotonic()
+                is_alive = any(node["NodeID"] == mine and node["Alive"] for node in nodes())
+                signs.answered_at = time.monotonic()
+                signs.alive_at = signs.answered_at if is_alive else signs.alive_at
             time.sleep(_WATCH_S)
 
     threading.Thread(target=ask, name="ask-ray", daemon=True).start()
     while not result.done():
-        if time.monotonic() - alive > _GONE_S:
+        if signs.is_gone(time.monotonic()):
             lost.set()
             return
         time.sleep(_WATCH_S)

@@ -12,7 +12,7 @@ import pytest
 from ray.train import WorkerGroupError
 
 from app.run import cluster
-from app.run.cluster import RayGone, wait_while_ray_lives
+from app.run.cluster import NodeSigns, RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
 from app.run.ray_train import fitted
 
@@ -61,6 +61,17 @@ def test_a_node_that_is_gone_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cluster, "_watch_node", lambda result, lost: lost.set())
     with pytest.raises(RayGone):
         wait_while_ray_lives(Future[int]())
+
+
+@pytest.mark.parametrize(
+    ("answered_at", "now", "gone"),
+    [(100.0, 145.0, False), (100.0, 151.0, True), (129.0, 129.5, False), (129.0, 131.0, True)],
+    ids=["the GCS stands still", "and does not come back", "it says that the node is dead", "and goes on saying so"],
+)
+def test_ray_that_says_nothing_is_waited_for_longer_than_ray_that_calls_the_node_dead(
+    answered_at: float, now: float, gone: bool
+) -> None:
+    assert NodeSigns(alive_at=100.0, answered_at=answered_at).is_gone(now) is gone
 
 
 @pytest.mark.timeout(60)
