@@ -432,7 +432,7 @@ def test_weights_lie_on_a_gpu_in_the_precision_that_they_multiply_in(
     write_checkpoint(tmp_path, replace(tiny_run(), train=train))
     asked: list[tuple[torch.dtype, torch.device]] = []
 
-    def on_cpu(config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    def on_cpu(config: DiTConfig, seed: int, dtype: torch.dtype, device: torch.device, *rest: bool) -> torch.nn.Module:
         asked.append((dtype, device))
         return build_dit(config, seed, dtype)
 
