@@ -268,9 +268,11 @@ class Storm(RuleBasedStateMachine):
         found = origin.step if origin is not None else -1
         assert self.may_lose or found >= before - 1, f"step {before} counted, and a controller goes on at {found}"
         self.committer.restart(found)
-        # Of the step before it keepers have no second copy any more: a commit that was lost with its controller and a
-        # node that is lost before the next one are two faults in a step.
-        self.protected &= found >= before
+        if found < before:
+            # Of the step before it keepers have no second copy any more: a commit that is lost with its controller, and
+            # a node that is lost before the next one, in either order, are two faults in a step.
+            self.may_lose |= not self.protected
+            self.protected = False
 
     # -- what happens to nodes, workers and controller -----------------------------------------------------------------
 
