@@ -140,7 +140,7 @@ class Controller:
         return bool(self.lookout.stop)
 
     def _begin(self) -> None:
-        origin = self.state.first()
+        origin = self.state.first(self.committer.listener.newest_line())
         self.committer.restart(origin.step if origin is not None else -1)
         self._look()  # workers start while the data is opened
         first = self.committer.committed + 1

@@ -34,6 +34,8 @@ class _LogListener:
     def on_event(self, event: RunEvent) -> None:
         log.warning("%s: %s", event.event, event.line())
 
+    def newest_line(self) -> None: ...
+
     def on_checkpoint(self, folder: Path, step: int) -> None:
         log.info("%s was written from the keepers", folder)
 

@@ -25,12 +25,19 @@ class CommitLog:
 
     committed: int = -1
     finished: tuple[CollectedStep, ...] = ()
+    # step and generation of the newest line of metrics, where keepers are asked how far the run is: a step counts with
+    # its line, of which they hear after it, unless the controller dies between
+    recorded: tuple[int, int] | None = None
 
     @property
     def newest(self) -> int:
         """The newest step up to which all reports are known. A later state may be held, but its step has no metrics."""
         steps = [done.running.step for done in self.finished]
         return steps[-1] if steps and steps[0] == self.committed + 1 else self.committed
+
+    def knows(self, held: HeldShard) -> bool:
+        """Whether the step of a shard has a line of metrics, or the reports of which one is made."""
+        return held.step <= self.newest or (held.step, held.generation) == self.recorded
 
     def until(self, step: int) -> tuple[CollectedStep, ...]:
         """Finished steps up to `step`, oldest first: safe as soon as the state after `step` is."""
@@ -64,10 +71,10 @@ def recovery_of(
 ) -> Recovery:
     """The newest state that can be put together of what keepers hold, or else the checkpoint (its step and folder).
 
-    States of steps after the log's newest are ignored. Every worker may have finished one, but its reports are
-    lost with a worker or with the controller: it has no metrics, so it is computed again.
+    States of which the log does not know are ignored. Every worker may have finished one, but its reports are lost with
+    a worker or with the controller: it has no metrics, so it is computed again.
     """
-    found = newest_whole(held for one in inventories for held in one.shards if held.step <= log.newest)
+    found = newest_whole(held for one in inventories for held in one.shards if log.knows(held))
     origin: Origin | None = None
     if found is not None and (checkpoint is None or found[0] >= checkpoint[0]):
         holders = [one for one in inventories if any((s.step, s.generation) == found for s in one.shards)]

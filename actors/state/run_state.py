@@ -119,10 +119,11 @@ class RunState:
         self._repairs = 0  # of the keepers since the last commit
         self._repaired_at = 0.0  # monotonic seconds
 
-    def first(self) -> Origin | None:
-        """The state that this controller continues from; None: a new run."""
+    def first(self, recorded: tuple[int, int] | None = None) -> Origin | None:
+        """The state that this controller continues from; None: a new run. `recorded` are step and generation of the
+        newest line of metrics."""
         if not self._silent:
-            self._first = self._find(CommitLog(committed=self.standing.committed)).origin
+            self._first = self._find(CommitLog(committed=self.standing.committed, recorded=recorded)).origin
             self._tell_torn()
         self._refuse_to_guess(self._first.step if self._first is not None else -1, last_step=-1)
         return self._first

@@ -334,6 +334,9 @@ class LabRun:
         except BaseException as error:
             self.error = error
 
+    def newest_line(self) -> None:
+        """A lab begins without any."""
+
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self.spans.extend(timeline)
         self.metrics.append(metrics)

@@ -153,6 +153,13 @@ class Metrics:
         self._trackers.log(record.step, record.time, scalars(record))
         return record
 
+    def newest_line(self) -> tuple[int, int] | None:
+        """(step, generation) of the newest line, also of an earlier writer's; None without one."""
+        for _, record in backwards(self._folder / METRICS):
+            if "step" in record:
+                return int(number_in(record, "step", -1)), int(number_in(record, "generation", -1))
+        return None
+
     def held_out(self, measured: HeldOutMeasured) -> None:
         """A loss of held-out clips, for trackers: at the step of its checkpoint, which is over by now."""
         self._trackers.log(measured.step, measured.time, held_out_scalars(measured))

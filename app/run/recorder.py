@@ -88,6 +88,9 @@ class Recorder:
             self._timeline = _appending(self._run_dir / TIMELINE)
         self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
 
+    def newest_line(self) -> tuple[int, int] | None:
+        return self._metrics.newest_line()
+
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """Keep the newest plans and a few of the older ones, since a run may take millions of steps."""
         folder = self._run_dir / "plans"

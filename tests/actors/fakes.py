@@ -70,6 +70,9 @@ class Listening:
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: Any) -> None:
         self.steps.append(metrics.step)
 
+    def newest_line(self) -> tuple[int, int] | None:
+        return None
+
     def on_event(self, event: RunEvent) -> None:
         self.told.append(event)
 
@@ -208,7 +211,8 @@ class StateHere:
         self.asked: list[str] = []
         self.writer = Writing()
 
-    def first(self) -> Origin | None:
+    def first(self, recorded: tuple[int, int] | None) -> Origin | None:
+        self.recorded = recorded
         return Origin(step=self._first) if self._first >= 0 else None
 
     def data_token(self, committed: int) -> None: ...

@@ -63,6 +63,17 @@ def test_a_recovery_inside_a_run_marks_its_recomputed_steps(tmp_path: Path) -> N
     ]
 
 
+def test_the_newest_line_is_known_to_the_writer_that_comes_next(tmp_path: Path) -> None:
+    """By which a controller sees that a step counted whose keepers had not heard of it when the one before died."""
+    with Metrics(tmp_path, track=()) as first:
+        assert first.newest_line() is None
+        first.step(line(0, generation=1))
+        first.step(line(1, generation=2))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "gene')
+    assert Metrics(tmp_path, track=()).newest_line() == (1, 2)
+
+
 def test_a_torn_last_line_is_cut_and_the_rest_kept(tmp_path: Path) -> None:
     write(tmp_path, 0, 1)
     with (tmp_path / "metrics.jsonl").open("a") as file:

@@ -40,6 +40,9 @@ class Watching:
     told: list[tuple[float, RunEvent]] = field(default_factory=list)
     disturbed: list[tuple[float, str]] = field(default_factory=list)
 
+    def newest_line(self) -> tuple[int, int] | None:
+        return self.recorder.newest_line()
+
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         """Called by the controller's thread."""
         self.recorder.on_step(metrics, timeline, plan)

@@ -281,6 +281,12 @@ def test_a_run_takes_every_step_once_and_ends_with_the_last_on_disk() -> None:
     assert run.state.asked == ["keep_last", "seal_last", "free_memory"] and run.controller.left == ""
 
 
+def test_a_controller_asks_for_the_state_of_the_newest_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which may be of a step that the one before it could not say to keepers any more."""
+    monkeypatch.setattr(Listening, "newest_line", lambda listener: (4, 2))
+    assert Run(Workers()).state.recorded == (4, 2)
+
+
 def test_the_step_in_which_a_worker_dies_is_computed_again_by_the_others() -> None:
     workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3))
     run = Run(workers)

@@ -51,6 +51,18 @@ def test_a_step_that_all_finished_but_nobody_reported_is_computed_again() -> Non
     assert origin(inventories_of(a=[held(7), held(8)]), None, newest=7).step == 7
 
 
+def test_a_step_whose_line_is_written_counts_also_if_keepers_never_heard_of_it() -> None:
+    """Its controller died between. Of the step before it a lost node had the only shard."""
+    keepers = inventories_of(a=[held(7, 0, 5), held(8, generation=2), held(9, generation=2)])
+
+    def found(recorded: tuple[int, int] | None) -> Any:
+        return recovery_of(keepers, None, CommitLog(committed=7, recorded=recorded)).step
+
+    assert found(None) == -1
+    assert found((8, 2)) == 8
+    assert found((8, 1)) == -1, "a line of another generation is one of another state"
+
+
 def test_a_newer_checkpoint_wins_and_nothing_is_a_new_run(tmp_path: Path) -> None:
     assert origin(inventories_of(a=[held(7)]), (6, tmp_path)).checkpoint is None
     assert origin(inventories_of(a=[held(3)]), (9, tmp_path)).checkpoint == str(tmp_path)

@@ -217,10 +217,18 @@ class State(RunState):
 
 
 class Lines(Listening):
-    """metrics.jsonl, as steps of its lines."""
+    """metrics.jsonl, as steps of its lines and their generations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generations: list[int] = []
+
+    def newest_line(self) -> tuple[int, int] | None:
+        return (self.steps[-1], self.generations[-1]) if self.steps else None
 
     def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
         self.steps = self.steps[: metrics.step]
+        self.generations[metrics.step :] = [metrics.generation]
         assert len(self.steps) == metrics.step, f"step {metrics.step} is written after {self.steps[-1:]}"
         self.steps.append(metrics.step)
 
@@ -258,21 +266,16 @@ class Storm(RuleBasedStateMachine):
         )
         self.committer = Committer(
             state=self.state,
-            account=SimpleNamespace(records=lambda done: (SimpleNamespace(step=done.running.step), [])),  # type: ignore[arg-type]
+            account=SimpleNamespace(records=lambda done: (done.running, [])),  # type: ignore[arg-type]
             listener=self.lines,
             events=listener,
             source=SimpleNamespace(avoid=(), open=lambda *given: None, release=lambda step: None),  # type: ignore[arg-type]
         )
         self.generation = max(self.generation, standing.generation)
-        origin = self.state.first()
+        origin = self.state.first(self.lines.newest_line())
         found = origin.step if origin is not None else -1
-        assert self.may_lose or found >= before - 1, f"step {before} counted, and a controller goes on at {found}"
+        assert self.may_lose or found >= before, f"step {before} counted, and a controller goes on at {found}"
         self.committer.restart(found)
-        if found < before:
-            # Of the step before it keepers have no second copy any more: a commit that is lost with its controller, and
-            # a node that is lost before the next one, in either order, are two faults in a step.
-            self.may_lose |= not self.protected
-            self.protected = False
 
     # -- what happens to nodes, workers and controller -----------------------------------------------------------------
 
