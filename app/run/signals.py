@@ -112,6 +112,21 @@ def unwinds_on_signal() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def signals_wait() -> Iterator[None]:
+    """Around the start of a process, which nobody could end if a signal came before it is known. What has come is
+    handled at the end, as ever."""
+    came: list[int] = []
+    earlier = _earlier(SIGNALS)
+    _put(earlier, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        _restore(earlier)
+    for number in came:
+        signal.raise_signal(number)
+
+
+@contextmanager
 def while_ray_starts(put_back: Callable[[], None]) -> Iterator[None]:
     """Around a connection to Ray, whose own handler of SIGTERM is `sys.exit(15)` until it is connected, and aborts the
     process from then on. `put_back` puts the handlers back that were there before."""

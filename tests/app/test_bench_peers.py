@@ -1,8 +1,10 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from app.bench.peers.figures import (
 from app.bench.peers.recipe import Average, MicroBatch, Recipe
 from app.bench.tree import Tree, TreeLook, role_of
 from app.cli import app
+from app.run.signals import unwinds_on_signal
 from app.settings.terminal import answer
 from data.decode import decode_job
 from ops.typed import ConfigError
@@ -158,6 +161,23 @@ def test_a_signal_ends_the_peer_that_runs_and_leaves_no_folder(
     assert not list(folders.iterdir())
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
+
+
+@pytest.mark.usefixtures("not_under_nohup")
+def test_a_signal_while_a_peer_starts_ends_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Starting(subprocess.Popen[bytes]):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(contest.subprocess, "Popen", Starting)
+    sleeps = Peer(name="ddp", command=lambda *_: [sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(SystemExit), unwinds_on_signal():
+        train(sleeps, tmp_path / "config.yaml", 1, 1, tmp_path / "peer")
+    assert started[0].returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("option", ["--warm", "--steps", "--rounds", "--workers"])

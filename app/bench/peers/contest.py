@@ -43,7 +43,7 @@ from app.bench.peers.figures import (
 )
 from app.bench.peers.page import html
 from app.bench.tree import Tree
-from app.run.signals import unwinds_on_signal
+from app.run.signals import signals_wait, unwinds_on_signal
 from app.settings.out_files import check_writable
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -198,15 +198,18 @@ def train(peer: Peer, config: Path, steps: int, workers: int, folder: Path) -> L
     environment.pop("RAY_ADDRESS", None)
     started = time.time()
     with log.open("w") as said:
-        process = subprocess.Popen(
-            peer.command(config, steps, lines, workers),
-            env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
-        )  # fmt: skip
+        process = None
         try:
+            with signals_wait():
+                process = subprocess.Popen(
+                    peer.command(config, steps, lines, workers),
+                    env=environment, stdout=said, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder,
+                )  # fmt: skip
             with Tree(1.0, process.pid, course=True) as tree:
                 _await_end(process, peer.name, lambda: len(_finished(peer, folder)), log)
         finally:
-            _end(process)
+            if process is not None:
+                _end(process)
     finished = _finished(peer, folder)
     if process.returncode or len(finished) != steps:
         raise PeerFailed(
