@@ -41,9 +41,9 @@ def signal_came(number: int) -> None:
     _came = number
 
 
-def last_signal() -> int:
-    """The signal that has come for such a run last; 0: none has."""
-    return _came
+def signal_code() -> int:
+    """128 + N of the signal N that has come for such a run last; 0: none has."""
+    return 128 + _came if _came else 0
 
 
 def run_apart(arguments: Sequence[str]) -> int:

@@ -1,13 +1,23 @@
-"""A live run as an operator reaches it: the handle of its monitor."""
+"""A live run as an operator reaches it: the handle of its monitor, and what that answers."""
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from app.run.cluster import ClusterAddress, must_answer, not_let_in
+from app.run.lock import holder, lock_path
+from app.run.outcomes import read_outcome
+from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from actors.pool.monitor import MonitorReport
-    from actors.refs import Method
+    from actors.refs import Method, Ref
+
+T = TypeVar("T")
+ANSWER_S = 30.0
 
 
 class OperatorHandle(Protocol):
@@ -33,3 +43,66 @@ def monitor_of(folder: Path) -> OperatorHandle:
 
     handle: OperatorHandle = find_monitor(folder)
     return handle
+
+
+def answer(run: Path, reference: Ref[T]) -> T:
+    """What the monitor says. Raises ConfigError when it ended before it could, or says nothing."""
+    from ray.exceptions import GetTimeoutError, RayActorError
+
+    from actors.ray_calls import get
+
+    try:
+        return get(reference, timeout=ANSWER_S)
+    except RayActorError:
+        raise ConfigError(
+            how_it_ended(run)
+            or f"the monitor of run {run} ended before it answered. The run is ending, or starts another one: "
+            f"`heddle workers list {run}` says whether it lives; then ask again."
+        ) from None
+    except GetTimeoutError:
+        raise ConfigError(f"the monitor of run {run} has not answered for {ANSWER_S:g} s; ask again.") from None
+
+
+def how_it_ended(run: Path) -> str:
+    """How a run has ended, in a sentence, from its folder; "" for a run that may be alive."""
+    outcome = read_outcome(run)
+    if outcome is None or holder(lock_path(run.absolute(), "driver")) is not None:
+        return ""
+    return f"run {run} has ended: {outcome.reason} (exit code {outcome.code})."
+
+
+def monitor(run: Path) -> OperatorHandle:
+    """The monitor actor of a live run. Raises ConfigError when there is no such run, cluster or actor.
+
+    Call it before anything imports Ray: only at its import Ray reads whether it has to send a token.
+    """
+    if not (run / "run_id").is_file():
+        raise ConfigError(f"{run} is not the folder of a run that was started; give that of a run, such as runs/demo.")
+    if ended := how_it_ended(run):
+        raise ConfigError(ended)
+    address = address_of(run)
+    must_answer(address)
+    import ray
+
+    from actors.names import NAMESPACE
+
+    try:
+        if not ray.is_initialized():
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError:
+        raise not_let_in(address, "set RAY_ADDRESS to the run's cluster") from None
+    try:
+        return monitor_of(run)
+    except LookupError as error:
+        raise ConfigError(str(error)) from None
+
+
+def address_of(run: Path) -> str:
+    """RAY_ADDRESS, else the address in the run's cluster.json, else any cluster of this machine."""
+    known = ClusterAddress.read(run)
+    given = os.environ.get("RAY_ADDRESS", "")
+    if known is not None and (given == known.address or (not given and known.answers())):
+        if known.auth:
+            os.environ.setdefault("RAY_AUTH_MODE", known.auth)
+        return known.address
+    return given or "auto"

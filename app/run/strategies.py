@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from app.inputs.batches import batch_limits
-from app.run.apart import last_signal
+from app.run.apart import signal_code
 from app.run.launch import train
 from app.settings.config import RunConfig
 from app.settings.run_folder import check_run_dir, run_dir
@@ -50,7 +50,7 @@ def train_each(
         folders.append(run_dir(config))
     for number, (name, own) in enumerate(settings.items()):
         print(f"{name}: run {number + 1} of {len(settings)}, {folders[number]}", flush=True)
-        if code := train(config_path, own, resume=resume, overwrite=overwrite) or _by_signal():
+        if code := train(config_path, own, resume=resume, overwrite=overwrite) or signal_code():
             return folders, code
     return folders, 0
 
@@ -77,9 +77,3 @@ def check_alike(config: RunConfig) -> None:
             f"data.cache.path {cache.path!r}: the first run would encode for the others. Compare with --set "
             f"data.cache.path=''."
         )
-
-
-def _by_signal() -> int:
-    """The exit code by the last signal, 0 without one."""
-    number = last_signal()
-    return 128 + number if number else 0

@@ -26,6 +26,11 @@ DEMO = Path(__file__).parents[2] / "configs" / "runs" / "demo.yaml"
 
 
 @pytest.fixture(autouse=True)
+def _no_signal_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.run.apart._came", 0)
+
+
+@pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
     """As at the start of a process, also where the tests run under nohup; put back afterwards."""
     before = {number: signal.getsignal(number) for number in NUMBERS}
@@ -176,7 +181,6 @@ def test_after_a_signal_no_other_run_of_a_comparison_starts(
             send(number)
         return 0
 
-    monkeypatch.setattr("app.run.apart._came", 0)
     monkeypatch.setattr(strategies, "train", signalled)
     overrides = [f"run.dir={tmp_path}"]
     _, code = strategies.train_each(DEMO, ["static", "cascade"], overrides)

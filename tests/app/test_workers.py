@@ -17,10 +17,11 @@ from actors.names import NAMESPACE, run_id
 from actors.outcome import Outcome
 from actors.plan.types import UNKNOWN_PLACE, GpuPlace
 from actors.progress import Progress
-from app.commands.workers import address_of, answer, drain, how_it_ended, list_workers, scale, stop, warn_if_quiet
+from app.commands.workers import drain, list_workers, scale, stop, warn_if_quiet
 from app.run.cluster import ClusterAddress, must_answer, not_let_in
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
+from app.run.operator import address_of, answer, how_it_ended
 from app.run.outcomes import ended_run, write_outcome
 from app.settings.config import RunConfig
 from ops.typed import ConfigError
