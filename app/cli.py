@@ -19,6 +19,7 @@ from app.commands.export import export
 from app.commands.families import families
 from app.commands.plan import plan
 from app.commands.profile import profile
+from app.commands.prove import prove
 from app.commands.report import report
 from app.commands.sample import sample
 from app.commands.settings import settings
@@ -35,7 +36,10 @@ app = typer.Typer(
     help="Elastic, exact training of text-to-video diffusion transformers on Ray.",
     epilog="Add --debug to any command to see the traceback of an error.",
 )
-for _command in (train, check, plan, profile, sample, validate, export, convert, report, compare, families, settings):
+for _command in (
+    *(train, check, plan, profile, prove, sample, validate),
+    *(export, convert, report, compare, families, settings),
+):
     app.command()(_command)
 app.add_typer(data_app, name="data", help="Make, index, check and convert data sets.")
 app.add_typer(bench_app, name="bench", help="Measure against published systems; figures go into docs/results.md.")

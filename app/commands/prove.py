@@ -1,0 +1,31 @@
+"""`heddle prove`. Heavy imports come after parsing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from app.commands.options import Config, Overrides
+
+
+def prove(
+    config: Config,
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps of each of the two runs.")] = 24,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON with all figures.")] = None,
+    page: Annotated[Path | None, typer.Option("--page", help="HTML with the curves of both runs.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in existing folders.")] = False,
+) -> None:
+    """Train some steps of a run on this cluster twice, and show that both were the same training: once undisturbed, and
+    once while a worker is killed and the pool shrinks and grows. Exit code 1 where they were not."""
+    from app.proof.command import prove as run
+    from app.run.cluster import leave_if_stuck
+    from app.settings.out_files import check_page, check_writable
+
+    check_writable([out])
+    check_page(page, "--page")
+    code = run(config, overrides or [], steps, out, page, overwrite=overwrite)
+    leave_if_stuck(code)
+    raise typer.Exit(code)

@@ -1,0 +1,208 @@
+"""`heddle prove`: what happens to a run, and what is said of the two. A real one is in tests/blackbox/test_proof.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from actors.config import TrainConfig
+from actors.outcome import Exit
+from actors.state import checkpoint_files
+from actors.state.checkpoint_writer import root_of
+from app.proof import command
+from app.proof.command import prove, settings_of
+from app.proof.disturbance import Act, Disturber, acts
+from app.proof.verdict import sentences, table, verdict, weights_apart
+from app.run.fault import kill_worker, seated
+from app.settings.config import RunConfig
+from ops.shards import ShardState
+from ops.typed import ConfigError
+
+DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
+FP32, BF16 = TrainConfig(), TrainConfig(autocast="bfloat16")
+
+
+def with_weights(run: Path, values: list[float], cuts: list[int]) -> Path:
+    """The last checkpoint of a run, written in shards that end at `cuts`."""
+    folder = checkpoint_files.step_folder(root_of(run), 29)
+    checkpoint_files.begin(folder)
+    array = np.array(values, np.float32)
+    for lo, hi in zip([0, *cuts[:-1]], cuts, strict=True):
+        shard = ShardState(updates=30, lo=lo, hi=hi, total=len(values), arrays={"master": array[lo:hi]})
+        checkpoint_files.write_shard(folder, shard)
+    checkpoint_files.seal(folder, {"step": 29})
+    return run
+
+
+@pytest.fixture
+def pair(run_folder: Path) -> Callable[..., tuple[Path, Path]]:
+    """Two runs with the same records; `change` takes each line of the disturbed one's metrics, None leaves it out."""
+
+    def make(change: Callable[[dict], dict | None] = lambda line: line) -> tuple[Path, Path]:
+        other = run_folder.with_name("disturbed")
+        shutil.copytree(run_folder, other)
+        lines = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+        kept = [found for line in lines if (found := change(line)) is not None]
+        (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        return with_weights(run_folder, [3.0, 0.0, 4.0], [3]), with_weights(other, [3.0, 0.0, 4.0], [2, 3])
+
+    return make
+
+
+def scaled(step: int, factor: float) -> Callable[[dict], dict]:
+    return lambda line: {**line, "loss": line["loss"] * factor} if line["step"] == step else line
+
+
+def test_equal_records_and_weights_are_the_same_training(pair) -> None:
+    found = verdict(*pair(), FP32)
+    assert found.same and found.loss == found.weights == 0
+    assert found.disturbed.workers == [3, 2] and found.disturbed.recovered_s == [1.5]
+    assert sentences(found)[0].startswith("the same training: largest difference of a loss 0.0e+00")
+
+
+@pytest.mark.parametrize(("train", "inside", "beyond"), [(FP32, 1 + 5e-6, 1 + 2e-5), (BF16, 1 + 3e-3, 1 + 5e-3)])
+def test_losses_may_differ_by_the_rounding_of_their_products(pair, train, inside: float, beyond: float) -> None:
+    def relative(factor: float) -> tuple[bool, int]:
+        folders = pair(scaled(17, factor))
+        found = verdict(*folders, train)
+        shutil.rmtree(folders[1])
+        shutil.rmtree(root_of(folders[0]))
+        return found.same, found.at
+
+    assert relative(inside) == (True, 17)
+    assert relative(beyond) == (False, 17)
+
+
+def test_a_step_that_is_missing_is_another_training_and_is_named(pair) -> None:
+    found = verdict(*pair(lambda line: line if line["step"] != 21 else None), FP32)
+    assert not found.same
+    assert sentences(found)[0].startswith("NOT the same") and sentences(found)[0].endswith("one of them lacks: 21.")
+
+
+def test_clips_that_one_run_alone_could_decode_are_another_training(pair) -> None:
+    found = verdict(*pair(lambda line: {**line, "good_weight": 0.5} if line["step"] == 4 else line), FP32)
+    assert not found.same and sentences(found)[0].endswith("Other clips could be decoded.")
+
+
+def test_a_loss_that_is_not_finite_is_not_the_same(pair) -> None:
+    found = verdict(*pair(scaled(9, float("nan"))), FP32)
+    assert not found.same and found.at == 9
+
+
+def test_weights_are_compared_however_their_shards_are_cut(tmp_path: Path) -> None:
+    one = with_weights(tmp_path / "one", [3.0, 1.0, 4.0, 0.0], [1, 4])
+    other = with_weights(tmp_path / "other", [3.0, 1.0, 4.0, 0.0], [2, 3, 4])
+    apart = with_weights(tmp_path / "apart", [3.0, 1.0, 4.0, 0.5], [4])
+    for piece in (1, 3, 100):
+        assert weights_apart(one, other, piece) == 0
+        assert weights_apart(apart, one, piece) == pytest.approx(0.5 / np.sqrt(26))
+
+
+def test_the_table_has_both_runs_in_columns(pair) -> None:
+    lines = table(verdict(*pair(), FP32))
+    starts = {line.index(word) for line in lines[:2] for word in ("undisturbed", "30") if word in line}
+    assert len(starts) == 1 and lines[2].split()[-3:] == ["2", "3,", "2"]
+
+
+def test_a_worker_dies_and_the_pool_shrinks_to_half_and_grows_again() -> None:
+    four = ["w0", "w1", "w2", "w3"]
+    assert acts(four, least=1) == [Act(kill="w3", then=4), Act(then=2), Act(then=4)]
+    assert acts(four, least=3) == [Act(kill="w3", then=4), Act(then=3), Act(then=4)]
+    assert acts(four[:2], least=2) == acts(four[:2], least=5) == [Act(kill="w1", then=2)]
+    assert acts(["w4"], least=1) == [Act(kill="w4", then=1)]
+
+
+def test_a_proof_trains_without_what_depends_on_its_length() -> None:
+    given = ["data.cache.path=/tmp/encoded", "sample.every=100", "track=[tensorboard]"]
+    config = RunConfig.load(DEMO, given)
+    short = RunConfig.load(DEMO, [*given, *settings_of(config, 24), "train.steps=24"])
+    optimizer = short.train.optimizer
+    assert (optimizer.lr_scheduler, optimizer.lr_warmup_steps, optimizer.lr_decay_steps) == ("constant", 12, 0)
+    assert (short.data.cache.path, short.sample.every, short.checkpoint.every, list(short.track)) == ("", 0, 0, [])
+    assert short.train.optimizer.learning_rate == config.train.optimizer.learning_rate
+
+
+def test_batches_that_follow_measured_costs_are_held() -> None:
+    given = ["data.batch.recalibrate=on", "data.batch.target_s=1"]
+    config = RunConfig.load(DEMO, given)
+    assert "data.batch.recalibrate=off" in settings_of(config, 24)
+
+
+def test_too_few_steps_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--steps 3: each quarter of them ends with a disturbance; give 4 or more"):
+        settings_of(RunConfig.load(DEMO), 3)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> list[tuple[str, int]]:
+    """(name, steps) of the runs that were started. Each has the records and weights of `run_folder`."""
+    started: list[tuple[str, int]] = []
+
+    def train(path: Path, overrides: list[str], *, overwrite: bool) -> int:
+        config = RunConfig.load(path, overrides)
+        started.append((config.run.name, config.train.steps))
+        shutil.copytree(run_folder, Path(config.run.dir) / config.run.name)
+        with_weights(Path(config.run.dir) / config.run.name, [1.0, 2.0], [2])
+        return Exit.OK if "calm" in config.run.name else Exit.RESUMABLE
+
+    monkeypatch.setattr(command, "train", train)
+    monkeypatch.setattr(Disturber, "__enter__", lambda self: self)
+    monkeypatch.setattr(Disturber, "__exit__", lambda self, *exception: None)
+    return started
+
+
+def test_the_undisturbed_run_has_as_many_steps_as_the_disturbed_one_took(
+    tmp_path: Path, trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "proof.json", tmp_path / "proof.html"
+    code = prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, out, page, overwrite=False)
+    assert code == Exit.OK and trained == [("demo-disturbed", 2400), ("demo-calm", 30)]
+    assert "the same training" in capsys.readouterr().out
+    assert json.loads(out.read_text())["same"] and "demo-calm" in page.read_text()
+
+
+def test_what_could_not_be_done_proves_nothing(
+    tmp_path: Path, trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave(self: Disturber, *exception: object) -> None:
+        self.failed = "its workers have not changed in 600 s"
+
+    monkeypatch.setattr(Disturber, "__exit__", leave)
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.FAILURE
+    assert [name for name, _ in trained] == ["demo-disturbed"]
+    assert capsys.readouterr().out.endswith("not proven: its workers have not changed in 600 s\n")
+
+
+def test_a_disturbed_run_that_ends_by_itself_proves_nothing(tmp_path: Path, trained, monkeypatch) -> None:
+    monkeypatch.setattr(command, "train", lambda *given, **more: Exit.OK)
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.FAILURE
+    monkeypatch.setattr(command, "train", lambda *given, **more: Exit.PLAN)
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.PLAN
+
+
+def test_folders_in_use_are_refused_before_anything_trains(tmp_path: Path, trained) -> None:
+    (tmp_path / "runs" / "demo-calm").mkdir(parents=True)
+    (tmp_path / "runs" / "demo-calm" / "config.yaml").write_text("")
+    with pytest.raises(ConfigError, match="demo-calm already exists"):
+        prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False)
+    assert trained == []
+
+
+def test_workers_of_the_newest_generation_are_seated(run_folder: Path) -> None:
+    with (run_folder / "events.jsonl").open("a") as file:
+        for number, name in enumerate(("w0", "w1", "w2")):
+            ready = {"event": "ready", "time": 1.0, "generation": 0, "worker": name, "node": "n", "pid": 10 + number}
+            file.write(json.dumps({**ready, "host": "h"}) + "\n")
+    assert {name: found.pid for name, found in seated(run_folder).items()} == {"w0": 10, "w2": 12}
+    assert seated(run_folder.parent / "demo")["w2"].host == "h"
+
+
+def test_a_worker_that_does_not_train_is_not_killed(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.run.fault.monitor", lambda run: None)
+    with pytest.raises(ConfigError, match=r"worker w9 does not train in .*; these do: none yet"):
+        kill_worker(run_folder, "w9")
