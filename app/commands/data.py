@@ -15,6 +15,7 @@ import typer
 from app.commands.options import Overrides
 from data.kinds import KINDS
 from ops.counted import counted
+from ops.typed import ConfigError
 
 if TYPE_CHECKING:
     from data.config import LimitsConfig, SourceConfig
@@ -203,12 +204,33 @@ def synth(
     images: Annotated[int | None, typer.Option(help="Still images.", min=0)] = None,
     shards: Annotated[int | None, typer.Option(help="Shards.", min=1)] = None,
     seed: Annotated[int, typer.Option(help="Another one, other shapes.")] = 0,
+    sizes: Annotated[
+        list[str] | None, typer.Option("--size", metavar="HxW", help="Height and width, e.g. 480x832. Repeatable.")
+    ] = None,
+    frames: Annotated[list[int] | None, typer.Option(help="Frames of a clip. Repeatable.", min=2)] = None,
     koala: Annotated[bool, typer.Option(help="Also write the clips as a Koala-36M table.")] = True,
 ) -> None:
-    """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table."""
+    """Make a small data set of moving shapes: WebDataset shards and a Koala-36M table. Each clip has one of the sizes,
+    and one of the lengths that are wanted."""
     from app.inputs.synthetic import synth as make
 
-    make(folder, clips=clips, images=images, shards=shards, seed=seed, koala=koala)
+    make(
+        folder,
+        clips=clips,
+        images=images,
+        shards=shards,
+        seed=seed,
+        sizes=[_size(text) for text in sizes or []],
+        frames=frames or [],
+        koala=koala,
+    )
+
+
+def _size(text: str) -> tuple[int, int]:
+    height, _, width = text.partition("x")
+    if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
+        raise ConfigError(f"--size {text} is no size; give height and width, for example 480x832.")
+    return int(height), int(width)
 
 
 @app.command()

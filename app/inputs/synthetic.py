@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from data.config import SourceConfig
@@ -15,6 +15,8 @@ def synth(
     images: int | None = None,
     shards: int | None = None,
     seed: int = 0,
+    sizes: Sequence[tuple[int, int]] = (),
+    frames: Sequence[int] = (),
     koala: bool = True,
 ) -> dict[str, object]:
     """Write WebDataset shards and a Koala-36M style table of synthetic clips, say what was made, return the summary.
@@ -29,6 +31,8 @@ def synth(
         images=base.images if images is None else images,
         shards=shards or base.shards,
         seed=seed,
+        sizes=tuple(sizes) or base.sizes,
+        frames=tuple(frames) or base.frames,
         koala=koala,
     )
     summary = synthesize(folder, config)

@@ -218,3 +218,20 @@ def test_a_uri_to_write_to_is_refused_and_no_folder_of_its_name_is_made(folder: 
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["shards"]
     with pytest.raises(ValueError, match="an index is a local or shared folder"):
         SourceConfig(path=str(folder), index="s3://set/index")
+
+
+def test_synth_makes_clips_of_the_sizes_and_lengths_that_are_wanted(tmp_path: Path) -> None:
+    wanted = ["--size", "48x80", "--size", "32x64", "--frames", "5", "--frames", "7"]
+    answer = RUNNER.invoke(app, ["synth", str(tmp_path), *wanted, "--clips", "6", "--images", "2", "--shards", "1"])
+    assert answer.exit_code == 0, answer.output
+    index = build_index(SourceConfig(path=str(tmp_path / "shards" / "00000.tar")), tmp_path / "cache", Ledger())
+    rows = [index.row(number) for number in range(8)]
+    assert {(row.height, row.width) for row in rows} == {(48, 80), (32, 64)}
+    assert {row.num_frames for row in rows} == {1, 5, 7}
+
+
+@pytest.mark.parametrize("size", ["480", "480p", "0x832", "480x", "81x480x832"])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, size: str) -> None:
+    answer = RUNNER.invoke(app, ["synth", str(tmp_path / "set"), "--size", size])
+    assert f"--size {size} is no size; give height and width" in str(answer.exception)
+    assert not (tmp_path / "set").exists()
