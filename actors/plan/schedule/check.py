@@ -1,7 +1,12 @@
-"""The legality check, which every plan passes before it runs. It forgives rounding errors and nothing else."""
+"""The legality check, which every plan passes before it runs. It forgives rounding errors and nothing else.
+
+Bags cannot wait for each other in a circle, whatever a plan says: all workers run their cascades in one order, by their
+start, ties by their place in the plan.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -22,6 +27,7 @@ def check(
     topology = Topology(cluster, profile.cross_node)
     items = index_items(steps, plan.steps[0].step if plan.steps else 0)
     cascades = [cascade for step in plan.steps for cascade in step.cascades]
+    _check_names(cascades)
     for cascade in cascades:
         _check_cascade(cascade, items, profile, topology)
         _check_memory(cascade, items, profile, cluster.least_room_gib)
@@ -29,39 +35,13 @@ def check(
     _check_exclusive(cascades, busy_until(done, cluster.num_workers))
     _check_predecessors(cascades, items, profile, done)
     _check_barriers(cascades)
-    if not bag_order_is_deadlock_free(cascades):
-        raise PlanError("two overlapping bags meet in a different order on two of their workers: they would deadlock.")
 
 
-def bag_order_is_deadlock_free(cascades: Sequence[Cascade]) -> bool:
-    """Whether one common order exists in which every worker sees its cascades: the union of worker orders has no cycle.
-
-    Workers run their cascades by start time, ties by position in the plan.
-    """
-    position = {(cascade.step, cascade.id): number for number, cascade in enumerate(cascades)}
-    queues: dict[int, list[Cascade]] = {}
-    for cascade in cascades:
-        for worker in cascade.workers:
-            queues.setdefault(worker, []).append(cascade)
-    after: dict[tuple[int, str], set[tuple[int, str]]] = {(cascade.step, cascade.id): set() for cascade in cascades}
-    for queue in queues.values():
-        queue.sort(key=lambda cascade: (cascade.start_s, position[cascade.step, cascade.id]))
-        for first, second in pairwise(queue):
-            after[first.step, first.id].add((second.step, second.id))
-    waiting = {(cascade.step, cascade.id): 0 for cascade in cascades}
-    for successors in after.values():
-        for successor in successors:
-            waiting[successor] += 1
-    ready = [name for name, count in waiting.items() if count == 0]
-    seen = 0
-    while ready:
-        name = ready.pop()
-        seen += 1
-        for successor in after[name]:
-            waiting[successor] -= 1
-            if waiting[successor] == 0:
-                ready.append(successor)
-    return seen == len(cascades)
+def _check_names(cascades: Sequence[Cascade]) -> None:
+    """Results and calls are found by the ids of their cascades."""
+    for (step, name), count in Counter((cascade.step, cascade.id) for cascade in cascades).items():
+        if count > 1:
+            raise PlanError(f"{count} cascades of step {step} are called {name}; each must have a name of its own.")
 
 
 def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, topology: Topology) -> None:
