@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from actors.messages import Piece, Span, StepReport
 from actors.plan.costs.flops import DiTWork
 from actors.plan.types import Item, Part, StepPlan
 from actors.records.metrics_line import StepMetrics
-from actors.records.span_record import span_of
+from actors.records.span_record import SpanRecord, span_of
 from actors.run.step_metrics import (
     LoadHistory,
     StepAccount,
@@ -70,15 +71,19 @@ def test_the_loss_of_a_packed_cascade_is_told_by_bucket() -> None:
     assert loss_by_bucket([report("w0", span(image, clip), losses=losses)]) == {"1x64x96": 0.4, "81x480x832": 0.2}
 
 
-def recorded(names: tuple[str, ...], items: dict[str, int], *reports: StepReport) -> StepMetrics:
-    """The line of a committed step of these items, each with the number of its expert."""
-    planned = [Item(id=id, batch=1, frames=1, height=64, width=96, expert=expert) for id, expert in items.items()]
+def collected(planned: list[Item], reports: tuple[StepReport, ...], at: float) -> Any:
     running = SimpleNamespace(
         step=0, generation=1, assignment=SimpleNamespace(step=facts().plan), planning_s=0, dispatch_s=0, num_calls=2,
         data=SimpleNamespace(items=SimpleNamespace(planned=planned)),
     )  # fmt: skip
-    done: Any = SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=1.0)
-    return StepAccount(geometry=GEOMETRY, node_of=lambda name: "", experts=names).records(done)[0]
+    return SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=at)
+
+
+def recorded(names: tuple[str, ...], items: dict[str, int], *reports: StepReport) -> StepMetrics:
+    """The line of a committed step of these items, each with the number of its expert."""
+    planned = [Item(id=id, batch=1, frames=1, height=64, width=96, expert=expert) for id, expert in items.items()]
+    account = StepAccount(geometry=GEOMETRY, node_of=lambda name: "", experts=names)
+    return account.records(collected(planned, reports, 1.0))[0]
 
 
 def test_the_loss_of_each_of_two_experts_is_that_of_its_items() -> None:
@@ -146,6 +151,101 @@ def test_lengths_of_a_step_count_the_text() -> None:
     assert found.tokens == 90 and found.tokens_per_s_with_text == 90.0  # three images of 24 + 6 in a step of 1 s
     assert found.cv_step == 0.5  # 60 and 30 tokens
     assert found.cv_compute == pytest.approx(1 / 3, abs=1e-4)  # 1800 and 900: mean 1350, deviation 450
+
+
+def test_a_step_of_two_workers_in_figures_worked_out_by_hand() -> None:
+    """Of two seconds w0 is one in a cascade, of an image of 48 tokens; w1 encodes half a second and trains another, of
+    one of 24. w1 ends the step in half a second and w0 in a quarter."""
+    wide = (Piece(item="b", bucket=(1, 64, 192), batch=1),)
+    reports = [
+        replace(
+            report("w0", ran(100, 101, pieces=wide), finish(101.5, 101.75)),
+            snapshot_s=0.25, peak_memory_gib=3.0, rss_gib=2.0, room_gib=5.0,
+        ),
+        replace(
+            report("w1", ran(99.5, 100, module="text"), ran(100.5, 101), finish(101.5, 102)),
+            snapshot_s=0.5, peak_memory_gib=1.0, rss_gib=4.0, room_gib=7.0,
+        ),
+        replace(report("w2"), room_gib=None),
+    ]  # fmt: skip
+    work = DiTWork(forward=joint_flops(2, 100, 400), recomputes=True)
+    told = replace(facts(), step_s=2.0, num_tokens=100, num_samples=6)
+    found = step_metrics(told, reports, GEOMETRY, work)
+    assert found.idle_ratio == pytest.approx(1 - 2 / (3 * 2), abs=1e-4)
+    assert (found.tokens_per_s, found.videos_per_s) == (50.0, 3.0)
+    assert (found.tokens, found.tokens_per_s_with_text) == (72, 36.0), "what is encoded is not counted"
+    assert found.wir is None, "w2 has no work of the DiT"
+    assert (found.fbl_s, found.sync_s, found.snapshot_s) == (1.0, 0.5, 0.5)
+    assert (found.peak_memory_gib, found.rss_gib, found.room_gib) == (3.0, 4.0, 5.0)
+    assert found.tflops == pytest.approx(sum(found.tflops_by_worker.values()) / 3, abs=1e-6)
+    two = step_metrics(replace(told, step_s=0.5), reports[:2], GEOMETRY)
+    assert two.idle_ratio == 0.0, "what outlasts a step is no less than nothing idle"
+    assert two.wir == 2.0, "an encode is no work of the DiT"
+    assert (two.cv_step, two.cv_compute) == (0.5, 0.6)  # of 48 and 24; of 2304 and 576: mean 1440, deviation 864
+    assert two.tflops_by_worker == {} and math.isnan(two.tflops) and math.isnan(two.cv_tflops), "nobody counts"
+
+
+def test_ranks_of_a_bag_share_its_samples_and_its_handoff_lasts_as_long_as_that_of_the_quickest() -> None:
+    """Both get 10 B; w1 waits for w0 meanwhile. A cascade that gets nothing has no handoff, however long it looked."""
+    bag = {"degree": 2, "cascade": "c", "handoff_bytes": 10}
+    reports = [
+        report("w0", ran(0, 1, handoff_s=0.25, **bag), ran(1, 2, handoff_s=0.125)),
+        report("w1", ran(0, 1, handoff_s=0.75, **bag), ran(1, 2, handoff_bytes=5, handoff_s=0.5, cascade="d")),
+    ]
+    found = step_metrics(facts(), reports, GEOMETRY)
+    assert (found.handoff_bytes, found.handoff_s) == (25, 0.75)
+    assert found.tokens == 24 + 24 + 24 and found.cv_step == 0.0
+
+
+def test_a_bucket_of_bad_samples_alone_has_no_loss() -> None:
+    image, clip = Piece(item="a", bucket=IMAGE, batch=1), Piece(item="b", bucket=CLIP, batch=1)
+    losses = (("b", 0.2, 0.5), ("a", 0.0, 0.0))
+    assert loss_by_bucket([report("w0", span(image, clip), losses=losses)]) == {"81x480x832": 0.4}
+
+
+def test_a_cascade_that_kept_its_attention_computes_it_once() -> None:
+    """Peaks are those at which the model's FLOPs, three forwards, are 0.3 of what a worker can do."""
+    work = DiTWork(forward=joint_flops(2, 100, 400), recomputes=True)
+    scores = 2 * 4 * 24**2 * 100 / 1e12
+    forward = 2 * 24 * (8 * 100**2 + 4 * 100 * 400) / 1e12 + scores
+    peak = 3 * forward / 0.3
+    reports = [replace(report("w0", ran(0, 1, kept_attention=kept)), peak_tflops=peak) for kept in (False, True)]
+    again, kept = (step_metrics(facts(), [one], GEOMETRY, work) for one in reports)
+    assert again.mfu == kept.mfu == 0.3 and again.hfu == 0.4
+    assert kept.hfu == round((4 * forward - scores) / peak, 4) < 0.4
+
+
+def test_idle_fetches_are_exposed_as_collectives_are() -> None:
+    (found,) = step_metrics(
+        facts(), [report("w0", ran(0, 5, exposed_s=0.25, fetch_s=0.5))], GEOMETRY
+    ).exposed_by_worker.values()
+    assert found == 0.75
+
+
+def test_a_step_is_counted_from_the_end_of_the_one_before_and_from_the_begin_of_its_generation() -> None:
+    account = StepAccount(geometry=GEOMETRY, node_of=str.upper)
+
+    def committed(at: float, frames: int = 1) -> tuple[StepMetrics, list[SpanRecord]]:
+        items = [Item(id=id, batch=2, frames=frames, height=64, width=96) for id in "ab"]
+        piece = Piece(item="a", bucket=(frames, 64, 96), batch=2)
+        one = report("w0", finish(1.0, at), ran(at - 0.5, at, pieces=(piece,)), ran(at - 0.75, at, pieces=(piece,)))
+        return account.records(collected(items, (one,), at))
+
+    account.begin(10.0)
+    account.waited_for_data(0.5)
+    account.waited_for_data(0.25)
+    line, spans = committed(13.0)
+    assert (line.step_s, line.data_wait_s) == (3.0, 0.75)
+    assert (line.tokens_per_s, line.videos_per_s) == (32.0, pytest.approx(4 / 3, abs=1e-3))  # 4 samples of 24 tokens
+    assert [(span.step_start, span.node) for span in spans] == [(12.25, "W0")] * 3, "where its first cascade began"
+    assert line.corr_tokens is line.corr_load is line.load_exponent is None, "of one step there is none"
+    line, _ = committed(15.0, frames=33)
+    assert (line.step_s, line.data_wait_s) == (2.0, 0.0)
+    line, _ = committed(19.0, frames=17)
+    assert line.step_s == 4.0 and line.corr_tokens is not None and line.corr_load is not None
+    account.begin(20.0)
+    line, _ = committed(21.0, frames=17)
+    assert line.step_s == 1.0 and line.corr_tokens is line.corr_load is None, "steps of another generation"
 
 
 def test_flops_are_told_per_step_and_per_worker() -> None:
