@@ -96,14 +96,14 @@ class Speeds:
 
     def _fitted(self, workers: Sequence[str]) -> dict[str, float]:
         """Logarithm of the speed of every worker that has run enough of what others ran, too: least squares of
-        log seconds = log work - log speed, by turns for work and workers."""
+        log seconds = log work - log speed, by turns for work and workers. Nothing of other workers is known any more.
+        What one worker alone has run fits any speed of it, and says nothing."""
         number = {worker: n for n, worker in enumerate(workers)}
         rows = [
             (number[worker], work, mean, count)
             for work, by_worker in self._known.items()
-            if len(by_worker.keys() & number.keys()) > 1
+            if len(by_worker) > 1
             for worker, (mean, count) in by_worker.items()
-            if worker in number
         ]
         if not rows:
             return {}

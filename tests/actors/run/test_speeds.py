@@ -189,6 +189,21 @@ def test_what_a_worker_runs_alone_says_nothing_and_hides_nothing() -> None:
     assert speeds.factors(names) == (1.0, 1.0, 0.5)
 
 
+def test_a_worker_is_judged_by_forty_cascades_that_others_ran_too_however_many_it_ran_alone() -> None:
+    speeds, names = Speeds(), ("a", "b", "c")
+
+    def step() -> tuple[float, ...]:
+        reports = []
+        for n, name in enumerate(names):
+            one = report(name, 2.0 if name == "c" else 1.0)  # four that all run
+            alone = replace(one.spans[0], pieces=(Piece(item="i", bucket=(n, 64, 96), batch=1),))
+            reports.append(replace(one, spans=one.spans + 9 * (alone,)))
+        speeds.observe(reports, {})
+        return speeds.factors(names)
+
+    assert [step() for _ in range(10)] == [()] * 9 + [(1.0, 1.0, 0.5)]
+
+
 def test_packs_are_compared_by_what_was_expected_of_them() -> None:
     """c gets the small packs of a bucket, and takes twice what is expected of them."""
     speeds, names = Speeds(), ("a", "b", "c")
