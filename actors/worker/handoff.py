@@ -60,10 +60,6 @@ class EncodeStore:
     def clear(self) -> None:
         self._held.clear()
 
-    @property
-    def bytes(self) -> int:
-        return sum(e.rows.numel() * e.rows.element_size() for e in self._held.values())
-
     def __len__(self) -> int:
         return len(self._held)
 

@@ -50,6 +50,8 @@ def exposed_s(exchange: Setting, device: str, clip: tuple[int, int, int, int], d
         ("auto", "cpu", LONG, 2, 1.0),
         ("whole", GPU, LONG, 2, 1.0),
         ("halves", "cpu", SHORT, 2, 0.5),
+        ("halves", GPU, LONG, 12, 1.0),  # what travels whole is not halved by a setting
+        ("halves", GPU, LONG, 5, 1.0),  # two heads of each rank, and shared ones
     ],
 )
 def test_a_bag_pays_for_what_is_exposed(

@@ -135,6 +135,18 @@ def test_measurements_change_the_rates() -> None:
     assert found.moved_s == pytest.approx(4 * DIT.dim / 1e8, rel=0.1)
 
 
+def test_rates_are_those_of_one_device_and_of_bags_where_none_ran_alone() -> None:
+    assumed, bags, both = latte(), latte(), latte()
+    for frames in (29, 57, 85):
+        key = ("dit", 1, frames, 64, 64)
+        bags.measure((*key, 2), 2 * assumed.seconds(*key, 2))
+        both.measure((*key, 2), 0.5 * assumed.seconds(*key, 2))
+        both.measure((*key, 1), 2 * assumed.seconds(*key, 1))
+    expected = assumed.slice_rates()
+    assert bags.slice_rates().row_s > 1.5 * expected.row_s
+    assert both.slice_rates().row_s == pytest.approx(2 * expected.row_s, rel=0.1)
+
+
 def test_a_run_that_learns_from_bags_goes_on_planning() -> None:
     profile = latte()
     for seconds in (0.5, 0.52, 0.49):
