@@ -71,8 +71,25 @@ def test_loading_maps_files_instead_of_reading_them(tmp_path: Path) -> None:
 
 def test_shards_are_plain_safetensors(tmp_path: Path) -> None:
     folder = write(tmp_path, 5, 1)
-    for name, array in load_file(folder / f"shard-0-{TOTAL}.safetensors").items():
+    path = folder / f"shard-0-{TOTAL}.safetensors"
+    for name, array in load_file(path).items():
         np.testing.assert_array_equal(array, state().arrays[name])
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0, "arrays begin at a multiple of their size"
+
+
+@pytest.mark.parametrize("counts", [(), (3, 0)])
+def test_a_shard_comes_back_in_its_precision_and_with_the_updates_of_its_parts(
+    tmp_path: Path, counts: tuple[int, ...]
+) -> None:
+    arrays = {name: np.linspace(0, 1, 7) / 3 for name in ARRAYS}
+    begin(folder := step_folder(tmp_path, 5))
+    write_shard(folder, ShardState(updates=3, lo=0, hi=7, total=7, arrays=arrays, part_updates=counts))
+    seal(folder, {"step": 5})
+    (found,) = load(folder)[1]
+    assert (found.updates, found.part_updates) == (3, counts)
+    for name in ARRAYS:
+        assert found.arrays[name].dtype == np.float64
+        np.testing.assert_array_equal(found.arrays[name], arrays[name])
 
 
 def test_weights_are_read_by_name(tmp_path: Path) -> None:
@@ -272,7 +289,24 @@ def test_seal_refuses_gaps_overlaps_and_mixed_states(tmp_path: Path) -> None:
     write_shard(folder, state(400, TOTAL, step=6))
     with pytest.raises(CheckpointError, match="different states"):
         seal(folder, {"step": 1}, bounds=[(0, 400), (400, TOTAL)])
+    write_shard(folder, state(0, 603))
+    with pytest.raises(CheckpointError, match=r"\[\(603, 1003\)\] uncovered"):  # as many elements as there are
+        seal(folder, {"step": 1}, bounds=[(0, 603), (0, 400)])
     assert latest(tmp_path) is None
+
+
+def test_seal_takes_the_shards_that_it_is_told_and_none_without_a_step(tmp_path: Path) -> None:
+    begin(folder := step_folder(tmp_path, 1))
+    with pytest.raises(CheckpointError, match="no shard was written"):
+        seal(folder, {"step": 1})
+    for lo, hi in ((0, 400), (400, TOTAL), (300, TOTAL)):  # the last one by a worker that was given up
+        write_shard(folder, state(lo, hi))
+    with pytest.raises(CheckpointError, match="meta has no 'step'"):
+        seal(folder, {}, bounds=[(0, 400), (400, TOTAL)])
+    assert latest(tmp_path) is None
+    seal(folder, {"step": 1}, bounds=[(0, 400), (400, TOTAL)])
+    assert latest(tmp_path) == folder
+    assert [(shard.lo, shard.hi) for shard in load(folder)[1]] == [(0, 400), (400, TOTAL)]
 
 
 def test_loading_something_else_is_one_clear_error(tmp_path: Path) -> None:

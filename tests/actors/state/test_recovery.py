@@ -65,6 +65,7 @@ def test_a_step_whose_line_is_written_counts_also_if_keepers_never_heard_of_it()
 
 def test_a_newer_checkpoint_wins_and_nothing_is_a_new_run(tmp_path: Path) -> None:
     assert origin(inventories_of(a=[held(7)]), (6, tmp_path)).checkpoint is None
+    assert origin(inventories_of(a=[held(7)]), (7, tmp_path)).checkpoint is None, "memory is nearer than a disk"
     assert origin(inventories_of(a=[held(3)]), (9, tmp_path)).checkpoint == str(tmp_path)
     assert origin([], (9, tmp_path)).step == 9
     assert origin([], None) is None
