@@ -69,12 +69,14 @@ class Writer:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
-        self._owed = False  # one was put off, given up, or lost with its keepers: a later step is taken soon
+        self._owed = False  # one was put off, given up, or lost with those who wrote it: a later step is taken soon
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is taken after this step: at the interval of the settings, after the last, and soon
-        after one that was put off, given up, or lost with its keepers."""
-        return self._owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
+        after one that was put off, given up, or lost with those who wrote it; not while the one before is being
+        written, or workers would copy their state after every step of that time."""
+        owed = self._owed and not self._writing
+        return owed or step == self._last or (self._config.every > 0 and (step + 1) % self._config.every == 0)
 
     def puts_off(self, step: int) -> bool:
         """Whether an earlier checkpoint is still being written: then a later step is taken instead. Never the last."""
@@ -165,7 +167,8 @@ class Writer:
                 self._owed |= isinstance(error.cause, StateLost)
                 self._give_up(step, str(error.cause))
                 continue
-            except ray.exceptions.RayError as error:  # its process was ended: it could not clean up
+            except ray.exceptions.RayError as error:  # its process or node is gone: it could not clean up
+                self._owed = True
                 self._give_up(step, str(error))
                 checkpoint.remove_torn(folder)
                 continue

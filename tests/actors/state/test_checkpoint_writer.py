@@ -228,9 +228,11 @@ def test_writes_that_are_slower_than_their_interval_do_not_pile_up(
     tasks, writer = Tasks(monkeypatch), writer_of(tmp_path)
     for step in range(9, 60, 10):
         save(writer, step)
-    assert len(tasks.begun) == 1 and writer.due(61), "the next one is taken when the disk is ready"
+    assert len(tasks.begun) == 1 and writer.due(69), "it may have ended by then"
+    assert not any(writer.due(step) for step in range(60, 69)), "no worker copies a state that nobody can write"
     tasks.done.add(0)
     writer.poll()
+    assert writer.due(61), "the next one is taken when the disk is ready"
     save(writer, 61)
     assert [begun[2] for begun in tasks.begun] == [9, 61] and not writer.due(62) and writer.steps == [61]
     save(writer, 99)
@@ -273,6 +275,22 @@ def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
     writer.poll()
     assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)]
     assert writer.due(10) and writer.steps == [], "the next step is taken instead"
+    save(writer, 10)
+    assert not writer.due(11) and writer.steps == [10]
+
+
+def test_a_checkpoint_whose_writer_went_with_its_node_leaves_nothing_and_is_taken_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks, listener = Tasks(monkeypatch), Listening()
+    writer = checkpoints.Writer(tmp_path, CheckpointConfig(every=10), 99, Events(listener))
+    save(writer, 9)
+    checkpoint.begin(folder := checkpoint.step_folder(checkpoints.root_of(tmp_path), 9))
+    tasks.done.add(0)
+    tasks.results[0] = ray.exceptions.WorkerCrashedError()
+    writer.poll()
+    assert [(type(e), e.step) for e in listener.told] == [(CheckpointFailed, 9)] and not folder.exists()
+    assert writer.due(10) and writer.steps == []
     save(writer, 10)
     assert not writer.due(11) and writer.steps == [10]
 
