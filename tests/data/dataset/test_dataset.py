@@ -251,3 +251,18 @@ def test_a_sample_above_the_memory_limit_is_told_with_its_bucket(clips: Path, ca
     assert not caplog.records
     dataset(clips, batch=BatchConfig(memory_tokens=50, text_tokens=48))
     assert "one sample of bucket 17x80x80 has 173 tokens, more than data.batch.memory_tokens 50" in caplog.text
+
+
+def test_a_clip_is_admitted_that_one_segment_takes_and_drawn_in_that_one_alone(clips: Path) -> None:
+    """Pictures first, and then what is longer: 12 of the 60 are pictures, which no bucket of the videos takes."""
+    pictures, videos = (
+        BucketsConfig(table=(f"{n}x64x96", f"{n}x96x64", f"{n}x80x80"), max_ratio_error=2.0) for n in (1, 9)
+    )
+    assert [dataset(clips, buckets=buckets).ledger.planned for buckets in (pictures, videos)] == [12, 48]
+    segments = (SegmentConfig(until_step=4, buckets=pictures), SegmentConfig(until_step=0, buckets=videos))
+    data = dataset(clips, segments=segments)
+    found = account(data)
+    assert found.planned == found.trained == 60 and found.dropped == () and not data.ledger.rejected
+    drawn = [{item.bucket.frames for item in data.step(number).items} for number in range(found.steps)]
+    assert drawn == [{1}] * 4 + [{9}] * (found.steps - 4)
+    assert sum(row.samples for row in found.buckets if row.bucket.frames == 1) == 12
