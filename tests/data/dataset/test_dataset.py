@@ -161,6 +161,28 @@ def test_two_sources_are_mixed_by_their_weights(clips: Path) -> None:
     assert sum(data.batch_sizes().values()) > 0
 
 
+def test_a_segment_has_batches_and_shares_of_its_own_and_without_any_a_source_counts_by_what_fits(clips: Path) -> None:
+    """Pictures of 24 video tokens: with 48 of text eight are 600 tokens, with none four are 100."""
+    table = SourceConfig(
+        path=str(clips / "koala" / "Koala_36M_1.csv"),
+        media=str(clips / "koala" / "videos"),
+        kind="koala",
+        index=str(clips / "index-koala"),
+    )
+    small = BatchConfig(memory_tokens=100, text_tokens=0)
+    segments = (SegmentConfig(until_step=10, batch=small, weights=(0.0, 1.0)), SegmentConfig(until_step=0))
+    data = dataset(clips, sources=(config(clips).sources[0], table), segments=segments)
+    early, late = [data.step(n) for n in range(10)], [data.step(n) for n in range(10, 60)]
+    assert {s.source for step in early for item in step.items for s in item.samples} == {1}
+    first, second = (stage.batch for stage in data.planner.stages)
+    assert (first[Bucket(1, 64, 96)], second[Bucket(1, 64, 96)]) == (4, 8)
+    assert [stage.tokens[Bucket(1, 64, 96)] for stage in data.planner.stages] == [24, 72]
+    assert all(item.batch <= first[item.bucket] for step in early for item in step.items)
+    counts = Counter(s.source for step in late for item in step.items for s in item.samples)
+    fitting = [int((code >= 0).sum()) for code in data.curriculum.codes]
+    assert counts[1] / counts.total() == pytest.approx(fitting[1] / sum(fitting), abs=0.03)
+
+
 def test_a_curriculum_changes_buckets_and_batch_at_its_border(clips: Path) -> None:
     small = BucketsConfig(table=("9x32x48", "9x48x32", "1x32x48", "1x48x32"), max_ratio_error=2.0)
     segments = (SegmentConfig(until_step=6, buckets=small, items_per_step=2), SegmentConfig(until_step=0))
