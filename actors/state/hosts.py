@@ -107,11 +107,7 @@ def aside_gib(state_gib: float, bytes_per_weight: int, parameter_bytes: int, gpu
 def asides_at_once(found: Iterable[tuple[str, HostNeed, float | None]]) -> int | None:
     """How many workers of a node may have an aside at a time, as one has been counted on each; None: any number.
     `found` as in `refuse_short_hosts`."""
-    more = [
-        int((room - need.total) / need.samples)
-        for _, need, room in found
-        if room is not None and need.samples and need.total <= room
-    ]
+    more = [int((room - need.total) / need.samples) for _, need, room in found if room is not None and need.samples]
     return 1 + min(more) if more else None
 
 

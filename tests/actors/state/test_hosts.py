@@ -19,6 +19,7 @@ from actors.state.hosts import (
     refuse_short_stores,
 )
 from actors.state.keeper import forecast_bytes
+from actors.state.pulling import AHEAD, PIECE
 
 STATE_GIB = 212.0  # of 14.2 thousand million weights at 16 bytes
 
@@ -69,6 +70,30 @@ def test_without_snapshots_nothing_is_copied_for_others() -> None:
     assert "copies" not in need.describe()
 
 
+def test_pieces_on_their_way_are_those_of_each_worker_to_each_copy_and_those_that_come() -> None:
+    """Eight workers send to two other nodes, and two shards come in."""
+    snapshot = SnapshotConfig(copies=2)
+    need = host_need(STATE_GIB, 16, snapshot, here=8, workers=24, nodes=3, node_gradient=False)
+    assert need.store == AHEAD * PIECE * 16 / 2**30 * (8 * 2 + 2)
+
+
+def test_of_workers_that_take_unlike_amounts_the_most_counts_for_their_node() -> None:
+    """Weights lie on every node alike, whoever has told of them; encoders that one has loaded are still to be loaded by
+    another."""
+    told = [(1.0, 5.0, 0.25), (3.0, 2.0, 0.75), (2.0, 4.0, 0.5)]
+    infos = [
+        replace(info(f"w{n}", "aab"[n], None), host_weights_gib=weights, host_encoders_gib=encoders, uploads_gib=sent)
+        for n, (weights, encoders, sent) in enumerate(told)
+    ]
+    assert [(need.parameters, need.encoders, need.uploads) for need in needs(*infos)] == [(3, 5, 1.5), (3, 4, 0.5)]
+
+
+@pytest.mark.parametrize(("gradients", "shared"), [("own", False), ("node", True), ("host", True)])
+def test_cpus_that_add_into_one_gradient_hold_it_in_the_node(gradients: str, shared: bool) -> None:
+    cpu = replace(info("w0", "a", 1e6, gradients=gradients), device="cpu")
+    assert needs(cpu)[0].gradient == (STATE_GIB / 4 if shared else 0.0)
+
+
 def test_state_takes_as_much_of_the_node_wherever_it_is_updated() -> None:
     on_device, on_host = (needs(info("w0", "a", 1e6, on_host=on))[0] for on in (False, True))
     assert on_device == on_host and on_host.state == 2 * STATE_GIB
@@ -86,6 +111,8 @@ def test_one_sample_is_counted_on_every_node_and_more_are_made_where_there_is_ro
     spare = 1000.0 - found[1][1].total
     assert asides_at_once(found) == 1 + int(spare / gib) > 1
     assert asides_at_once(plain) is None and asides_at_once(found[2:]) is None
+    tight = [(node, need, room and need.total - 0.5) for node, need, room in found]
+    assert asides_at_once(tight) == 1, "a node without room for another makes one, not any number"
     short = [(node, need, need.total - 1) for node, need, _ in found]
     with pytest.raises(
         PlanError, match=r"snapshot\.copies, set sample\.every and validation\.every to 0, or train fewer"
