@@ -165,7 +165,7 @@ def refuse_short_stores(
                 f"--object-store-memory={_with_room(need)} or more (and a /dev/shm as "
                 f"large), lower snapshot.copies, or set snapshot.enabled: false."
             )
-        elif store is not None and shared is not None and need > shared and store > shared:
+        elif store is not None and shared is not None and need > shared:
             short.append(
                 f"{name} has a /dev/shm of {shared:.2f} GiB, less than its object store of {store:.2f} GiB, which "
                 f"therefore lies on disk, and copies of the state of its {counted(len(here), 'worker')} take "

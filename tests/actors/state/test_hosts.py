@@ -152,6 +152,7 @@ def test_gpus_that_add_into_one_gradient_hold_it_themselves_unless_it_lies_in_ho
     ("store_gib", "shared_gib", "says"),
     [
         (None, None, ""),  # Ray does not say
+        (None, 0.0625, ""),
         (0.76, 500.0, ""),
         (0.76, 0.8, ""),
         (0.76, None, ""),  # no /dev/shm here
