@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actors.plan.types import Cascade, Part, StepPlan
-from actors.records.lines import RecordError
+from actors.records.lines import RecordError, line_of, record_of
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.plan_record import PlanRecord, plan_of
 from actors.records.span_record import SpanRecord, span_of
@@ -84,10 +85,46 @@ def test_a_plan_names_the_samples_of_every_cascade() -> None:
 
 
 def test_numbers_that_are_not_finite_are_null_in_a_line() -> None:
-    record = replace(metrics("metrics-0.2.jsonl")[0], loss=math.inf, loss_by_bucket={"1x64x96": math.nan})
+    record = replace(metrics("metrics-0.2.jsonl")[0], loss=math.inf, loss_by_bucket={"1x64x96": math.nan, "b": 0.5})
     line = json.loads(json.dumps(record.line(), allow_nan=False))
-    assert line["loss"] is None and line["loss_by_bucket"] == {"1x64x96": None}
+    assert line["loss"] is None and line["loss_by_bucket"] == {"1x64x96": None, "b": 0.5}
     assert math.isnan(metrics_of(line).loss)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class One:
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Later:
+    """What a later version writes, of whose fields an earlier one knew none."""
+
+    seconds: float
+    count: int
+    name: str
+    limit_s: float | None
+    bucket: tuple[int, ...]
+    by_name: Mapping[str, float]
+    inner: One
+    kept: float = 1.5
+    shares: Mapping[str, float] = field(default_factory=lambda: {"a": 1.0})
+
+
+def test_what_is_missing_is_the_default_or_empty() -> None:
+    found = record_of(Later, {})
+    assert math.isnan(found.seconds)
+    assert replace(found, seconds=0.0) == Later(
+        seconds=0.0, count=0, name="", limit_s=None, bucket=(), by_name={}, inner=One(name="")
+    )
+    assert (found.kept, found.shares) == (1.5, {"a": 1.0})
+
+
+def test_a_record_of_one_field_and_one_inside_another_are_objects() -> None:
+    assert line_of(One(name="ab")) == {"name": "ab"}
+    line = line_of(replace(record_of(Later, {}), inner=One(name="ab"), limit_s=2.0))
+    assert line["inner"] == {"name": "ab"}
+    assert record_of(Later, json.loads(json.dumps(line))).inner == One(name="ab")
 
 
 def test_a_key_of_a_later_version_is_ignored() -> None:
