@@ -39,7 +39,7 @@ class NodeMemory:
         try:
             self.buffer = mmap.mmap(descriptor, num_bytes)
         except BaseException:
-            os.close(descriptor)
+            self.close()  # once: its number may be another file's when this object goes
             raise
 
     @staticmethod

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from ops.memory.lending import Lender, borrow
+from ops.memory.lending import BorrowedMemory, Lender, borrow
 from ops.memory.node_memory import NodeMemory, RangeLock
 
 ROOT = Path(__file__).parents[2]
@@ -189,6 +191,24 @@ def test_no_descriptor_and_no_thread_is_left_after_fifty_generations() -> None:
     for _ in range(50):
         generation()
     assert eventually(lambda: held()[0] <= files and held()[1] <= threads), f"{(files, threads)} -> {held()}"
+
+
+def test_memory_that_cannot_be_mapped_lets_go_of_its_descriptor_once() -> None:
+    """Also a borrower's, whose lender learns of it: the object goes later, when another file may have the number."""
+    (ours, lenders), other = socket.socketpair(), os.open(os.devnull, os.O_RDONLY)
+    for made in (NodeMemory, partial(BorrowedMemory, connection=ours)):
+        descriptor = os.memfd_create("empty")
+        with pytest.raises(ValueError, match="empty file") as caught:
+            made(descriptor, 0)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(descriptor)
+        os.dup2(other, descriptor)
+        del caught
+        gc.collect()
+        os.close(descriptor)  # fails where it is closed already
+    os.close(other)
+    assert lenders.recv(1) == b""
+    lenders.close()
 
 
 def test_an_unknown_lender_is_named_with_what_to_do() -> None:
