@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -91,10 +92,20 @@ def test_of_several_connections_the_one_that_sends_the_most_says_how_fast_the_li
     """Another may have been fast once, when it was last used."""
     idle = Sent(num_bytes=100, busy_s=0.1, newest=4e9, fills=True)
     busy = Sent(num_bytes=10_000_000, busy_s=9.0, newest=1.2e6, fills=True)
-    small = Sent(num_bytes=5_000_000, busy_s=4.0, newest=2e6, fills=False)
+    small = Sent(num_bytes=5_000_000, busy_s=12.0, newest=2e5, fills=False)
     found = _together([idle, busy, small])
-    assert found == Sent(num_bytes=15_000_100, busy_s=9.0, newest=1.2e6, fills=True)
-    assert found.rate == 15_000_100 / 9.0
+    assert found == Sent(num_bytes=15_000_100, busy_s=12.0, newest=1.2e6, fills=True)
+    assert found.rate == 15_000_100 / 12.0
+    assert replace(found, busy_s=0.0).rate == 1.2e6, "faster than the kernel counts time"
+
+
+def test_a_connection_with_two_descriptors_is_one() -> None:
+    with connected(ONE) as one, one.dup():
+        links = Links()
+        links.read([ONE])
+        send(one, MIB)
+        time.sleep(0.2)
+        assert links.read([ONE])[ONE].num_bytes == MIB
 
 
 def test_connections_to_others_and_files_that_are_none_are_left_alone() -> None:
