@@ -168,7 +168,7 @@ def test_what_ran_early_keeps_its_worker_until_it_ends_and_runs_once() -> None:
 
 
 def test_a_piece_that_ran_early_elsewhere_is_waited_for() -> None:
-    """Of two pieces the one that lies on a worker of the bag is there; the other takes half a second."""
+    """The piece that lies on a worker of the bag is there; the other one takes half a second."""
     one, slow = legal(), profile(handoff_s=0.5)
     early = [EarlyEncode(item="a", module="vae", workers=(n,), first=n, count=1) for n in (0, 1)]
     trained = replace(one["a/dit/0"], workers=(0,), degree=1, start_s=0.5, end_s=4.5)

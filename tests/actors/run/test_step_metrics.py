@@ -154,8 +154,8 @@ def test_lengths_of_a_step_count_the_text() -> None:
 
 
 def test_a_step_of_two_workers_in_figures_worked_out_by_hand() -> None:
-    """Of two seconds w0 is one in a cascade, of an image of 48 tokens; w1 encodes half a second and trains another, of
-    one of 24. w1 ends the step in half a second and w0 in a quarter."""
+    """Two seconds, of which w0 is one in a cascade, of an image of 48 tokens; w1 encodes for half a second and trains
+    another one, of 24, for as long. w1 ends the step in half a second, w0 in a quarter, and w2 has no work."""
     wide = (Piece(item="b", bucket=(1, 64, 192), batch=1),)
     reports = [
         replace(
