@@ -11,13 +11,18 @@ from pathlib import Path
 _RESERVE = 0.05  # of all memory: Ray's memory monitor begins to end processes when less is free
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _SHARED = Path("/dev/shm")
 _SECOND = 2 << 24  # in the version of a struct of NVML's second edition, beside its size
 
 
-def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that may be taken here before processes are ended for it; at least 0."""
-    rooms = (_host_room(meminfo), _container_room(cgroup), _old_container_room(cgroup / "memory"))
+def node_room(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP, own: Path = _OWN_GROUPS) -> int:
+    """Bytes that may be taken here before processes are ended for it; at least 0. A process is limited by its cgroup
+    and all above it: a container sees its own as the root, a job of SLURM or a unit of systemd does not."""
+    group, old_group = _own_groups(own)
+    rooms = [_host_room(meminfo)]
+    rooms += [_container_room(one) for one in _down_to(cgroup, group)]
+    rooms += [_old_container_room(one) for one in _down_to(cgroup / "memory", old_group)]
     return max(0, min((room for room in rooms if room is not None), default=sys.maxsize))
 
 
@@ -69,6 +74,23 @@ def _host_room(meminfo: Path) -> int | None:
         return int((kib["MemAvailable"] - _RESERVE * kib["MemTotal"]) * 1024)
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _own_groups(own: Path) -> tuple[str, str]:
+    """The cgroup of this process in version 2, and that for memory in version 1; "" where there is none."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]  # number, controllers, path
+    except OSError:
+        return "", ""
+    paths = {name: path for _, controllers, path in lines for name in controllers.split(",")}
+    return paths.get("", ""), paths.get("memory", "")
+
+
+def _down_to(root: Path, group: str) -> list[Path]:
+    """The root of cgroups, and those on the way to this one. In a container that shows the host's path there are no
+    such folders."""
+    names = [name for name in group.split("/") if name]
+    return [root.joinpath(*names[:count]) for count in range(len(names) + 1)]
 
 
 def _container_room(cgroup: Path) -> int | None:

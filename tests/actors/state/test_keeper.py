@@ -521,6 +521,25 @@ def test_room_knows_the_limit_of_a_container_of_cgroup_version_1(tmp_path: Path)
     assert node_room(tmp_path / "none", tmp_path) == int(204800 * 0.95) - 51200
 
 
+@pytest.mark.parametrize("limited", ["system.slice", "system.slice/job_7", "system.slice/job_7/step_0"])
+@pytest.mark.parametrize("version", [1, 2])
+def test_room_knows_the_limits_of_the_job_that_a_process_belongs_to(version: int, limited: str, tmp_path: Path) -> None:
+    """A job of SLURM, or a unit of systemd, sees the cgroups of the whole host, of which one is its own."""
+    own, root = tmp_path / "own", tmp_path / ("memory" if version == 1 else "")
+    own.write_text(
+        "9:cpu,memory:/system.slice/job_7/step_0\n0::/\n" if version == 1 else "0::/system.slice/job_7/step_0\n"
+    )
+    names = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    for group, limit in ((limited, 204800), ("system.slice/job_8", 1024)):
+        (root / group).mkdir(parents=True)
+        for name, text in zip((*names, "stat"), (str(limit), "51200", "anon 5"), strict=True):
+            (root / group / f"memory.{name}").write_text(text)
+    assert node_room(tmp_path / "none", tmp_path, own) == int(204800 * 0.95) - 51200
+    assert node_room(tmp_path / "none", tmp_path, tmp_path / "none") == sys.maxsize
+    own.write_text("0::/docker/1f2e\n")
+    assert node_room(tmp_path / "none", tmp_path, own) == sys.maxsize, "a container that is shown the host's path"
+
+
 def test_shared_memory_is_measured_whole_however_much_of_it_is_taken(tmp_path: Path) -> None:
     whole, free = shared_room(tmp_path), shutil.disk_usage(tmp_path).free
     assert whole == shutil.disk_usage(tmp_path).total and free < whole
