@@ -40,11 +40,14 @@ tr:last-child td { border-bottom: 0; }
 .clips img, .clips video { width: 100%; border-radius: 6px; background: #000;
   image-rendering: auto; }
 .clips figcaption { font-size: 12.5px; color: var(--soft); margin-top: 3px; overflow-wrap: anywhere; }
-svg { width: 100%; height: auto; display: block; }
-svg text { font: 11px system-ui, sans-serif; fill: var(--soft); }
-svg text.lane { fill: var(--ink); } svg text.in { fill: #fff; font-size: 10.5px; pointer-events: none; }
+.curves { padding: 0 12px 0 50px; } .lanes { padding: 0 12px 0 94px; }
+svg { display: block; overflow: visible; } svg.bar { overflow: hidden; }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft); }
+svg text.lane { fill: var(--ink); } svg text.in { fill: #fff; font-size: 11px; pointer-events: none; }
+@media (max-width: 640px) { main { padding: 20px 10px 40px; } section { padding: 14px 12px; }
+  svg text.odd { display: none; } td:first-child:not(.words) { white-space: nowrap; } }
 svg .grid { stroke: var(--rule); stroke-width: 1; }
-svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; }
+svg .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; vector-effect: non-scaling-stroke; }
 svg .c1 { stroke: var(--accent); } svg .c2 { stroke: var(--text); } svg .c3 { stroke: var(--vae); }
 svg .c4 { stroke: var(--bad); }
 svg .band { stroke: none; fill: var(--soft); fill-opacity: .22; }

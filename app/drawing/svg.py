@@ -1,15 +1,20 @@
-"""Inline SVG for the report: line charts and timelines. Colours are CSS classes of the page, so both themes work."""
+"""Inline SVG for the report: line charts and timelines. Colours are CSS classes of the page, so both themes work.
+
+A picture is as wide as its column and as high as it says, in pixels of the page: places across are shares of the width,
+and only curves are stretched. So words have the same size on a phone as on a screen. Words of the axes lie left of the
+picture, in the padding of its frame.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-WIDTH = 960
-LEFT, RIGHT, TOP, BOTTOM = 56, 12, 10, 24
+ACROSS = 1000  # units of a curve from left to right
+TOP, BOTTOM = 10, 24  # pixels above and below curves
 MAX_POINTS = 800  # longer curves are averaged into this many bins
 
 
@@ -62,31 +67,32 @@ class BarRow:
     bars: Sequence[tuple[str, float, str]]
 
 
-ROW, LABEL, LONGEST = 34, 300, 520  # of bar charts: height of a row, width of its label and of the longest bar
+LINE, LONGEST = 18, 55.0  # of bar charts: height of a label; percent of the width that the longest bar takes
 
 
 def bars(rows: Sequence[BarRow]) -> str:
-    """Lying bars from zero, those of a row under each other; negative values lie left of a line at zero."""
+    """Lying bars from zero, those of a row under its label; negative values lie left of a line at zero."""
     values = [value for row in rows for _, value, _ in row.bars]
     low, top = min([0.0, *values]), max([0.0, *values])
     scale = LONGEST / ((top - low) or 1.0)
-    zero, height = LABEL - low * scale, ROW * len(rows) + 6
-    parts = [_open(height)]
-    if low < 0:
-        parts.append(f'<line class="grid" x1="{zero:.1f}" x2="{zero:.1f}" y1="0" y2="{height}"/>')
-    for number, row in enumerate(rows):
-        y = number * ROW
-        parts.append(f'<text class="lane" x="{LABEL - 10}" y="{y + 20}" text-anchor="end">{escape(row.label)}</text>')
-        for line, (css, value, text) in enumerate(row.bars):
-            thick = 12 if len(row.bars) == 2 else 16
-            at = y + 4 + line * 13 if len(row.bars) == 2 else y + 8
-            length = max(1.0, abs(value) * scale)
+    zero, y, parts = -low * scale, 0, []
+    for row in rows:
+        parts.append(f'<text class="lane" x="0" y="{y + 13}">{escape(row.label)}</text>')
+        y += LINE
+        thick = 12 if len(row.bars) == 2 else 16
+        for css, value, text in row.bars:
+            length = max(0.1, abs(value) * scale)
             left = zero if value >= 0 else zero - length
             parts.append(
-                f'<rect class="{css}" x="{left:.1f}" y="{at}" width="{length:.1f}" height="{thick}" rx="2"/>'
-                f'<text class="value" x="{max(zero, left + length) + 6:.1f}" y="{at + thick - 2}">{escape(text)}</text>'
+                f'<rect class="{css}" x="{left:.2f}%" y="{y}" width="{length:.2f}%" height="{thick}" rx="2"/>'
+                f'<text class="value" x="{max(zero, left + length):.2f}%" dx="6" y="{y + thick - 2}">'
+                f"{escape(text)}</text>"
             )
-    return "".join([*parts, "</svg>"])
+            y += thick + 1
+        y += 6
+    if low < 0:
+        parts.insert(0, f'<line class="grid" x1="{zero:.2f}%" x2="{zero:.2f}%" y1="0" y2="{y}"/>')
+    return _picture("bars", y, parts)
 
 
 def line_chart(
@@ -107,50 +113,54 @@ def line_chart(
     y_ticks = ticks(y_low, y_high)
     y_low, y_high = min(y_low, y_ticks[0]), max(y_high, y_ticks[-1])
 
-    def to_x(x: float) -> float:
-        return LEFT + (x - x_low) / ((x_high - x_low) or 1) * (WIDTH - LEFT - RIGHT)
+    def share(x: float) -> float:
+        return (x - x_low) / ((x_high - x_low) or 1)
 
     def to_y(y: float) -> float:
         return TOP + (y_high - y) / ((y_high - y_low) or 1) * (height - TOP - BOTTOM)
 
-    parts = [_open(height)]
+    def at(x: float) -> str:
+        return f"{100 * share(x):.2f}%"
+
+    parts, curves, hovers = [], [], []
     for tick in y_ticks:
         y = to_y(tick)
         parts.append(
-            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
+            f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
+            f'<text class="tick" x="-6" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>'
         )
     for tick in ticks(x_low, x_high, whole=x_name == "step"):
         if x_low <= tick <= x_high:
             parts.append(
-                f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 6}" text-anchor="middle">{number(tick)}</text>'
+                f'<text class="tick" x="{at(tick)}" y="{height - 6}" text-anchor="middle">{number(tick)}</text>'
             )
     for mark in marks:
         if x_low <= mark.x <= x_high:
-            parts.append(
-                f'<g class="mark"><line x1="{to_x(mark.x):.1f}" x2="{to_x(mark.x):.1f}" y1="{TOP}" '
-                f'y2="{height - BOTTOM}"/><title>{escape(mark.title)}</title></g>'
-            )
+            parts.append(_mark(at(mark.x), TOP, height - BOTTOM, mark.title))
     for s in drawn:
         if s.ranges:
             within = [
-                (to_x(x), *(to_y(min(max(y, y_low), y_high)) for y in ends))
+                (ACROSS * share(x), *(to_y(min(max(y, y_low), y_high)) for y in ends))
                 for x, ends in zip(s.xs, s.ranges, strict=True)
                 if ends[0] <= ends[1]
             ]
             edge = [(x, top) for x, _, top in within] + [(x, bottom) for x, bottom, _ in reversed(within)]
-            parts.append(f'<path class="band {s.css}" d="{_path(edge)}Z"/>')
-        path = _path([(to_x(x), to_y(y)) if math.isfinite(y) else None for x, y in zip(s.xs, s.ys, strict=True)])
-        parts.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
+            curves.append(f'<path class="band {s.css}" d="{_path(edge)}Z"/>')
+        points = zip(s.xs, s.ys, strict=True)
+        path = _path([(ACROSS * share(x), to_y(y)) if math.isfinite(y) else None for x, y in points])
+        curves.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
         if s.hover and len(s.xs) <= 400:
-            parts += [
-                f'<circle class="hover {s.css}" cx="{to_x(x):.1f}" cy="{to_y(y):.1f}" r="5">'
+            hovers += [
+                f'<circle class="hover {s.css}" cx="{at(x)}" cy="{to_y(y):.1f}" r="5">'
                 f"<title>{escape(x_name)} {number(x)}: {escape(s.name)} {number(y)}</title></circle>"
                 for x, y in zip(s.xs, s.ys, strict=True)
                 if math.isfinite(y)
             ]
-    parts.append("</svg>")
-    return "".join(parts)
+    stretched = (
+        f'<svg viewBox="0 0 {ACROSS} {height}" width="100%" height="{height}" preserveAspectRatio="none">'
+        f"{''.join(curves)}</svg>"
+    )
+    return _picture("curves", height, [*parts, stretched, *hovers])
 
 
 def _room_for_ranges(drawn: Sequence[Series], low: float, high: float) -> tuple[float, float]:
@@ -161,11 +171,16 @@ def _room_for_ranges(drawn: Sequence[Series], low: float, high: float) -> tuple[
     return max(min([low, *ends]), low - more), min(max([high, *ends]), high + more)
 
 
-def _open(height: float) -> str:
+def _picture(kind: str, height: float, parts: Sequence[str]) -> str:
+    """`kind` is the class of its frame, whose padding has room for the words left of it."""
     return (
-        f'<svg viewBox="0 0 {WIDTH} {height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img" '
-        f'preserveAspectRatio="xMinYMin meet">'
+        f'<div class="{kind}"><svg width="100%" height="{height:.0f}" xmlns="http://www.w3.org/2000/svg" role="img">'
+        f"{''.join(parts)}</svg></div>"
     )
+
+
+def _mark(x: str, top: float, bottom: float, title: str) -> str:
+    return f'<g class="mark"><line x1="{x}" x2="{x}" y1="{top}" y2="{bottom:.0f}"/><title>{escape(title)}</title></g>'
 
 
 def _path(points: Sequence[tuple[float, float] | None]) -> str:
@@ -221,47 +236,40 @@ def timeline(lanes: Sequence[Lane], lines: Sequence[EventMark] = ()) -> str:
     end = max((bar.end_s for lane in lanes for bar in lane.bars), default=0.0)
     if end <= 0:
         return ""
-    left, tops, y = 90, [], 6.0
+    tops, y = [], 6.0
     for lane in lanes:
         tops.append(y)
         y += 16 if lane.thin else 26
     height = y + 26
 
-    def to_x(seconds: float) -> float:
-        return left + max(seconds, 0) / end * (WIDTH - left - RIGHT)
+    def at(seconds: float) -> str:
+        return f"{100 * max(seconds, 0) / end:.2f}%"
 
-    parts = [_open(height)]
-    for tick in ticks(0, end, count=8):
+    parts = []
+    for place, tick in enumerate(ticks(0, end, count=8)):
         if tick <= end:
             parts.append(
-                f'<line class="grid" x1="{to_x(tick):.1f}" x2="{to_x(tick):.1f}" y1="0" y2="{y:.0f}"/>'
-                f'<text class="tick" x="{to_x(tick):.1f}" y="{height - 8:.0f}" text-anchor="middle">'
-                f"{number(tick)} s</text>"
+                f'<line class="grid" x1="{at(tick)}" x2="{at(tick)}" y1="0" y2="{y:.0f}"/>'
+                f'<text class="tick{" odd" if place % 2 else ""}" x="{at(tick)}" y="{height - 8:.0f}" '
+                f'text-anchor="middle">{number(tick)} s</text>'
             )
     for lane, top in zip(lanes, tops, strict=True):
         depth = 10 if lane.thin else 22
         parts.append(
-            f'<text class="{"tick" if lane.thin else "lane"}" x="{left - 8}" y="{top + depth / 2 + 4:.1f}" '
+            f'<text class="{"tick" if lane.thin else "lane"}" x="-8" y="{top + depth / 2 + 4:.1f}" '
             f'text-anchor="end">{escape(lane.name)}</text>'
         )
-        parts += [_bar(bar, to_x, top, depth) for bar in lane.bars]
-    for line in lines:
-        parts.append(
-            f'<g class="mark"><line x1="{to_x(line.x):.1f}" x2="{to_x(line.x):.1f}" y1="0" y2="{y:.0f}"/>'
-            f"<title>{escape(line.title)}</title></g>"
-        )
-    parts.append("</svg>")
-    return "".join(parts)
+        parts += [_bar(bar, end, top, depth) for bar in lane.bars]
+    parts += [_mark(at(line.x), 0, y, line.title) for line in lines]
+    return _picture("lanes", height, parts)
 
 
-def _bar(bar: Bar, to_x: Callable[[float], float], top: float, depth: float) -> str:
-    x, width = to_x(bar.start_s), max(to_x(bar.end_s) - to_x(bar.start_s), 0.8)
-    label = ""
-    room = int(width / 6.2)
-    if bar.label and depth > 12 and room >= 3:
-        text = bar.label if len(bar.label) <= room else bar.label[: room - 1] + "…"
-        label = f'<text class="in" x="{x + 4:.1f}" y="{top + depth / 2 + 4:.1f}">{escape(text)}</text>'
+def _bar(bar: Bar, end: float, top: float, depth: float) -> str:
+    """A picture of its own, at whose edge its label ends."""
+    start = max(bar.start_s, 0) / end
+    width = max(bar.end_s / end - start, 0.0008)  # less is not seen
+    label = f'<text class="in" x="4" y="{depth / 2 + 4:.1f}">{escape(bar.label)}</text>' if bar.label else ""
     return (
-        f'<g class="bar"><rect class="{bar.css}" x="{x:.1f}" y="{top:.1f}" width="{width:.1f}" height="{depth}" '
-        f'rx="2"/>{label}<title>{escape(bar.title)}</title></g>'
+        f'<svg class="bar" x="{100 * start:.2f}%" y="{top:.1f}" width="{100 * width:.2f}%" height="{depth}">'
+        f'<rect class="{bar.css}" width="100%" height="100%" rx="2"/>{label}<title>{escape(bar.title)}</title></svg>'
     )

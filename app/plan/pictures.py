@@ -83,7 +83,8 @@ def write_page(path: Path, plans: Sequence[Plan], cluster: Cluster, items: Bucke
             f"<section><h2>{escape(plan.strategy)}: {_total(plan):.3f} s</h2>{timeline(lanes, _ends(plan))}</section>"
         )
     path.write_text(
-        f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Plan - Heddle</title>"
+        f"<!doctype html><html lang='en'><head><meta charset='utf-8'>"
+        f"<meta name='viewport' content='width=device-width, initial-scale=1'><title>Plan - Heddle</title>"
         f"<style>{CSS}</style></head><body><main>{''.join(parts)}</main></body></html>",
         encoding="utf-8",
     )

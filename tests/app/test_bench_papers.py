@@ -254,16 +254,16 @@ def test_the_overview_shows_the_headline_of_a_figure() -> None:
 
 def test_bars_are_as_long_as_their_values() -> None:
     drawn = pairs([("a", 4.0, 2.0), ("b", None, 1.0), ("c", None, 0.0)])
-    widths = [float(width) for width in re.findall(r'width="([\d.]+)"', drawn)]
-    assert widths == [LONGEST, LONGEST / 2, LONGEST / 4, 1.0]
+    widths = [float(width) for width in re.findall(r'<rect .*? width="([\d.]+)%"', drawn)]
+    assert widths == [LONGEST, LONGEST / 2, LONGEST / 4, 0.1]
     assert 'class="grid"' not in drawn
 
 
 def test_negative_bars_end_where_the_others_begin() -> None:
     drawn = pairs([("tokens", 0.25, -0.75), ("work", 0.25, 0.0)])
-    (line,) = re.findall(r'class="grid" x1="([\d.]+)"', drawn)
-    bars = [(float(x), float(width)) for x, width in re.findall(r'<rect .*? x="([\d.]+)" .*?width="([\d.]+)"', drawn)]
-    assert bars[1] == (float(line) - 0.75 * LONGEST, 0.75 * LONGEST)
+    (line,) = re.findall(r'class="grid" x1="([\d.]+)%"', drawn)
+    bars = [(float(x), float(width)) for x, width in re.findall(r'<rect .*? x="([\d.]+)%" .*?width="([\d.]+)%"', drawn)]
+    assert bars[1] == (0.0, 0.75 * LONGEST) and float(line) == 0.75 * LONGEST
     assert {x for x, _ in (bars[0], *bars[2:])} == {float(line)}
 
 
@@ -275,7 +275,7 @@ def test_seconds_and_tokens_have_a_scale_each() -> None:
     assert together["s / step"] == ["step, unfused", "step, fused"]
     drawn = html([papers()["adaptiveload"]], [shown], "here")
     # by seconds of 62 the tokens would leave the bar of a step a pixel
-    assert f'width="{LONGEST:.1f}"' in pairs(shown.rows_by_unit()["s / step"]) and drawn.count("<svg") == 3
+    assert f'width="{LONGEST:.2f}%"' in pairs(shown.rows_by_unit()["s / step"]) and drawn.count("<svg") == 3
 
 
 def test_a_ratio_needs_both_sides() -> None:

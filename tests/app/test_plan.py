@@ -172,7 +172,7 @@ def test_compare_prints_a_line_per_strategy_and_the_pictures_are_made(
     assert [line.split()[0] for line in printed.splitlines()[1:4]] == ["strategy", "static", "longest_first"]
     assert (tmp_path / "g.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "g.html").read_text()
-    assert page.count("<svg") == 2 and "GPU 1" in page
+    assert page.count('class="lanes"') == 2 and "GPU 1" in page
 
 
 def test_the_buckets_of_a_run_are_planned_without_data(

@@ -16,7 +16,7 @@ import pytest
 from actors.records.events import RunFinished
 from actors.records.metrics_line import StepMetrics, metrics_of
 from actors.records.span_record import SpanRecord, span_of
-from app.drawing.svg import Bar, Lane, Series, line_chart, thin_out, ticks, timeline
+from app.drawing.svg import ACROSS, Bar, BarRow, Lane, Series, bars, line_chart, thin_out, ticks, timeline
 from app.records.rundir import RunDir
 from app.records.timeline import final_times, windows
 from app.report.facts import UsualStep, late_cascade, why_slow
@@ -250,6 +250,42 @@ def test_long_curves_are_thinned_without_losing_their_mean() -> None:
     assert sum(thin.ys) / 800 == pytest.approx(sum(ys) / 10_000, abs=1e-3)
 
 
+class WordsOfPictures(HTMLParser):
+    """Counts the words of pictures, and those inside of one that a browser scales to the width of its column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[bool] = []  # of each <svg>: whether it is scaled
+        self.words = self.scaled = 0
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        if tag == "svg":
+            self.open.append("viewbox" in dict(attrs))
+        elif tag == "text":
+            self.words += 1
+            self.scaled += any(self.open)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "svg":
+            self.open.pop()
+
+
+def test_words_of_pictures_are_as_large_on_a_phone_as_on_a_screen() -> None:
+    """A picture of 960 units that is scaled to a phone's 330 pixels has letters of 4."""
+    pictures = WordsOfPictures()
+    pictures.feed(line_chart([Series(name="loss", xs=[0.0, 10.0], ys=[1.0, 2.0], hover=True)]))
+    pictures.feed(timeline([Lane(name="w0", bars=[Bar(start_s=0, end_s=1, css="dit", title="t", label="dit 9f")])]))
+    pictures.feed(bars([BarRow(label="a", bars=[("f1", 2.0, "2 s"), ("f2", -1.0, "-1 s")])]))
+    assert pictures.words >= 15 and not pictures.scaled
+
+
+def test_a_curve_reaches_from_one_end_of_its_axis_to_the_other() -> None:
+    drawn = line_chart([Series(name="loss", xs=[2.0, 3.0, 6.0], ys=[1.0, 2.0, 1.5], hover=True)], zero=True)
+    (path,) = re.findall(r'class="line c1" d="([^"]+)"', drawn)
+    assert [float(x) for x in re.findall(r"[ML]([\d.]+) ", path)] == [0.0, ACROSS / 4, ACROSS]
+    assert re.findall(r'cx="([^"]+)"', drawn) == ["0.00%", "25.00%", "100.00%"]
+
+
 def test_nothing_to_draw_gives_nothing() -> None:
     assert line_chart([Series(name="s", xs=[0.0], ys=[math.nan])]) == ""
     assert timeline([Lane(name="w", bars=[])]) == ""
@@ -273,4 +309,4 @@ def test_the_loss_of_each_expert_has_a_curve_of_its_own(run_folder: Path) -> Non
     found = {name: curve.ys for name, curve in steps.smoothed_by_expert.items()}
     assert {name: set(np.round(ys, 9)) for name, ys in found.items()} == {"high": {0.75}, "low": {0.25}}
     text = write_report(RunDir.open(run_folder)).read_text()
-    assert "Loss of each expert, smoothed: high, low (orange)</h3><svg" in text
+    assert 'Loss of each expert, smoothed: high, low (orange)</h3><div class="curves"><svg' in text
