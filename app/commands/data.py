@@ -72,7 +72,7 @@ def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Call
 @with_sources
 def index(options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
-    from app.data_tools.printing import index_facts, print_ledger
+    from app.data_tools.printing import index_facts, print_ledger, print_unread
     from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
 
@@ -90,6 +90,7 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
             f"{index.name}: {index.num_ok} of {len(index) + index.missing} samples usable in "
             f"{counted(index.num_shards, 'shard')}, media of {index.coverage:.1%} found, index {index.hash}"
         )
+    print_unread(indexes)
     print_ledger(ledger)
 
 
@@ -103,13 +104,15 @@ def lint(
 ) -> None:
     """Check every sample as training would, decoding included, and list the faults. Exit code 4 beyond the limits.
 
-    With --config the run's filters and buckets apply too: what they refuse is counted and not decoded.
+    With --config the run's filters and buckets apply too: what they refuse is counted and not decoded. Samples with the
+    clip of another are no fault; repeated.jsonl beside the list of faults names them.
     """
-    from app.data_tools.printing import print_ledger
+    from app.data_tools.printing import print_ledger, print_repeated, print_unread
     from app.data_tools.sources import ProgressBar, admitted_rows, count_cut_captions, open_indexes
     from data.errors import DataError
     from data.ledger import Ledger
     from data.tools.lint import lint as check
+    from data.tools.repeats import repeated_samples, write_repeated
 
     sources, limits = options.sources()
     out.unlink(missing_ok=True)
@@ -125,10 +128,15 @@ def lint(
     cut = None
     if options.config is not None and admitted is not None:
         cut = count_cut_captions(options.config, options.overrides, indexes, admitted)
+    repeated, again = repeated_samples(indexes, admitted), out.with_name("repeated.jsonl")
+    write_repeated(again, repeated)
     if as_json:
-        print(json.dumps(ledger.summary() | ({"long_captions": cut.count} if cut else {}), indent=1))
+        facts = {"repeated": len(repeated), "unread": {index.name: index.unread for index in indexes}}
+        print(json.dumps(ledger.summary() | facts | ({"long_captions": cut.count} if cut else {}), indent=1))
     else:
+        print_unread(indexes)
         print_ledger(ledger)
+        print_repeated(repeated, again)
         if cut and cut.count:
             print(
                 f"{cut.count} of {cut.captions} captions have more than model.text.max_length {cut.most_tokens} tokens "
@@ -146,20 +154,22 @@ def lint(
 @with_sources
 def stats(options: SourceOptions, as_json: AsJson = False) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
-    from app.data_tools.printing import print_statistics
+    from app.data_tools.printing import print_repeated, print_statistics
     from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
+    from data.tools.repeats import repeated_samples
     from data.tools.stats import statistics
 
     sources, limits = options.sources()
-    found = [
-        statistics(index) for index in open_indexes(sources, limits, options.cache, Ledger(limits), options.workers)
-    ]
+    indexes = open_indexes(sources, limits, options.cache, Ledger(limits), options.workers)
+    repeated = repeated_samples(indexes)
+    found = [statistics(index, sum(one.row.source == index.ordinal for one in repeated)) for index in indexes]
     if as_json:
         print(json.dumps(found, indent=1))
         return
     for facts in found:
         print_statistics(facts)
+    print_repeated(repeated, Path("repeated.jsonl of heddle data lint"))
 
 
 @app.command()

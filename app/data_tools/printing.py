@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ops.counted import counted
@@ -9,7 +11,10 @@ from ops.counted import counted
 if TYPE_CHECKING:
     from data.dataset.index import Index
     from data.ledger import Ledger, LedgerRecord, SourceRecord
+    from data.tools.repeats import RepeatedSample
     from data.tools.stats import SourceStatistics
+
+MOST_REPEATED = 3  # shown; lint writes all
 
 
 def index_facts(index: Index) -> dict[str, object]:
@@ -23,6 +28,7 @@ def index_facts(index: Index) -> dict[str, object]:
         "usable": index.num_ok,
         "missing": index.missing,
         "coverage": index.coverage,
+        "unread": list(index.unread),
     }
 
 
@@ -56,6 +62,27 @@ def _draw_counts(facts: LedgerRecord | SourceRecord) -> str:
 
 def _reasons(counts: dict[str, int]) -> str:
     return f" ({', '.join(f'{count} {reason}' for reason, count in counts.items())})" if counts else ""
+
+
+def print_unread(indexes: Sequence[Index]) -> None:
+    """Columns and members that training never sees: controls of other trainers, a second caption."""
+    for index in indexes:
+        if index.unread:
+            print(
+                f"source {index.name}: not read: {', '.join(index.unread)}. Of a sample its clip and caption are "
+                f"trained (data.sources caption names others), and numbers are for filters."
+            )
+
+
+def print_repeated(repeated: Sequence[RepeatedSample], out: Path) -> None:
+    """How many samples have the clip of another, and the first of them; `out` has them all, from `heddle data lint`."""
+    if not repeated:
+        return
+    print(f"repeated  {counted(len(repeated), 'sample')} with the clip of an earlier one, which so counts more often:")
+    for one in repeated[:MOST_REPEATED]:
+        print(f"          {one.row.key} in {one.row.shard} is {one.first.key} in {one.first.shard}")
+    if more := len(repeated[MOST_REPEATED:]):
+        print(f"          and {more} more, in {out}")
 
 
 def print_statistics(facts: SourceStatistics) -> None:

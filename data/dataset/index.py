@@ -163,6 +163,11 @@ class Index:
         }
         return tuple(sorted(names))
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Columns of its tables, or members beside its clips, that no sample needs."""
+        return tuple(sorted({name for part in self.parts for name in part.meta.get("unread", ())}))
+
     def columns(self, *names: str) -> dict[str, np.ndarray]:
         """The named columns as arrays of len(self). `ok` is true for rows without a reject reason; scores that a
         sample lacks are NaN. Raises DataError for a name that no shard has."""

@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, TypedDict
+from typing import BinaryIO, NotRequired, TypedDict
 from zlib import crc32
 
 import pyarrow as pa
@@ -27,6 +27,7 @@ VERSION = 5
 ROWS_PER_GROUP = 4096
 CAPTION_FILE = "@"  # path of a caption that lies in the part's own `.captions`
 MEDIA_FILE = "@"  # path of a sample that lies in the part's own `.media`
+MOST_UNREAD = 64  # names that are noted; members of a tar may have one each
 SCORE = "score:"  # prefix of score columns
 CAPTION = pa.struct(
     [("path", pa.string()), ("offset", pa.int64()), ("size", pa.int64()), ("field", pa.string()), ("chars", pa.int32())]
@@ -111,6 +112,7 @@ class PartMeta(TypedDict):
     missing: int
     rejects: dict[str, int]
     faults: list[FaultRecord]
+    unread: NotRequired[list[str]]  # columns or members that no sample of it needs; indexes of before have none
 
 
 UNKNOWN = MediaInfo(width=0, height=0, fps=0.0, num_frames=0, duration=0.0, num_keyframes=0)
@@ -191,6 +193,7 @@ class PartWriter:
         self._missing: BinaryIO | None = None
         self._media: BinaryIO | None = None
         self._caption_offset = 0
+        self._unread: set[str] = set()
 
     def add(self, sample: IndexedSample) -> None:
         if sample.path != _text(sample.path):
@@ -231,6 +234,11 @@ class PartWriter:
         """A fault of the whole part, or a note on a member that is no sample."""
         self._faults.append(fault)
 
+    def unread(self, names: Iterable[str]) -> None:
+        """Columns of a row, or members beside a clip, that say something and are not used."""
+        if len(self._unread) < MOST_UNREAD:
+            self._unread.update(names)
+
     def missing(self, key: str) -> None:
         """A listed sample whose file does not exist."""
         self._missing = self._missing or self._open(".missing")
@@ -268,6 +276,7 @@ class PartWriter:
             "missing": self._num_missing,
             "rejects": dict(self._rejects),
             "faults": [fault.to_json() for fault in self._faults],
+            "unread": sorted(map(_text, self._unread)),
         }
         assert self._writer is not None
         self._writer.add_key_value_metadata({"heddle": json.dumps(meta)})

@@ -32,6 +32,7 @@ class SourceStatistics(TypedDict):
     usable: int
     videos: int
     images: int
+    repeated: int  # usable, with the clip of an earlier sample of these sources
     file_missing: int
     coverage: float
     rejected: dict[str, int]
@@ -48,8 +49,8 @@ class SourceStatistics(TypedDict):
     scores: dict[str, list[float]]
 
 
-def statistics(index: Index) -> SourceStatistics:
-    """Figures of the usable rows, and how many rows are not usable and why."""
+def statistics(index: Index, repeated: int) -> SourceStatistics:
+    """Figures of the usable rows, of which `repeated` have the clip of another, and how many are not usable and why."""
     columns = index.columns("ok", "image", "width", "height", "fps", "num_frames", "duration", "caption_chars", "size")
     ok = columns.pop("ok").astype(bool)
     kept = {name: values[ok] for name, values in columns.items()}
@@ -64,6 +65,7 @@ def statistics(index: Index) -> SourceStatistics:
         "usable": int(ok.sum()),
         "videos": int(video.sum()),
         "images": int((~video).sum()),
+        "repeated": repeated,
         "file_missing": index.missing,
         "coverage": index.coverage,
         "rejected": {str(reason): count for reason, count in index.rejects.most_common()},

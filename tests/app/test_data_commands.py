@@ -85,6 +85,29 @@ def test_lint_lists_what_training_would_reject(folder):
     assert sorted(reasons) == ["caption_not_utf8", "decode_error", "no_media", "truncated_tar"]
 
 
+def test_lint_and_stats_say_which_samples_have_the_clip_of_another(folder):
+    """Three clips in eleven samples."""
+    text = run("lint", folder, "--headers-only")
+    assert "repeated  8 samples with the clip of an earlier one" in text
+    assert f"000003 in {folder}/00000.tar is 000000 in {folder}/00000.tar" in text
+    assert "and 5 more, in repeated.jsonl" in text
+    assert len(Path("repeated.jsonl").read_text().splitlines()) == 8
+    assert json.loads(run("lint", folder, "--headers-only", "--json"))["repeated"] == 8
+    assert json.loads(run("stats", folder, "--json"))[0]["repeated"] == 8
+    assert "repeated  8 samples" in run("stats", folder)
+    (folder / "00000.tar").unlink()
+    (folder / "00001.tar").write_bytes(shard(good(3)))
+    assert "repeated" not in run("lint", folder, "--headers-only") + run("stats", folder)
+    assert not Path("repeated.jsonl").exists()
+
+
+def test_index_and_lint_name_what_is_not_read(folder):
+    (folder / "00001.tar").write_bytes(shard([*good(2), *sample(2, **{"mask.png": b"-", "pose.npy": b"-"})]))
+    for text in (run("index", folder), run("lint", folder, "--headers-only")):
+        assert "source shards: not read: mask.png, pose.npy. Of a sample its clip and caption are trained" in text
+    assert json.loads(run("index", folder, "--json"))["sources"][0]["unread"] == ["mask.png", "pose.npy"]
+
+
 def test_lint_of_a_set_without_a_usable_sample_still_lists_why(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = b"<!DOCTYPE html><html></html>"

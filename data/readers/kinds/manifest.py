@@ -36,6 +36,7 @@ LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of the
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
+EMPTY = (None, "", [], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class ManifestReader:
         self, row: dict[str, object], number: int, catalogue: Catalogue, seen: dict[str, int], writer: PartWriter
     ) -> None:
         path = next((value for value in map(row.get, PATHS) if isinstance(value, str) and value), None)
+        writer.unread(self._unread(row))
         if path is None and (held := _held(row)) is not None:
             if held.data:
                 self._add_held(held, row, number, seen, writer)
@@ -183,13 +185,26 @@ class ManifestReader:
             sample.refuse(fault)
         writer.add(sample)
 
-    def _captions(self, row: dict[str, object]) -> list[str]:
+    def _unread(self, row: dict[str, object]) -> set[str]:
+        """Columns in which a row says something that is neither its clip, its captions and range nor a number."""
+        told = {name for name, value in row.items() if value not in EMPTY and _number(value) is None}
+        holder = next((name for name in PATHS if name in told), "")
+        try:
+            texts = {name for name, _, _ in self._offered(row)}
+        except BadSample:
+            texts = set()
+        return told - texts - {holder, "key", "cut", "crop"}
+
+    def _offered(self, row: dict[str, object]) -> list[tuple[str, int, str]]:
         def find(name: str) -> list[str]:
             value = row.get(name)
             texts = value if isinstance(value, list) else [value]
             return [text for text in texts if isinstance(text, str)]
 
-        found = [text for _, _, text in choose(self.policy, find)]
+        return choose(self.policy, find)
+
+    def _captions(self, row: dict[str, object]) -> list[str]:
+        found = [text for _, _, text in self._offered(row)]
         if not found:
             raise BadSample(Reason.NO_CAPTION, f"no text among {', '.join(map(str, row))}"[:300])
         check_lengths(found, self.limits)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from itertools import chain
 
 from data import media
 from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
@@ -45,6 +46,7 @@ class WebDatasetReader:
     def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
         self.config, self.limits = config, limits
         self.policy = parse_policy(config.caption)
+        self._texts = {"json", *chain.from_iterable(self.policy)}
 
     def parts(self) -> list[IndexPart]:
         found = []
@@ -74,7 +76,7 @@ class WebDatasetReader:
                 key, extension = match
                 if group is None or group.key != key:
                     if group is not None:
-                        writer.add(self._sample(file, group))
+                        writer.add(self._sample(file, group, writer))
                     group = SampleGroup(key, item.header, again=key in seen)
                     seen.add(key)
                 if extension in group.parts:
@@ -82,7 +84,7 @@ class WebDatasetReader:
                     continue
                 group.parts[extension] = item
             if group is not None:
-                writer.add(self._sample(file, group))
+                writer.add(self._sample(file, group, writer))
 
     def _sample_member(self, member: TarMember, part: IndexPart, writer: PartWriter) -> tuple[str, str] | None:
         """(key, extension) of a member that belongs to a sample; others are noted."""
@@ -101,15 +103,15 @@ class WebDatasetReader:
             writer.fault(Fault(Reason.PICKLE_MEMBER, part.uri, member.name, member.header, "never opened"))
         return key, extension
 
-    def _sample(self, file: ReadFile, group: SampleGroup) -> IndexedSample:
+    def _sample(self, file: ReadFile, group: SampleGroup, writer: PartWriter) -> IndexedSample:
         sample = IndexedSample(key=group.key)
         try:
-            self._fill(file, group, sample)
+            self._fill(file, group, sample, writer)
         except BadSample as fault:
             sample.refuse(fault, group.header)
         return sample
 
-    def _fill(self, file: ReadFile, group: SampleGroup, sample: IndexedSample) -> None:
+    def _fill(self, file: ReadFile, group: SampleGroup, sample: IndexedSample, writer: PartWriter) -> None:
         unsafe = next((member for member in group.parts.values() if member.unsafe), None)
         if unsafe is not None:
             raise BadSample(Reason.UNSAFE_NAME, repr(unsafe.name), unsafe.header)
@@ -129,6 +131,8 @@ class WebDatasetReader:
         sample.captions = self._captions(file, group, about)
         if not sample.captions:
             raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption}")
+        others = (name for name, part in group.parts.items() if part is not member)
+        writer.unread(name for name in others if name.rpartition(".")[2] not in self._texts)
 
     def _media(self, group: SampleGroup) -> tuple[TarMember | None, str]:
         """The one clip, else the one image of a sample. A video with a thumbnail is a video."""

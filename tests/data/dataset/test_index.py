@@ -226,7 +226,7 @@ def test_default_place_of_the_index(folder, tmp_path, monkeypatch):
 
 def test_statistics(folder, tmp_path):
     (folder / "00003.tar").write_bytes(shard([*sample(0, mp4=None, png=picture(80, 40)), *sample(1, mp4=b"")]))
-    facts = statistics(index_of(folder, tmp_path / "cache")[0])
+    facts = statistics(index_of(folder, tmp_path / "cache")[0], repeated=3)
     assert (facts["indexed"], facts["usable"], facts["videos"], facts["images"]) == (14, 13, 12, 1)
     assert facts["rejected"] == {"empty_member": 1}
     assert facts["shapes"] == [{"width": 64, "height": 48, "count": 12}, {"width": 80, "height": 40, "count": 1}]
