@@ -126,6 +126,15 @@ class BucketsConfig:
         if not 0 < self.min_area <= 1:
             raise ValueError(f"data.buckets.min_area {self.min_area} must lie in (0, 1].")
 
+    @property
+    def has_videos(self) -> bool:
+        """Whether any bucket may have more than one frame."""
+        return (
+            bool(self.open_sora)
+            or any(frames > 1 for frames in self.frames)
+            or any(not shape.startswith("1x") for shape in self.table)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchConfig:

@@ -41,7 +41,8 @@ def notes(config: RunConfig) -> list[str]:
             f"data.engine.decoder is of the module {module}, which this machine does not have. Nodes that decode must."
         )
     if model.dit.path:
-        found += recipe_notes(model.dit, model.text, config.train.flow)
+        fps = config.data.fps if any(table.has_videos for table in config.data.tables) else None
+        found += recipe_notes(model.dit, model.text, config.train.flow, fps)
         found += FAMILIES[model.dit.architecture].notes(model.dit.path)
     return found
 

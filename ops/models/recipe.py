@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ops.config import FlowConfig, TokenShift
-from ops.models.base.family import Json, PipelineFiles, TrainingRecipe
+from ops.models.base.family import Family, Json, PipelineFiles, TrainingRecipe
 from ops.models.config import TextConfig
 from ops.models.families import FAMILIES, AnyDiT
 from ops.models.files import read_json
-from ops.models.folders import class_of, component
+from ops.models.folders import class_of, component, dit_config
 
 EXPORTED = "heddle.yaml"  # beside the parts of an export: the settings of its run
 _OF_TEXT = ("kind", "max_length", "pad_to", "unmasked", "cleaned", "empty")
@@ -29,7 +30,18 @@ def recipe_of(dit: AnyDiT) -> TrainingRecipe | None:
     family = next((one for one in FAMILIES.values() if one.diffusers_class == class_of(fields)), None)
     if family is None or (pipeline / EXPORTED).exists():
         return None
-    return family.recipe(pipeline_files(pipeline, fields))
+    files = pipeline_files(pipeline, fields)
+    return replace(family.recipe(files), fps=_frame_rate(family, files, str(folder)))
+
+
+def _frame_rate(family: Family, files: PipelineFiles, where: str) -> float | None:
+    """That at which their own pipeline shows clips: 16 per second for Wan, 8 for CogVideoX and 16 for its 1.5, 24 for
+    HunyuanVideo and Kandinsky, 30 for Mochi."""
+    dit = dit_config(files.transformer, family.settings(), where)
+    if dit.images_only or dit.clip_rate is not None:
+        return None
+    rate = family.published(files.index, {**family.class_defaults, **files.transformer}).clips["fps"]
+    return float(rate)  # type: ignore[arg-type]  # a setting of `sample`
 
 
 def pipeline_files(folder: Path, transformer: Json) -> PipelineFiles:
@@ -42,8 +54,9 @@ def pipeline_files(folder: Path, transformer: Json) -> PipelineFiles:
     )
 
 
-def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig) -> list[str]:
-    """A sentence that names each setting in which a run differs from how its weights were trained, if one does."""
+def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig, fps: float | None) -> list[str]:
+    """A sentence that names each setting in which a run differs from how its weights were trained, if one does. `fps`
+    is `data.fps`; None: the run trains pictures alone."""
     try:
         recipe = recipe_of(dit) if dit.path else None
     except FileNotFoundError:  # the start refuses such a folder with the reason
@@ -51,6 +64,8 @@ def recipe_notes(dit: AnyDiT, text: TextConfig, flow: FlowConfig) -> list[str]:
     except ValueError as error:
         return [f"{dit.path}: {error}"]
     found = list(_differences(recipe, dit, text, flow)) if recipe else []
+    if recipe and fps is not None and recipe.fps not in (None, fps):
+        found.append(("data.fps", recipe.fps, fps or "0, the rate of each clip"))
     if not found:
         return []
     settings = ", ".join(f"{key} {_written(wanted)} (here {_written(value)})" for key, wanted, value in found)

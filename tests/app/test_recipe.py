@@ -17,6 +17,7 @@ import pytest
 from actors.config import TrainConfig
 from app.settings.config import RunConfig
 from app.settings.notes import notes
+from data.config import BucketsConfig
 from ops.config import FlowConfig
 from ops.flow.objective import draw_sigma
 from ops.models.base.family import PipelineFiles
@@ -140,6 +141,35 @@ def test_clips_of_a_run_on_published_weights_are_as_fast_as_its_samples(run: str
     config = load(f"runs/{run}")
     if config.model.dit.path and not config.model.dit.images_only:
         assert config.data.fps == (config.model.dit.clip_rate or config.sample.fps)
+
+
+@pytest.mark.parametrize(
+    ("preset", "rate"),
+    [
+        *((f"runs/{name}-lora-80gb", 16.0) for name in ("wan2.1-14b", "wan2.2-t2v-a14b-both")),
+        *((f"runs/{name}-lora-80gb", 24.0) for name in ("hunyuan-13b", "hunyuan1.5-8b", "kandinsky5-lite")),
+        *((f"runs/{name}", 8.0) for name in ("cogvideox-5b-lora-80gb", "latte-1-lora-24gb")),
+        ("runs/mochi-1-lora-80gb", 30.0),
+    ],
+)
+def test_clips_of_another_rate_than_that_of_the_weights_are_told(preset: str, rate: float, tmp_path: Path) -> None:
+    config = published(preset, tmp_path)
+    for fps, here in ((12.0, "12.0"), (0.0, "0, the rate of each clip")):
+        data = replace(config.data, fps=fps)
+        (sentence,) = told(replace(config, data=data))
+        assert f"were trained with data.fps {rate} (here {here});" in sentence
+        pictures = replace(data, buckets=BucketsConfig(table=("1x480x832",)))
+        assert told(replace(config, data=pictures)) == []
+
+
+def test_weights_that_are_told_the_rate_of_each_clip_have_seen_several(tmp_path: Path) -> None:
+    """LTX-Video and Open-Sora's; of SkyReels-V2 those with sample_info, which a folder says, and a run need not."""
+    for preset in ("runs/ltx-2b-lora-24gb", "models/stdit-xl2", "runs/skyreels-v2-df-1.3b-lora-80gb"):
+        config = published(preset, tmp_path)
+        assert told(replace(config, data=replace(config.data, fps=0.0))) == []
+    untold = replace(config.model.dit, sample_info=False)  # type: ignore[call-arg]
+    other = replace(config, model=replace(config.model, dit=untold), data=replace(config.data, fps=16.0))
+    assert told(other) == []
 
 
 def test_the_shift_of_hunyuan_1_5_is_that_of_its_training(tmp_path: Path) -> None:
