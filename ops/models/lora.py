@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -227,6 +228,14 @@ def _originals(layers: Sequence[str], config: DiTConfig) -> dict[str, list[str]]
     return found
 
 
+def _read_too(layers: Sequence[str], config: DiTConfig) -> list[tuple[str, list[str]]]:
+    """(further name of a layer, that layer of ours alone)"""
+    table = FAMILIES[config.architecture].lora_names.read_too
+    return [
+        (name.replace("*", _block(layer)), [layer]) for layer in layers for name in table.get(_of_any_block(layer), ())
+    ]
+
+
 def _of_any_block(layer: str) -> str:
     return layer.replace(f".{_block(layer)}.", ".*.", 1)
 
@@ -309,6 +318,13 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
                     f"{list(config.lora_targets)} leaves out; without them it is another model. Name that layer, too."
                 )
             del factors[name]  # what a layer that is fused in the original code holds for its parts without factors
+        elif name not in parameters and _MODULATION.search(layer):
+            raise ValueError(
+                f"model.dit.lora_from {file} has factors of {layer}, a modulation, which gets none here; without them "
+                f"it is another model. Train it without these (musubi-tuner: --network_args "
+                f"\"exclude_patterns=[r'.*_mod.*']\"), or merge the file into the weights of model.dit.path, and leave "
+                f"lora_from out."
+            )
         elif name not in parameters or parameters[name].shape != tensor.shape:
             wanted = f"{list(parameters[name].shape)} here" if name in parameters else "not in this model"
             raise ValueError(
@@ -359,6 +375,8 @@ def _declared_scale(file: Path) -> float:
     return float(said["lora_alpha"]) / (math.sqrt(rank) if said.get("use_rslora") else rank)
 
 
+# in the code of HunyuanVideo, 1.5 and FLUX.1, in ComfyUI's and in Diffusers'
+_MODULATION = re.compile(r"(img|txt)_mod[._]lin|modulation[._]lin|\bnorm1?(_context)?\.linear\b")
 _ENDINGS = {A: A, B: B, M: M, ".lora_down.weight": A, ".lora_up.weight": B, ".alpha": ".alpha"}
 
 
@@ -373,7 +391,8 @@ def _by_our_names(
         layer = name.removesuffix(ending).removeprefix("transformer.").removeprefix("base_model.model.")
         files.setdefault(layer, {})[_ENDINGS.get(ending, "")] = tensor
     ours: dict[str, tuple[str, list[str]]] = {}
-    for original, layers in _originals(_known_layers(parameters, config), config).items():
+    known = _known_layers(parameters, config)
+    for original, layers in (*_originals(known, config).items(), *_read_too(known, config)):
         names = (original, f"diffusion_model.{original}", f"lora_unet_{original.replace('.', '_')}")
         ours |= dict.fromkeys(names, (original, layers))
     found: dict[str, Tensor] = {}

@@ -425,6 +425,63 @@ def test_queries_keys_and_values_of_hunyuan_1_5_are_one_layer_in_comfyui(tmp_pat
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
 
 
+def of_musubi(config: DiTConfig, merged_for_comfyui: bool) -> dict[str, torch.Tensor]:
+    """Factors of every layer of the blocks as musubi-tuner trains them for HunyuanVideo-1.5, or as its converter for
+    ComfyUI writes these: A's of fused layers below each other, B's on a diagonal, three times the alpha."""
+    numbers, found = torch.Generator().manual_seed(3), {}
+    rank, alpha = config.lora_rank, torch.tensor(1.0)
+    state = build_dit(replace(config, lora_rank=0), seed=0).state_dict()
+    for block in range(config.num_layers):
+        for theirs, parts in HUNYUAN15.items():
+            shapes = [state[f"transformer_blocks.{block}.{part}.weight"].shape for part in parts]
+            a = [torch.randn(rank, columns, generator=numbers) for _, columns in shapes]
+            b = [torch.randn(rows, rank, generator=numbers) for rows, _ in shapes]
+            names = [theirs.replace("qkv", x) for x in "qkv"] if len(parts) == 3 else [theirs]
+            if merged_for_comfyui:
+                names = [theirs.replace("fc1", "0").replace("fc2", "2")]
+                a, b = [torch.cat(a)], [torch.block_diag(*b)]
+            for name, of_a, of_b in zip(names, a, b, strict=True):
+                layer = f"lora_unet_double_blocks_{block}_{name.replace('.', '_')}"
+                found |= {f"{layer}.lora_down.weight": of_a, f"{layer}.lora_up.weight": of_b}
+                found[f"{layer}.alpha"] = alpha * len(of_a) / rank
+    return found
+
+
+@pytest.mark.parametrize("merged_for_comfyui", [False, True])
+def test_factors_of_musubi_tuner_for_hunyuan_1_5_are_read(merged_for_comfyui: bool, tmp_path: Path) -> None:
+    config = replace(by_original_names("hunyuan15"), lora_alpha=0.0)
+    given = of_musubi(config, merged_for_comfyui=False)
+    save_file(of_musubi(config, merged_for_comfyui), tmp_path / "musubi.safetensors")
+    state = build_dit(replace(config, lora_from=str(tmp_path / "musubi.safetensors")), seed=0).state_dict()
+    for block in range(config.num_layers):
+        for theirs, parts in HUNYUAN15.items():
+            names = [theirs.replace("qkv", x) for x in "qkv"] if len(parts) == 3 else [theirs]
+            for name, part in zip(names, parts, strict=True):
+                layer, own = (
+                    f"lora_unet_double_blocks_{block}_{name.replace('.', '_')}",
+                    f"transformer_blocks.{block}.{part}",
+                )
+                wanted = given[f"{layer}.lora_up.weight"] @ given[f"{layer}.lora_down.weight"] / config.lora_rank
+                torch.testing.assert_close(state[own + B] @ state[own + A], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        "lora_unet_double_blocks_0_img_mod_linear",  # musubi-tuner
+        "lora_unet_double_blocks_0_txt_mod_lin",  # its converter
+        "diffusion_model.double_blocks.0.img_mod.linear",
+        "transformer.transformer_blocks.0.norm1_context.linear",
+    ],
+)
+def test_factors_of_modulations_are_refused_with_what_to_do(layer: str, tmp_path: Path) -> None:
+    config = by_original_names("hunyuan15")
+    more = {f"{layer}{A}": torch.ones(config.lora_rank, 4), f"{layer}{B}": torch.ones(4, config.lora_rank)}
+    save_file(of_musubi(config, merged_for_comfyui=False) | more, tmp_path / "musubi.safetensors")
+    with pytest.raises(ValueError, match=r'which gets none here; .* "exclude_patterns=\[r\'\.\*_mod\.\*\'\]"'):
+        check_factors(replace(config, lora_from=str(tmp_path / "musubi.safetensors")))
+
+
 def with_dora_of_peft(case: str, folder: Path) -> tuple[torch.nn.Module, DiTConfig]:
     """Diffusers' transformer with PEFT's DoRA of random values; its plain weights are in `folder`."""
     config = VARIANTS[case]

@@ -51,6 +51,14 @@ _TEXT = TextRecipe(
 _TEXT_AND_PICTURE = replace(_TEXT, vision=VisionRecipe())  # of HunyuanVideo15ImageToVideoPipeline
 _TASKS = {"none": "t2v", "channels": "i2v"}  # first_frame -> task_type
 _PATCH = 16  # pixels of what `_size` counts
+_OF_MUSUBI = {  # queries, keys and values apart; its converter for ComfyUI fuses them and numbers the layers of an MLP
+    **{f"transformer_blocks.*.attn.to_{x}": (f"double_blocks.*.img_attn_{x}",) for x in "qkv"},
+    **{f"transformer_blocks.*.attn.add_{x}_proj": (f"double_blocks.*.txt_attn_{x}",) for x in "qkv"},
+    "transformer_blocks.*.ff.net.0.proj": ("double_blocks.*.img_mlp.0",),
+    "transformer_blocks.*.ff.net.2": ("double_blocks.*.img_mlp.2",),
+    "transformer_blocks.*.ff_context.net.0.proj": ("double_blocks.*.txt_mlp.0",),
+    "transformer_blocks.*.ff_context.net.2": ("double_blocks.*.txt_mlp.2",),
+}
 
 
 def _model() -> type[nn.Module]:
@@ -256,6 +264,7 @@ FAMILY = Family(
         blocks=("transformer_blocks.",),
         projections=tuple(name for name in JOINT_PROJECTIONS if name != "proj_mlp"),
         original=HUNYUAN_DOUBLE_BLOCKS,
+        read_too=_OF_MUSUBI,
     ),
     scheduler=_scheduler,
     parity_inputs=_parity_inputs,
