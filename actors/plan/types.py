@@ -171,6 +171,7 @@ class Cluster:
     places: tuple[GpuPlace, ...] = ()  # of each worker; empty: nothing is known
     island_gbps: float = 0.0  # GB/s that a GPU sends to another NVLink island of its node; 0: not known
     speed: tuple[float, ...] = ()
+    device: str = ""  # its GPUs as their driver names them, "+" between several; empty: not said
     memory_gib: float = 0.0  # of each worker's device; 0: unknown
     host_gib: float = 0.0  # of each node, for training; 0: unknown
     room_gib: tuple[float, ...] = ()  # memory of each worker that a cascade may use; empty: no limit is known

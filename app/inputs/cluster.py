@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.plan.devices import device_speed, nearest_device
 from actors.plan.types import MOST_GPUS, Cluster, PlanError, places_in
 from app.settings.config import RunConfig
 from ops.ranges import between, check_numbers
@@ -23,8 +24,11 @@ class ClusterFile:
     numa: [0, 0, 0, 0, 1, 1, 1, 1]  # memory node of each GPU of a node
     island_gbps: 25         # GB/s that a GPU sends to another island of its node; without it bags over islands are not
                             # priced, and only avoided where that costs nothing
+    device: NVIDIA H100 80GB HBM3   # as `nvidia-smi -L` and torch name it, or a list, one for each node: how fast plans
+                            # take GPUs to be, without a profile, and what these have of memory; of nodes that differ
+                            # the slowest counts as 1, and the least memory for all
     speed: {9: 0.8}         # relative speed of single GPUs, numbered node by node; or a list of all
-    memory_gib: 80          # of each GPU; without it plans know no limit of memory
+    memory_gib: 80          # of each GPU; without it and a device plans know no limit of memory
     host_gib: 1024          # of each node, for training; without it that of the nodes is not looked at
     """
 
@@ -35,6 +39,7 @@ class ClusterFile:
     islands: str = ""
     numa: tuple[int, ...] = ()
     island_gbps: float = 0.0
+    device: str | tuple[str, ...] = ""
     speed: Mapping[str, float] | tuple[float, ...] = ()
     memory_gib: float = 0.0
     host_gib: float = 0.0
@@ -59,6 +64,18 @@ class ClusterFile:
             raise ValueError(
                 f"hosts {list(self.hosts)} must be {len(self.counts)} different names, one for each of nodes."
             )
+        if isinstance(self.device, tuple) and len(self.device) != len(self.counts):
+            raise ValueError(
+                f"device {list(self.device)} names the GPUs of {len(self.device)} nodes, and there are "
+                f"{len(self.counts)}. Give one name for all of them, or one for each."
+            )
+        for name in self.devices if self.device else ():
+            if device_speed(name) is None:
+                raise ValueError(
+                    f"device {name!r} is in no table of devices; the nearest is {nearest_device(name)}. Give the name "
+                    f"that nvidia-smi -L shows, or leave device out and give memory_gib: plans then assume an H100's "
+                    f"FLOPs until heddle profile has measured the GPU."
+                )
         check_numbers(
             "cluster",
             self,
@@ -78,13 +95,25 @@ class ClusterFile:
         """GPUs of each node."""
         return self.nodes if isinstance(self.nodes, tuple) else (self.gpus or 0,) * (self.nodes or 0)
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The device of each node; empty names where none is said."""
+        return self.device if isinstance(self.device, tuple) else (self.device,) * len(self.counts)
+
     def _factors(self) -> Sequence[tuple[str, float]]:
         if isinstance(self.speed, Mapping):
             return list(self.speed.items())
         return [(str(worker), factor) for worker, factor in enumerate(self.speed)]
 
     def cluster(self) -> Cluster:
-        speeds = [1.0] * sum(self.counts)
+        tables = [device_speed(name) for name in self.devices]
+        known = [table for table in tables if table is not None]
+        slowest = min((table.bf16_tflops for table in known), default=0.0)
+        speeds = [
+            table.bf16_tflops / slowest if table and not self.speed else 1.0
+            for table, count in zip(tables, self.counts, strict=True)
+            for _ in range(count)
+        ]
         for worker, factor in self._factors():
             speeds[int(worker)] = factor
         told = self.nics or self.islands or self.numa
@@ -93,8 +122,9 @@ class ClusterFile:
             hosts=self.hosts,
             places=places_in(self.counts, self.nics, self.islands, self.numa) if told else (),
             island_gbps=self.island_gbps,
-            speed=tuple(speeds) if self.speed else (),
-            memory_gib=self.memory_gib,
+            device="+".join(sorted(set(filter(None, self.devices)))),
+            speed=tuple(speeds) if self.speed or set(speeds) != {1.0} else (),
+            memory_gib=self.memory_gib or min((table.memory_gib for table in known), default=0.0),
             host_gib=self.host_gib,
         )
 

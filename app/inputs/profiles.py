@@ -10,6 +10,7 @@ from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import PlanError
 from actors.planning.options import profile_of as run_profile_of
 from actors.planning.options import tell_updates
+from app.inputs.cluster import cluster_of
 from app.settings.config import RunConfig
 from ops.geometry import Geometry
 from ops.models.config import ModelConfig
@@ -33,9 +34,12 @@ def profile_of(config: RunConfig, model: ModelConfig, geometry: Geometry) -> Pro
 
 
 def gpu_of(config: RunConfig) -> str:
-    """The name of the workers' GPU where this machine has one, "cuda" where it is not known, "" of a CPU."""
+    """The name of the workers' GPU where `workers.cluster` says it or this machine has one, "cuda" where it is not
+    known, "" of a CPU. Raises ConfigError for a cluster that cannot be read."""
     if config.workers.device == "cpu":
         return ""
+    if device := cluster_of(config).device:
+        return device
     import torch
 
     if torch.cuda.is_available():

@@ -179,12 +179,14 @@ def _from_config(request: PlanRequest) -> PlanInputs:
     config = from_here(RunConfig.load(request.config, request.overrides))
     if request.profile:
         config = replace(config, planner=replace(config.planner, profile=str(request.profile)))
+    if request.cluster:
+        config = replace(config, workers=replace(config.workers, cluster=request.cluster))
     config, decided = with_compiling(config)
     if decided:
         print(f"note: {decided}")
     model, geometry = resolve(config.model)
     profile = profile_of(config, model, geometry)
-    cluster = read_cluster(request.cluster) if request.cluster else cluster_of(config)
+    cluster = cluster_of(config)
     config, _ = with_limits(config, model, geometry, profile, cluster)
     view = view_memory(config, model, geometry, profile, cluster)
     cluster = with_room(cluster, view)

@@ -291,6 +291,40 @@ def test_a_cluster_file_gives_islands_and_memory_nodes(tmp_path: Path) -> None:
     ] * 2
 
 
+def test_a_cluster_file_names_its_devices_and_a_number_of_its_own_wins(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("nodes: 2\ngpus: 2\ndevice: NVIDIA H100 80GB HBM3\n")
+    found = read_cluster(str(path))
+    assert (found.device, found.memory_gib, found.speed) == ("NVIDIA H100 80GB HBM3", 79.1, ())
+    path.write_text("nodes: 1\ngpus: 2\ndevice: NVIDIA H100 80GB HBM3\nmemory_gib: 40\nspeed: [1, 0.5]\n")
+    found = read_cluster(str(path))
+    assert (found.memory_gib, found.speed) == (40.0, (1.0, 0.5))
+    path.write_text("nodes: [1, 2]\ndevice: [NVIDIA H100 80GB HBM3, NVIDIA A100-SXM4-40GB]\n")
+    found = read_cluster(str(path))
+    assert (found.device, found.memory_gib) == ("NVIDIA A100-SXM4-40GB+NVIDIA H100 80GB HBM3", 39.3)
+    assert found.speed == (pytest.approx(989.4 / 312), 1.0, 1.0)
+
+
+def test_a_plan_counts_on_the_devices_of_its_cluster_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a machine without them: their FLOPs and memory, and no word of an H100. A run on CPUs has none of them."""
+    path = tmp_path / "c.yaml"
+
+    def printed(cluster: str, device: str) -> str:
+        path.write_text(f"nodes: 1\ngpus: 2\n{cluster}")
+        options = ["--set", f"workers.device={device}", "--cluster", path, "--steps", 1]
+        code, text, err = plan(monkeypatch, capsys, "--config", DEMO, *options)
+        assert code == 0, err
+        return text
+
+    for device in ("auto", "cuda"):
+        text = printed("device: Tesla T4\n", device)
+        assert "(wan on Tesla T4)" in text and "GPU of 14.5 on 2 workers" in text and "assumed" not in text
+    assert "an H100's FLOPs are assumed" in printed("memory_gib: 14.5\n", "cuda")
+    assert "T4" not in printed("device: Tesla T4\n", "cpu")
+
+
 @pytest.mark.parametrize("path", sorted((DEMO.parent.parent / "clusters").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_shipped_cluster_loads(path: Path) -> None:
     assert read_cluster(str(path)).num_workers >= 1
@@ -309,6 +343,10 @@ BAD_CLUSTERS = {
     "nodes: 2\ngpus: 4\nhosts: [a, a]\n": "must be 2 different names",
     "nodes: 1\ngpus: 4\nisland_gbps: -1\n": "cluster.island_gbps is -1.0; it must be at least 0",
     "nodes: 1\ngpus: 4\nmemory_gib: -1\n": "cluster.memory_gib is -1.0; it must be at least 0",
+    "nodes: 1\ngpus: 2\ndevice: NVIDIA GeForce RTX 4070\n": "'NVIDIA GeForce RTX 4070' is in no table of devices; the "
+    "nearest is RTX 4090. Give the name that nvidia-smi -L shows, or leave device out",
+    "nodes: 2\ngpus: 2\ndevice: [A100]\n": "device ['A100'] names the GPUs of 1 nodes, and there are 2",
+    "nodes: 2\ngpus: 2\ndevice: [A100, '']\n": "device '' is in no table of devices",
     "nodes: 1\ngpus: 2\ncolor: 3\n": "unknown key color (c.yaml:3)",
 }
 

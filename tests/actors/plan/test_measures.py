@@ -8,7 +8,7 @@ import pytest
 
 from actors.plan.costs.flops import DiTWork, flop_coefficients, text_cost
 from actors.plan.costs.forms import Load
-from actors.plan.devices import DEVICES, device_speed
+from actors.plan.devices import DEVICES, device_speed, nearest_device
 from actors.plan.measures import (
     correlation,
     cv_step,
@@ -157,6 +157,32 @@ def test_a_device_is_known_by_its_driver_s_name(name: str, bf16: float) -> None:
 
 def test_a_device_that_is_not_listed_has_no_peak() -> None:
     assert device_speed("CPU core") is None and device_speed("NVIDIA GeForce GTX 1080") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 39.3),
+        ("NVIDIA A100 80GB PCIe", 79.1),
+        ("NVIDIA A100-SXM4-80GB+NVIDIA H100 80GB HBM3", 79.1),
+        ("Tesla V100-SXM2-32GB", 31.7),
+        ("Tesla V100-PCIE-16GB", 15.7),
+        ("NVIDIA GH200 480GB", 94.5),  # of its processor
+        ("NVIDIA A100", 39.3),  # of two sizes the smaller one
+        ("NVIDIA GeForce RTX 4090", 23.6),
+    ],
+)
+def test_memory_is_that_of_the_size_in_the_name(name: str, gib: float) -> None:
+    found = device_speed(name)
+    assert found is not None and found.memory_gib == gib
+
+
+def test_every_listed_device_has_its_memory_and_is_the_nearest_to_its_own_name() -> None:
+    for words, speed in DEVICES:
+        assert 14 < speed.memory_gib < 200
+        assert nearest_device("NVIDIA " + "-".join(words).lower()) == " ".join(words)
+    assert nearest_device("NVIDIA GeForce RTX 4070") == "RTX 4090"
+    assert nearest_device("h10") == "H100"
 
 
 def test_no_device_hides_a_more_special_one() -> None:
