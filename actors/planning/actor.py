@@ -11,6 +11,7 @@ from typing import cast
 from actors.config import PlannerConfig
 from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, Piece, Span
+from actors.plan.costs.fetching import FetchedWeights
 from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
@@ -93,6 +94,10 @@ class Planner:
             self._profile.observe_remainder(cluster.num_workers, len(cluster.nodes), remainder_s)
         for num_bytes, seconds in fetches(spans):
             self._profile.observe_handoff(num_bytes, seconds)
+
+    def count_fetched(self, found: FetchedWeights) -> None:
+        """What passes copy in the generation that begins."""
+        self._profile.count_fetched(found)
 
     def best_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> dict[Bucket, int]:
         """Clips per batch of every bucket, by the costs known now. Raises ValueError where they say nothing, or are

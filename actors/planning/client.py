@@ -13,6 +13,7 @@ import ray
 from actors.config import PlannerConfig
 from actors.letters import NodeAnswer
 from actors.messages import MemoryExceeded, Span
+from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.types import Cluster, EarlyEncode, Item
@@ -48,6 +49,8 @@ class PlannerHandle(Protocol):
     def best_sizes(self) -> Method[[Sequence[Bucket], BatchConfig, float], dict[Bucket, int]]: ...
     @property
     def exceeded(self) -> Method[[MemoryExceeded, dict[str, int]], None]: ...
+    @property
+    def count_fetched(self) -> Method[[FetchedWeights], None]: ...
 
 
 class SizesAnswer:
@@ -79,9 +82,11 @@ class PlannerClient:
         config: PlannerConfig,
         setting: ProfiledSetting | None = None,
         keep_in: Path | None = None,
+        copies: FetchedWeights | None = None,
     ) -> None:
-        """`keep_in` is the run's folder, where what is learned is kept as costs of this `setting`."""
-        self._profile, self._config = profile, config
+        """`keep_in` is the run's folder, where what is learned is kept as costs of this `setting`. `copies`: what
+        passes copy where workers have put the weights of blocks into host memory; None where they have no choice."""
+        self._profile, self._config, self._copies = profile, config, copies
         self._setting, self._keep_in = setting or ProfiledSetting(), keep_in
         self._actor = self._start()
         self._asked: tuple[Question, Ref[StepAssignment]] | None = None
@@ -130,6 +135,16 @@ class PlannerClient:
     def ask_sizes(self, buckets: Sequence[Bucket], limits: BatchConfig, room_gib: float) -> SizesAnswer:
         """Ask what batch sizes the costs learned so far would give; nothing waits."""
         return SizesAnswer(self._actor.best_sizes.remote(buckets, limits, room_gib))
+
+    def begin(self, fetched: bool) -> None:
+        """A generation begins, whose workers fetch the weights of blocks from host memory, or have them."""
+        copies = self._copies if fetched else ON_DEVICE
+        if self._copies is None or copies == self._profile.fetched:
+            return
+        assert copies is not None
+        self._asked = None
+        self._profile.count_fetched(copies)
+        self._actor.count_fetched.remote(copies)
 
     def exceeded(self, found: MemoryExceeded, text_tokens: dict[str, int]) -> bool:
         """Plans from now on do without a cascade that ran out of memory, also those of a planner that is started again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from actors.config import PlannerConfig, TrainConfig
-from actors.plan.costs.fetching import FetchedWeights
+from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
 from actors.plan.costs.flops import exchange_seconds, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.profile import Profile
@@ -64,7 +64,8 @@ def profile_of(
     """Measured latencies where the config names them, else the FLOP model, at the degrees that the config allows.
     Raises PlanError for a bad file, and for one that was measured in another setting, as far as `device` and `train`
     are given. `measured`: bf16 TFLOP/s of devices that no table lists, by name. `gpus` of a node, which copy weights
-    from its memory where `train` says that these lie there; where `auto` has them lie, `tell_fetched` adds later."""
+    from its memory where `train` says that these lie there; where `auto` has them lie, `tell_fetched` adds later, and
+    in a run the planner, generation by generation (`copies_if_fetched`)."""
     if config.profile:
         profile = read_profile(config.profile)
         refuse_other(profile, setting_of(model, device, train), config.profile)
@@ -95,14 +96,26 @@ def profile_of(
 def tell_fetched(profile: Profile, model: ModelConfig, found: MemoryForecast, gpus: int) -> None:
     """Have a profile know what passes copy to each of a node's `gpus` from its memory, with weights where the forecast
     has them."""
+    profile.count_fetched(fetched_weights(profile, model, found, gpus) if found.fetches else ON_DEVICE)
+
+
+def fetched_weights(profile: Profile, model: ModelConfig, found: MemoryForecast, gpus: int) -> FetchedWeights:
+    """What passes copy to each of a node's `gpus` where the weights of blocks lie in its memory."""
     speed = device_speed(_ASSUMED if profile.device == "cuda" else profile.device)
     link_gbps = UNLISTED_LINK_GBPS if speed is None else speed.host_gbps
-    profile.fetched = FetchedWeights(
-        num_bytes=found.in_blocks // len(model.dit.experts) if found.fetches else 0,  # a pass is of one expert
+    return FetchedWeights(
+        num_bytes=found.in_blocks // len(model.dit.experts),  # a pass is of one expert
         bytes_per_s=1e9 * min(_EFFICIENCY_OF_COPIES * link_gbps, _NODE_GBPS / gpus),
         in_points=found.frozen_blocks,  # heddle profile measures trained weights on the device
     )
-    profile.points_changed("dit")
+
+
+def copies_if_fetched(profile: Profile, model: ModelConfig, train: TrainConfig, gpus: int) -> FetchedWeights | None:
+    """What passes will copy if the workers of a run put the weights of blocks into host memory of nodes of `gpus` (0: a
+    run on CPUs); None where settings, model or device leave them no choice."""
+    if not gpus or train.memory.parameters != "auto" or not model.dit.fetchable:
+        return None
+    return fetched_weights(profile, model, sizes_of(model, train, cuda=True), gpus)
 
 
 def update_kind(train: TrainConfig, weights: int, device: str) -> str:

@@ -25,7 +25,7 @@ from actors.planning.client import PlannerClient
 from actors.planning.demand import Demand, clips_of, largest_upload
 from actors.planning.forecasts import forecast, sizes_of
 from actors.planning.learned import setting_of, take_up
-from actors.planning.options import assumption, profile_of, tell_updates
+from actors.planning.options import assumption, copies_if_fetched, profile_of, tell_updates
 from actors.planning.room import GenerationRoom
 from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
@@ -319,7 +319,9 @@ class _Training:
         setting = setting_of(self.model, self.device.name, self.config.train)
         if why := take_up(profile, setting, run_dir):
             events.tell(ProfileRefused(why=why))
-        return PlannerClient(profile, self.config.planner, setting, run_dir)
+        gpus = gpus_of_a_node() if self._on_gpu else 0
+        copies = copies_if_fetched(profile, self.model, self.config.train, gpus)
+        return PlannerClient(profile, self.config.planner, setting, run_dir, copies)
 
 
 def _new_store() -> torch.distributed.TCPStore:

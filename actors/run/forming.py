@@ -80,6 +80,7 @@ class Forming:
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)
             self.asides.limit(self.shortage.asides_at_once(infos))
+        self.planner.begin(fetched=any(info.parameters == "node" for info in infos))  # if one does, all do
         world = seats_of(infos, self.pool.handle, self.shortage.room if self.shortage is not None else None)
         cluster = self._cluster(world, starts=fresh and not self._stores)
         self.committer.state.open(recovery.origin, decision.generation, infos)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+from actors.plan.costs.fetching import FetchedWeights
 from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
@@ -126,6 +127,11 @@ class Profile(CascadePrices):
         """Have the VAE's fit completed by this from now on, one of RESIDUALS."""
         self.residual = residual
         self.points_changed("vae")
+
+    def count_fetched(self, found: FetchedWeights) -> None:
+        """Passes of the DiT copy these weights from host memory from now on."""
+        self.fetched = found
+        self.points_changed("dit")
 
     def count_exchange(self, exchange_s: float, calls: float = 0.0) -> None:
         """The all-to-alls of the DiT have been measured, of which a cascade makes `calls`."""

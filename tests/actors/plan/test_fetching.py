@@ -17,11 +17,12 @@ from actors.plan.costs.profile import Profile
 from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
 from actors.plan.types import Cluster, Item, PlanError
+from actors.planning.actor import Planner
 from actors.planning.batching import TargetBatch
 from actors.planning.forecasts import sizes_of
 from actors.planning.learned import refuse_other, setting_of
 from actors.planning.make_plan import make_plan
-from actors.planning.options import flop_profile, profile_of, tell_fetched
+from actors.planning.options import copies_if_fetched, flop_profile, profile_of, tell_fetched
 from data.config import BatchConfig
 from data.types import Bucket
 from ops.geometry import Geometry
@@ -150,6 +151,33 @@ def test_a_runs_profile_knows_by_its_settings_that_blocks_are_fetched() -> None:
     )
     whole = replace(MODEL, dit=replace(DIT, lora_rank=0))
     assert not profile_of(PlannerConfig(), whole, GEOMETRY, GPU, NODE).fetched.in_points
+
+
+def test_where_auto_may_fetch_blocks_a_run_knows_beforehand_what_passes_would_copy() -> None:
+    auto = TrainConfig(parameter_dtype="bfloat16")
+    found = copies_if_fetched(profile(0.0), MODEL, auto, 2)
+    assert found == profile_of(PlannerConfig(), MODEL, GEOMETRY, GPU, NODE, gpus=2).fetched and found.num_bytes
+    assert copies_if_fetched(profile(0.0), MODEL, auto, 0) is None, "on CPUs"
+    plain = replace(MODEL, dit=replace(DIT, gradient_checkpointing=False))
+    assert copies_if_fetched(profile(0.0), plain, auto, 2) is None, "no pass computes its forward again"
+    for decided in (NODE, REPLICATED):
+        assert copies_if_fetched(profile(0.0), MODEL, decided, 2) is None
+
+
+def test_plans_of_a_generation_count_what_its_workers_have_decided() -> None:
+    """From its first plan on, before anything was measured."""
+    items = [Item(id=f"i{n}", batch=1, frames=1, height=256 + 64 * n, width=256, text_tokens=512) for n in range(8)]
+    planner, copies = Planner(profile(0.0), PlannerConfig(budget_s=0.02)), profile(2.0).fetched
+
+    def passes() -> int:
+        answer = planner.plan(0, [items], Cluster(nodes=(1,)), [], 0.02)
+        return sum(cascade.module == "dit" for cascade in answer.cascades)
+
+    before = passes()
+    planner.count_fetched(copies)
+    assert passes() == 1 < before
+    planner.count_fetched(ON_DEVICE)
+    assert passes() == before
 
 
 def test_costs_measured_with_blocks_elsewhere_are_refused() -> None:

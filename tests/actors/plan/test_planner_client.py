@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from actors.config import PlannerConfig
+from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
+from actors.plan.costs.profile import Profile
+from actors.plan.types import Cluster
 from actors.planning import client
 from actors.planning.client import PlannerClient, PlannerHandle
+from ops.models.wan.config import WanConfig
 
 
 class Planner:
@@ -20,6 +24,8 @@ class Planner:
         self.told: list[str] = []
         self.learned = SimpleNamespace(remote=lambda: tuple(self.told))
         self.exceeded = SimpleNamespace(remote=lambda found, tokens: self.told.append(found))
+        self.count_fetched = SimpleNamespace(remote=lambda found: self.told.append(found))
+        self.plan = SimpleNamespace(remote=lambda *question: tuple(self.told))
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Planner:
 saved: list[Any] = []
 
 
-def of(planner: Any, keep_in: Path | None) -> PlannerClient:
+def of(planner: Any, keep_in: Path | None, costs: Any = (), copies: FetchedWeights | None = None) -> PlannerClient:
     class ClientHere(PlannerClient):
         """Its planner is an object of this process."""
 
@@ -43,8 +49,8 @@ def of(planner: Any, keep_in: Path | None) -> PlannerClient:
             handle: PlannerHandle = planner
             return handle
 
-    nothing: Any = ()  # as costs: the planner here hands out what it was given
-    return ClientHere(nothing, PlannerConfig(), keep_in=keep_in)
+    # no costs: the planner here hands out what it was given
+    return ClientHere(costs, PlannerConfig(), keep_in=keep_in, copies=copies)
 
 
 def test_a_limit_that_came_while_costs_were_on_their_way_is_not_forgotten(planner: Planner, tmp_path: Path) -> None:
@@ -73,3 +79,24 @@ def test_at_the_end_of_a_run_what_is_known_then_is_kept(planner: Planner, tmp_pa
     nowhere.ask_learned()
     nowhere.save_learned()
     assert len(saved) == 1, "no folder to keep it in"
+
+
+def test_a_generation_that_fetches_blocks_is_planned_so_from_its_first_plan_on(planner: Planner) -> None:
+    copies, question = FetchedWeights(num_bytes=10, bytes_per_s=1.0), (0, ((),), Cluster(nodes=(1,)), (), 0.1)
+    held = of(planner, None, costs=Profile.from_flops(WanConfig()), copies=copies)
+    held.begin(fetched=False)
+    held.request(*question)
+    assert held.plan(*question) == () and planner.told == []  # type: ignore[comparison-overlap]
+    held.begin(fetched=True)
+    assert held.plan(*question) == (copies,), "what was asked for before is asked for anew"  # type: ignore[comparison-overlap]
+    assert held._profile.fetched == copies, "a planner that is started again knows it, too"
+    held.begin(fetched=True)
+    assert planner.told == [copies]
+    held.begin(fetched=False)
+    assert planner.told == [copies, ON_DEVICE] and held._profile.fetched == ON_DEVICE
+
+
+def test_where_the_settings_decide_nobody_is_told(planner: Planner) -> None:
+    held = of(planner, None, costs=Profile.from_flops(WanConfig()))
+    held.begin(fetched=True)
+    assert planner.told == [] and held._profile.fetched == ON_DEVICE

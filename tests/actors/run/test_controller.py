@@ -101,6 +101,10 @@ class Planning:
 
     def __init__(self) -> None:
         self.asked: list[Cluster] = []
+        self.fetched: list[bool] = []  # by generation
+
+    def begin(self, fetched: bool) -> None:
+        self.fetched.append(fetched)
 
     def plan(self, step: int, window: Any, cluster: Any, done: Any, budget_s: float) -> StepAssignment:
         self.asked.append(cluster)
@@ -470,6 +474,18 @@ class Apart(Workers):
     def info(self, name: str) -> WorkerInfo:
         door = (f"10.0.0.{name[1:]}", 4000)
         return replace(super().info(name), node=f"node of {name}", host=f"host{name[1:]}", door=door)
+
+
+@pytest.mark.parametrize("one_fetches", [True, False])
+def test_the_planner_hears_where_the_weights_of_a_generation_lie(one_fetches: bool) -> None:
+    """If one worker fetches blocks from host memory, all do."""
+
+    class Deciding(Workers):
+        def info(self, name: str) -> WorkerInfo:
+            return replace(super().info(name), parameters="node" if one_fetches and name == "w1" else "replicated")
+
+    run = Run(Deciding())
+    assert run.outcome.code == 0 and run.planner.fetched == [one_fetches]
 
 
 def test_a_run_goes_on_with_the_nodes_that_reach_each_other() -> None:
