@@ -146,8 +146,9 @@ def line_chart(
             ]
             edge = [(x, top) for x, _, top in within] + [(x, bottom) for x, bottom, _ in reversed(within)]
             curves.append(f'<path class="band {s.css}" d="{_path(edge)}Z"/>')
-        points = zip(s.xs, s.ys, strict=True)
-        path = _path([(ACROSS * share(x), to_y(y)) if math.isfinite(y) else None for x, y in points])
+        path = _path(
+            [(ACROSS * share(x), to_y(y)) if math.isfinite(y) else None for x, y in zip(s.xs, s.ys, strict=True)]
+        )
         curves.append(f'<path class="line {s.css}" d="{path}"><title>{escape(s.name)}</title></path>')
         if s.hover and len(s.xs) <= 400:
             hovers += [

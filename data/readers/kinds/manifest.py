@@ -36,7 +36,7 @@ LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of the
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
 ROWS_TO_LEARN_SCORES = 256
-EMPTY = (None, "", [], {})
+EMPTY: tuple[object, ...] = (None, "", [], {})  # what a cell that says nothing holds
 
 
 @dataclass(frozen=True, slots=True)
