@@ -67,7 +67,7 @@ def write_repeated(path: Path, repeated: Sequence[RepeatedSample]) -> None:
 
 
 def _alike(indexes: Sequence[Index], masks: Sequence[np.ndarray]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Of each index the rows that agree with another row in all FACTS, and numbers that are equal where they agree."""
+    """Rows of each index that agree with another row in all FACTS, and numbers that are equal where they agree."""
     rows = [np.flatnonzero(mask) for mask in masks]
     codes = [_code(index)[own] for index, own in zip(indexes, rows)]
     _, group, counts = np.unique(np.concatenate(codes), return_inverse=True, return_counts=True)
@@ -87,7 +87,7 @@ def _code(index: Index) -> np.ndarray:
 
 
 def _digest(row: IndexRow) -> bytes:
-    """Of the middle of a clip; nothing of one that is gone."""
+    """Digest of the middle of a clip; empty for one that is gone."""
     begin = max(row.size - PIECE, 0) // 2
     try:
         data = read_range(row.path, row.offset + begin, min(row.size, PIECE))

@@ -217,9 +217,7 @@ class TrainingRecipe:
     text: Mapping[str, object]  # of model.text beside the path
     dit: Mapping[str, object] = field(default_factory=dict)  # of model.dit
     flow: Mapping[str, object] = field(default_factory=dict)  # of train.flow
-    fps: float | None = (
-        None  # of its clips (1/s); None: pictures, or clips of several rates, which the weights are told
-    )
+    fps: float | None = None  # of its clips (1/s); None: of pictures, or of several rates, which the weights get
 
 
 def shift_of(scheduler: Json) -> dict[str, object]:

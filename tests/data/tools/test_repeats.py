@@ -94,7 +94,7 @@ def test_a_line_for_each(tmp_path: Path) -> None:
 
 
 def test_what_beside_a_clip_is_not_read_is_named(tmp_path: Path) -> None:
-    """Of tables columns of words that nobody takes, and of shards members; numbers are there for filters."""
+    """Columns of words in tables, and members of shards, that nobody takes; numbers are there for filters."""
     (tmp_path / "a.mp4").write_bytes(clip())
     rows = [
         {"video": "a.mp4", "caption": "x", "short_caption": "y", "control_video": "d.mp4", "score": 3, "mask": ""},
