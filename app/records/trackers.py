@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -84,14 +85,25 @@ class TensorBoardTracker:
 
     def __init__(self, folder: Path, config: Mapping[str, object]) -> None:
         self._folder = folder / "events"
-        self._writer = self._open(None)
-        self._writer.add_text("report", str(folder / "report.html"))
+        self._writer: SummaryWriter | None = None
+        with self._taking() as writer:
+            writer.add_text("report", str(folder / "report.html"))
 
     def _open(self, purge_step: int | None) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter  # a second of imports, only where metrics are written
 
         self._wait_for_a_later_second()
         return SummaryWriter(str(self._folder), purge_step=purge_step, flush_secs=10)
+
+    @contextmanager
+    def _taking(self) -> Iterator[SummaryWriter]:
+        """What writes now. One that has failed, as on a full disk, takes nothing any more: its thread has ended."""
+        writer = self._writer = self._writer or self._open(None)
+        try:
+            yield writer
+        except Exception:
+            self._writer = None
+            raise
 
     def _wait_for_a_later_second(self) -> None:
         """TensorBoard reads files in the order of their names, which begin with the second they were opened in and end,
@@ -111,9 +123,10 @@ class TensorBoardTracker:
     def log(self, step: int, time: float, scalars: Scalars) -> None:
         values = list(scalars)
         many = sum(tag.startswith(_WORKERS) for tag, _ in values) > _CURVES_OF_WORKERS
-        for tag, value in values:
-            if not (many and step % _SELDOM and tag.startswith(_WORKERS)):
-                self._writer.add_scalar(tag, value, step, walltime=time)
+        with self._taking() as writer:
+            for tag, value in values:
+                if not (many and step % _SELDOM and tag.startswith(_WORKERS)):
+                    writer.add_scalar(tag, value, step, walltime=time)
 
     def show(self, step: int, time: float, samples: SampleFiles) -> None:
         import numpy as np
@@ -121,17 +134,20 @@ class TensorBoardTracker:
 
         with Image.open(samples.sheet) as sheet:
             pixels = np.asarray(sheet.convert("RGB"))
-        self._writer.add_image("samples", pixels, step, walltime=time, dataformats="HWC")
+        with self._taking() as writer:
+            writer.add_image("samples", pixels, step, walltime=time, dataformats="HWC")
 
     def alert(self, event: RunEvent) -> None:
         """TensorBoard calls nobody."""
 
     def forget(self, step: int) -> None:
-        self._writer.close()
+        self.close()
         self._writer = self._open(step)
 
     def close(self) -> None:
-        self._writer.close()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
 
 
 class WandbTracker:

@@ -118,6 +118,28 @@ def test_tensorboard_shows_the_sheet(tmp_path: Path) -> None:
         assert shown.step == 4 and np.array_equal(np.asarray(one), np.asarray(other.convert("RGB")))
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_goes_on_when_its_folder_is_back(tmp_path: Path) -> None:
+    """Its thread ends with the first write that fails, as on a full disk."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events, away = tmp_path / "events", tmp_path / "away"
+    tracker = TRACKERS["tensorboard"](tmp_path, {})
+    tracker.log(0, 0.0, [("loss", 1.0)])
+    while "loss" not in EventAccumulator(str(events)).Reload().Tags()["scalars"]:
+        time.sleep(0.1)
+    events.rename(away)
+    with pytest.raises(OSError):
+        while True:
+            tracker.log(1, 1.0, [("loss", 1.0)])
+            time.sleep(0.05)
+    away.rename(events)
+    tracker.log(2, 2.0, [("loss", 1.0)])
+    tracker.close()
+    assert [one.step for one in EventAccumulator(str(events)).Reload().Scalars("loss")] == [0, 2]
+
+
 def test_a_tracker_hears_of_events_at_which_somebody_should_look(spy: type[Spy], tmp_path: Path) -> None:
     with Recorder(tmp_path, config=RunConfig.from_yaml(f"{RUN}track: [wandb]\n")) as recorder:
         recorder.on_event(WorkerReady(worker="w0", node="n", pid=1, host="a"))
