@@ -19,12 +19,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import NotRequired, TextIO, TypedDict, final
+from typing import NotRequired, TypedDict, final
 
 from data.config import LimitsConfig
 from data.errors import DataError, DataIOError
+from ops.line_file import LineFile
 
 EARLIER = -1  # number of the draws that a token of version 0.1 counts without their sources
+_MOST_LATE = 1000  # lines of bad draws that wait for a disk that takes none; their clips train nothing meanwhile
 LEAST_IN_A_ROW = 20  # a source counts as gone after at least this many bad draws in a row, however small it is
 
 
@@ -278,7 +280,8 @@ class Ledger:
         self.bad_shards: set[str] = set()
         self.last: Fault | None = None
         self._lock = threading.Lock()
-        self._file: TextIO | None = None
+        self._file = LineFile(self.path) if self.path is not None else None
+        self._late: list[str] = []  # lines that the disk has not taken yet
 
     # totals
 
@@ -377,13 +380,15 @@ class Ledger:
             counts.skipped[fault.reason] += 1
             counts.bad_in_a_row += 1
             counts.last = self.last = fault
-            self._write(fault)
+            self._write(fault, most_late=_MOST_LATE)
 
     def deliver(self, count: int, source: int = 0) -> None:
         with self._lock:
             self.sources[source].delivered += count
             if count:
                 self.sources[source].bad_in_a_row = 0
+            if self._late:
+                self._list(_MOST_LATE)
 
     # answers
 
@@ -461,9 +466,8 @@ class Ledger:
 
     def close(self) -> None:
         with self._lock:
-            if self._file:
+            if self._file is not None:
                 self._file.close()
-                self._file = None
 
     # inside
 
@@ -497,17 +501,22 @@ class Ledger:
         if not self._resumed:
             self._write(fault)
 
-    def _write(self, fault: Fault) -> None:
-        if self.path is None:
+    def _write(self, fault: Fault, most_late: int = 0) -> None:
+        """A line of bad.jsonl. As many as `most_late` may wait for a disk that is full for a while."""
+        self._late.append(json.dumps(fault.to_json(), ensure_ascii=True))
+        self._list(most_late)
+
+    def _list(self, most_late: int) -> None:
+        if self._file is None:
+            self._late.clear()
             return
         try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(json.dumps(fault.to_json(), ensure_ascii=True) + "\n")
-            self._file.flush()
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file.add(self._late)
+            self._late.clear()
         except OSError as error:
-            self._file = None  # closing it would write its buffer, and fail again
+            if len(self._late) <= most_late:
+                return
             raise DataIOError(
                 f"the list of faults {self.path} cannot be written: {error}. Free space, or name another "
                 f"folder; no fault goes unlisted."

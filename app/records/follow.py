@@ -11,7 +11,8 @@ from typing import BinaryIO
 from actors.records.events import RunStarted, event_of
 from actors.records.metrics_line import metrics_of
 from app.records.progress import ProgressLine
-from app.records.tails import JsonObject, backwards, end_of_whole_lines, json_object, last_line, number_in
+from app.records.tails import JsonObject, backwards, json_object, last_line, number_in
+from ops.line_file import end_of_whole_lines
 
 log = logging.getLogger(__name__)
 

@@ -22,15 +22,16 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import IO, TypeGuard
+from typing import TypeGuard
 
 from actors.records.events import HeldOutMeasured, RunEvent, SamplesMade
 from actors.records.lines import line_of
 from actors.records.metrics_line import StepMetrics
 from app.records.alerts import ALERTS
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
-from app.records.tails import backwards, cut_torn_line, number_in
+from app.records.tails import backwards, number_in
 from app.records.trackers import SampleFiles, Trackers
+from ops.line_file import LineFile, cut_torn_line
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class StepFile:
         self._path, self._older, self._most_bytes = path, older, most_bytes
         found = (_last_step(file) for file in self._files)
         self.last = next((step for step in found if step >= 0), -1)  # -1 without one
-        self._open: IO[str] | None = None
+        self._lines = LineFile(path)
 
     @property
     def _files(self) -> tuple[Path, ...]:
@@ -89,21 +90,19 @@ class StepFile:
         return (self._path,) if self._older is None else (self._path, self._older)
 
     def write(self, step: int, line: Mapping[str, object]) -> None:
-        """The line of this step, in place of any that is there and of all later ones."""
+        """The line of this step, in place of any that is there and of all later ones. Raises OSError, and then has no
+        line of this step."""
         self.cut(step)
-        if self._open is None:
-            cut_torn_line(self._path)
-            self._open = self._path.open("a", encoding="utf-8")
+        self._lines.add([json.dumps(line)])
         self.last = step
-        self._open.write(json.dumps(line) + "\n")
-        self._open.flush()
-        if self._older is not None and self._path.stat().st_size > self._most_bytes:
+        if self._older is not None and self._lines.tell() > self._most_bytes:
             self.close()
             os.replace(self._path, self._older)
 
     def cut(self, step: int) -> None:
         """Drop the line of this step and all later ones."""
         if step <= self.last:
+            self._lines.close()
             cut_torn_line(self._path)
             for file in self._files:
                 if file.is_file():
@@ -111,9 +110,7 @@ class StepFile:
             self.last = step - 1
 
     def close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        self._lines.close()
 
 
 class Metrics:
@@ -131,14 +128,16 @@ class Metrics:
         take more than `workers_bytes` become OLDER_WORKERS, in the place of the ones before."""
         folder = self._folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / METRICS).touch()
+        if not (folder / METRICS).exists():
+            (folder / METRICS).touch()
         self._steps = StepFile(folder / METRICS)
         self._workers = StepFile(folder / WORKERS, older=folder / OLDER_WORKERS, most_bytes=workers_bytes)
         self._replaced_up_to = -1
         self._trackers = Trackers(track, folder, config)
 
     def step(self, record: StepMetrics) -> StepMetrics:
-        """Write one step. Returns the record as written: marked as recomputed if it replaces an earlier one."""
+        """Write one step. Returns the record as written: marked as recomputed if it replaces an earlier one. Raises
+        OSError where it has no line then, and may be written again."""
         if record.step <= (last := self._steps.last):
             self._replaced_up_to = max(self._replaced_up_to, last)
             self._trackers.forget(record.step)

@@ -6,34 +6,12 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+
+from ops.line_file import end_of_whole_lines
 
 JsonObject = dict[str, object]
 
 _CHUNK = 64 * 2**10
-
-
-def cut_torn_line(path: Path) -> None:
-    """Leave whole lines only: a killed writer may have left half of one. Nothing happens to what does not exist."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        size = file.seek(0, 2)
-        whole = end_of_whole_lines(file)
-        if whole < size:
-            file.truncate(whole)
-
-
-def end_of_whole_lines(file: BinaryIO) -> int:
-    """Offset after the last line break; 0 without one."""
-    end = file.seek(0, 2)
-    while end > 0:
-        start = max(0, end - _CHUNK)
-        file.seek(start)
-        if (found := file.read(end - start).rfind(b"\n")) >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def backwards(path: Path) -> Iterator[tuple[int, JsonObject]]:

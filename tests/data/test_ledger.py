@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.config import LimitsConfig
-from data.errors import DataError
+from data.errors import DataError, DataIOError
 from data.ledger import BadSample, Fault, Ledger, Reason, Severity
 
 SAMPLE = [reason for reason in Reason if reason.severity is Severity.SAMPLE]
@@ -143,6 +144,38 @@ def test_list_of_faults_has_a_line_for_each_and_is_not_repeated_on_resume(tmp_pa
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["reason"] for line in lines] == ["not_mp4", "link_member", "decode_error", "decode_error"]
     assert lines[0].keys() == {"shard", "key", "offset", "reason", "detail"}
+
+
+def test_bad_draws_on_a_disk_that_is_full_for_a_while_are_listed_later(tmp_path, monkeypatch):
+    write, full = os.write, [True]
+
+    def written(file, data):
+        if full:
+            raise OSError(28, "No space left on device")
+        return write(file, data)
+
+    monkeypatch.setattr("ops.line_file.os.write", written)
+    path = tmp_path / "bad.jsonl"
+    ledger = Ledger(path=path)
+    ledger.schedule(1002)
+    for draw in range(1000):
+        ledger.skip(fault(Reason.DECODE_ERROR, key=str(draw)))
+    with pytest.raises(DataIOError, match="no fault goes unlisted"):
+        ledger.skip(fault(Reason.DECODE_ERROR, key="1000"))
+    full.clear()
+    ledger.deliver(1)
+    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == [str(n) for n in range(1001)]
+
+
+def test_a_fault_of_the_index_on_a_full_disk_is_an_error_at_once(tmp_path, monkeypatch):
+    """Somebody has just started the run, and can answer it."""
+
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("ops.line_file.os.write", full)
+    with pytest.raises(DataIOError, match="Free space, or name another folder"):
+        Ledger(path=tmp_path / "bad.jsonl").record(fault(Reason.NOT_MP4))
 
 
 def test_rows_that_a_rule_left_out_may_have_lines_of_their_own(tmp_path):
