@@ -35,6 +35,8 @@ class BatchDecisions:
             ) from None
 
     def add(self, record: SizesRecord) -> None:
-        """Keep a decision for later steps than all before, on disk when this returns."""
-        self.records = [*self.records, record]
-        write_whole(self._path, json.dumps(self.records, indent=1), synced=True)
+        """Keep a decision for later steps than all before, on disk when this returns. Raises OSError; then it is not
+        kept."""
+        records = [*self.records, record]
+        write_whole(self._path, json.dumps(records, indent=1), synced=True)
+        self.records = records

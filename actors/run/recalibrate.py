@@ -109,7 +109,11 @@ class Recalibration:
             record: SizesRecord = BatchSizes(
                 from_step=from_step, sizes={b: best.get(b, n) for b, n in now.items()}
             ).to_json()
-            self.decisions.add(record)  # before anything depends on it
+            try:
+                self.decisions.add(record)  # before anything depends on it
+            except OSError as error:  # the sizes stay as they are until the next look
+                log.warning("other batch sizes cannot be kept, so none are used: %s", error)
+                return
             self.source.resize(record)
         self.events.tell(
             BatchesResized(

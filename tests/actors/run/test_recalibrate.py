@@ -86,6 +86,25 @@ def test_sizes_change_once_at_a_boundary_when_measured_costs_have_moved_them(tmp
     assert asked.questions == 4  # at 9, 19, 29, 39
 
 
+def test_a_decision_that_a_full_disk_does_not_keep_is_made_at_the_next_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Asked({IMAGE: 20, CLIP: 6})
+    found = loop(asked, tmp_path)
+
+    def full(*given: Any, **named: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("actors.feed.decisions.write_whole", full)
+        steps(found, asked, 12)
+    assert asked.questions == 1 and asked.resized == [] == asked.events
+    for step in range(12, 25):
+        asked.next_unasked = step + 3
+        found.collected(step)
+    assert [one["from"] for one in asked.resized] == [23] and len(asked.events) == 1
+
+
 def test_a_resume_follows_what_was_decided_and_asks_again_only_for_later_steps(tmp_path: Path) -> None:
     first = Asked({IMAGE: 20, CLIP: 6})
     steps(loop(first, tmp_path), first, 20)
