@@ -35,7 +35,10 @@ class Exit(IntEnum):
 class Listener(Protocol):
     """What a run calls when something happens; the application writes files, the tests collect."""
 
-    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None: ...
+    def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
+        """Raises NotRecorded where the step has no line then, and the same call may succeed later."""
+        ...
+
     def on_event(self, event: RunEvent) -> None: ...
     def on_checkpoint(self, folder: Path, step: int) -> None: ...
     def newest_line(self) -> tuple[int, int] | None:
@@ -102,6 +105,10 @@ class StopRun(RuntimeError):
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.reason)
         self.outcome = outcome
+
+
+class NotRecorded(RuntimeError):
+    """The run's files take nothing now, for a reason that may pass: its cause is the OSError."""
 
 
 class Superseded(RuntimeError):

@@ -49,6 +49,7 @@ class MonitorReport:
     now: float = 0.0  # on the same clock as `seen`
     generation: int = -1  # the newest one announced
     life: str = ""  # changes when the monitor was started anew
+    trouble: str = ""  # what the run waits for and a person can help with, where its files cannot say it
 
 
 class MonitorHandle(Protocol):
@@ -69,6 +70,8 @@ class MonitorHandle(Protocol):
     @property
     def stopped(self) -> Method[[], None]: ...
     @property
+    def say(self) -> Method[[str], None]: ...
+    @property
     def beat(self) -> Method[[Progress], Orders]: ...
     @property
     def stack(self) -> Method[[str, str], None]: ...
@@ -85,6 +88,7 @@ class Monitor:
         self._wishes = OperatorRequests()
         self._dump: set[str] = set()
         self._stacks: dict[str, str] = {}
+        self._trouble = ""
 
     def beat(self, progress: Progress) -> Orders:
         """Called by a worker's heartbeat thread."""
@@ -107,7 +111,7 @@ class Monitor:
     def begin(self) -> MonitorReport:
         """Called by a controller that takes the run over. Its workers are new and may have the names of earlier ones,
         whose heartbeats and leaves are dropped. A requested size and a requested stop stay."""
-        self._seen, self._gone, self._stacks, self._dump = {}, set(), {}, set()
+        self._seen, self._gone, self._stacks, self._dump, self._trouble = {}, set(), {}, set(), ""
         self._wishes = replace(self._wishes, drain=())
         return self.report()
 
@@ -120,6 +124,7 @@ class Monitor:
             now=time.monotonic(),
             generation=self._generation,
             life=self._life,
+            trouble=self._trouble,
         )
 
     def collect(self) -> MonitorReport:
@@ -160,6 +165,14 @@ class Monitor:
     def stopped(self) -> None:
         """Called by the controller at its end: the request to stop is met, the next controller goes on."""
         self._wishes = replace(self._wishes, stop="")
+
+    def say(self, trouble: str) -> None:
+        """Called by the controller: what the run waits for; "": for nothing any more."""
+        self._trouble = trouble
+
+    def trouble(self) -> str:
+        """What the controller said last, for whoever shows the run to a person."""
+        return self._trouble
 
     def ping(self) -> bool:
         return True

@@ -573,6 +573,31 @@ class CommitSlow(RunEvent, event="keepers_slow"):
         return f"step {self.step} has waited for {self.seconds:.0f} s to be held by its keepers"
 
 
+class StorageAwaited(RunEvent, event="storage_wait", disturbs=True):
+    """A finished step cannot be recorded, as the run's files take nothing: no further step is begun until they do."""
+
+    step: int
+    why: str
+    seconds: float  # until now
+    longest_s: float
+
+    def describe(self) -> str:
+        since = f", for {self.seconds:.0f} s by now" if self.seconds else ""
+        return (
+            f"step {self.step} waits to be recorded{since}: {self.why}. Training goes on by itself as soon as it can "
+            f"be; after {self.longest_s / 3600:g} h the run ends"
+        )
+
+
+class StorageBack(RunEvent, event="storage_back"):
+    """The run's files can be written again."""
+
+    seconds: float
+
+    def describe(self) -> str:
+        return f"the run's files can be written again, after {self.seconds:.0f} s"
+
+
 class KeepersRepaired(RunEvent, event="keepers_repaired"):
     """Keepers are replaced once more since the last commit."""
 

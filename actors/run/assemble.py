@@ -164,6 +164,7 @@ def put_together(
         source=source,
         relays=relays,
         patience_s=config.snapshot.patience_s,
+        say=monitor.say.remote,
     )
     turns = AsideTurns(asides or NoAsides(), events.tell)
     forming = Forming(

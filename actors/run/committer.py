@@ -2,6 +2,9 @@
 
 Then its metrics are written, the keepers let older states go, the feeder lets its pixels go. Once per step and in
 order; what fails before that is computed again.
+
+Where the run's files take nothing for a while, as on a full disk, a step stays finished and is recorded later.
+Meanwhile no step is begun beside those under way, and a new generation goes on from the last step that counts.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import ray
@@ -17,9 +20,11 @@ import ray
 from actors.feed.step_source import StepSource
 from actors.held_state import Snapshot
 from actors.letters import Failures, RelayFinder
-from actors.outcome import Events, Listener, Outcome
+from actors.outcome import Events, Listener, NotRecorded, Outcome
 from actors.ray_calls import GONE, get, get_all, wait
-from actors.records.events import CommitSlow, FeederLost
+from actors.records.events import CommitSlow, FeederLost, StorageAwaited, StorageBack
+from actors.records.metrics_line import StepMetrics
+from actors.records.span_record import SpanRecord
 from actors.refs import Ref
 from actors.run.step_metrics import StepAccount
 from actors.state.recovery import CommitLog, Recovery
@@ -31,6 +36,9 @@ log = logging.getLogger(__name__)
 _SETTLE_S = 0.2  # at a time; in between keepers that are gone or silent are replaced
 _SLOW_S = 30.0  # a keeper that takes longer is reported
 _ANSWER_S = 30.0  # of an acknowledgement that has come
+_RECORD_S = 1.0  # between two tries to record a step
+_TOLD_S = 600.0  # an alert on an event lasts 15 minutes
+_LONGEST_S = 12 * 3600.0  # a night, in which somebody makes room; workers that wait for longer serve nobody
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,10 +49,20 @@ class UncommittedStep:
     copying: dict[Ref[None], str]  # with the worker that copies
     waiting: list[Ref[bool]]
     since: float  # monotonic seconds; when these answers were asked for
+    records: tuple[StepMetrics, list[SpanRecord]] | None = None  # once it is held; those of a step are made once
 
     @property
     def step(self) -> int:
         return self.collected.running.step
+
+
+@dataclass(kw_only=True, slots=True)
+class StorageWait:
+    """The run's files take nothing. All in monotonic seconds."""
+
+    since: float
+    tried: float = 0.0
+    told: float = -_TOLD_S
 
 
 @dataclass(kw_only=True)
@@ -63,13 +81,22 @@ class Committer:
     source: StepSource
     relays: RelayFinder | None = None  # by which keepers are called; None: each by itself
     patience_s: float = 60.0  # a keeper that has not taken a shard for longer is replaced
+    say: Callable[[str], object] = lambda trouble: None  # where people ask what the run waits for; "": for nothing
     committed: int = -1  # the newest committed step, -1 before the first
     _open: deque[UncommittedStep] = field(default_factory=deque)  # finished and not committed yet, oldest first
     _slow: int = -1  # the newest step of which an event said that its keepers are slow
+    _storage: StorageWait | None = None
+
+    @property
+    def awaits_storage(self) -> bool:
+        """Whether a step is held and cannot be recorded now."""
+        return self._storage is not None
 
     @property
     def log(self) -> CommitLog:
-        """How far the run is by now."""
+        """How far the run is by now. Steps that cannot be recorded count no more than those that were never run."""
+        if self.awaits_storage:
+            return CommitLog(committed=self.committed)
         return CommitLog(committed=self.committed, finished=tuple(one.collected for one in self._open))
 
     @property
@@ -91,9 +118,12 @@ class Committer:
         while self._open:
             oldest = self._open[0]
             stuck = self._look(oldest, timeout_s)
-            if oldest.copying or oldest.waiting:
+            if oldest.copying or oldest.waiting or self._rests(timeout_s):
                 break
-            self._commit(oldest.collected, None if quiet else self.relays)
+            try:
+                self._commit(oldest.collected, None if quiet else self.relays)
+            except NotRecorded:
+                break
         stuck = stuck or self.state.lost_keepers()
         if stuck is not None and world:
             held = self.state.repair_keepers(stuck, world, quiet, self.log, self._shards())
@@ -109,19 +139,24 @@ class Committer:
         except GenerationLost as lost:
             log.warning("uncommitted steps are left to what others hold: %s", lost)
 
-    def go_on_from(self, recovery: Recovery, apart: tuple[str, ...] = ()) -> None:
-        """A generation starts from this state: what it makes safe is committed, later steps are computed again.
+    def go_on_from(self, recovery: Recovery, apart: tuple[str, ...] = ()) -> Recovery:
+        """A generation starts from this state: what it makes safe is committed, later steps are computed again. Returns
+        the state that it starts from: an earlier one where what this one makes safe cannot be recorded.
 
         Nodes that are `apart` from those of the generation decode nothing for it: neither could the pixels be fetched
         from there, nor would Ray say so."""
         before, elsewhere = self.committed, apart != self.source.avoid
         self.source.avoid = apart
-        for done in recovery.newly_safe:
-            self._commit(done)
+        try:
+            for done in recovery.newly_safe:
+                self._commit(done)
+        except NotRecorded:
+            recovery = self.state.recover(self.log)
         self.restart(recovery.step)
         self.state.forget_first()
         if self.committed < before or elsewhere:
             self._open_data()
+        return recovery
 
     def commit_until(self, saved: int) -> None:
         """The state after step `saved` is on disk, where no keeper is needed: all steps up to it count."""
@@ -179,18 +214,57 @@ class Committer:
 
     def _commit(self, done: CollectedStep, relays: RelayFinder | None = None) -> None:
         """The oldest finished step is safe: it counts once its metrics are written. Keepers learn of it through
-        `relays`, unless the generation may end next: they refuse what arrives after the next one has begun."""
-        step, oldest = done.running.step, self._open[0].step
-        assert step == oldest, f"step {step} is committed before step {oldest}"
-        metrics, timeline = self.account.records(done)
+        `relays`, unless the generation may end next: they refuse what arrives after the next one has begun. Raises
+        NotRecorded where it may be written later, and what the listener raises else, also once that was too late."""
+        step, oldest = done.running.step, self._open[0]
+        assert step == oldest.step, f"step {step} is committed before step {oldest.step}"
+        oldest.records = oldest.records or self.account.records(done)
         try:
-            self.listener.on_step(metrics, timeline, done.running.assignment)
+            self.listener.on_step(*oldest.records, done.running.assignment)
+        except NotRecorded as error:
+            self._await_storage(step, error)
+            raise
         except Exception:
             self.restart(step - 1)  # without its line it is computed again; keepers hold that one
             raise
+        self._has_storage()
         self._open.popleft()
         self.committed = step
         self.state.after_commit(done, self.source.release(step), relays)
+
+    def _rests(self, timeout_s: float) -> bool:
+        """Whether it is too early for another try to record a step; waits for that, at most `timeout_s`."""
+        if self._storage is None:
+            return False
+        left = self._storage.tried + _RECORD_S - time.monotonic()
+        if left > 0:
+            time.sleep(min(left, timeout_s))
+        return left > timeout_s
+
+    def _await_storage(self, step: int, error: NotRecorded) -> None:
+        """This step is held, and the run's files do not take its line. Raises what they raise when that has lasted too
+        long."""
+        now = time.monotonic()
+        wait = self._storage = self._storage or StorageWait(since=now)
+        wait.tried = now
+        if now - wait.since > _LONGEST_S:
+            self.restart(step - 1)
+            assert error.__cause__ is not None, "NotRecorded says what has failed"
+            raise error.__cause__
+        if now - wait.told >= _TOLD_S:
+            wait.told = now
+            waited_s = round(now - wait.since, 1)
+            awaited = StorageAwaited(step=step, why=str(error), seconds=waited_s, longest_s=_LONGEST_S)
+            log.warning("%s", awaited.describe())
+            self.events.tell(awaited)
+            self.say(awaited.describe())
+
+    def _has_storage(self) -> None:
+        """A step was recorded."""
+        if self._storage is not None:
+            seconds, self._storage = time.monotonic() - self._storage.since, None
+            self.events.tell(StorageBack(seconds=round(seconds, 1)))
+            self.say("")
 
     def _shards(self) -> list[Snapshot]:
         """Snapshots of steps whose state is all there: a keeper takes one that a device still copies for whole."""

@@ -174,7 +174,8 @@ class Controller:
             self._stop_by = now + max([least, *(step.patience.limit_s for step in running)])
         # What runs is finished and committed first, if that does not take too long.
         runner = self.generations.runner
-        quiet = (runner is None or not runner.running) and not self.committer.num_open
+        settled = self.committer.awaits_storage or not self.committer.num_open
+        quiet = (runner is None or not runner.running) and settled
         if self._stop_by and (quiet or now > self._stop_by):
             raise StopRun(self.committer.outcome(Exit.RESUMABLE, self.lookout.stop))
         if self.lookout.hopeless and len(self.generations.view.members) < self.config.workers.min:
@@ -293,8 +294,10 @@ class Controller:
             runner.count_on(speed)
 
     def _at_boundary(self, runner: StepRunner) -> None:
-        """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change."""
-        if runner.at_end or self._stop_by or not self.generations.view.change_pending:
+        """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change. Not while
+        steps cannot be recorded: another generation would compute them again."""
+        waits = runner.at_end or self._stop_by or self.committer.awaits_storage
+        if waits or not self.generations.view.change_pending:
             self.committer.settle(runner.world, quiet=True, timeout_s=self.look_pace.least_s)
         else:
             self.generations.observe(Boundary(step=runner.next_step - 1))

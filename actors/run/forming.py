@@ -72,10 +72,9 @@ class Forming:
         infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.state.recover(self.committer.log)
+        recovery = self.committer.go_on_from(self.committer.state.recover(self.committer.log), decision.apart)
         if recovery.origin is None:
             self._refuse(first_disagreement(infos))
-        self.committer.go_on_from(recovery, decision.apart)
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:
             self.shortage.begin(infos, fresh)

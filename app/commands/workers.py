@@ -31,6 +31,8 @@ def list_workers(run: Run) -> None:
     report = answer(run, monitor(run).report.remote())
     warn_if_quiet(run, report)
     print(f"generation {report.generation}" if report.generation >= 0 else "no generation yet")
+    if report.trouble:
+        print(report.trouble)
     for name, seen in sorted(report.seen.items()):
         progress, age = seen.progress, report.now - seen.at
         leaving = "  leaving" if progress.leaving or name in report.wishes.drain else ""

@@ -21,6 +21,7 @@ from actors.records.events import (
     SnapshotsFailed,
     StepSkipped,
     StepsLost,
+    StorageAwaited,
     WorkersAwaited,
     WorkersLeftOut,
 )
@@ -33,6 +34,7 @@ ALERTS: tuple[type[RunEvent], ...] = (
     LinkSlow,
     ClusterRefused,
     DecodingAwaited,
+    StorageAwaited,
     StepSkipped,
     StepsLost,
     MemoryShort,

@@ -1,5 +1,5 @@
 """What the process that starts a run says while it hears nothing of the controller: that Ray has not started it, or has
-lost its node. Ray itself says neither, and waits for minutes."""
+lost its node, of which Ray itself says neither, and waits for minutes; or that the run's files take nothing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,18 @@ _LOOK_S = 2.0
 
 
 class ControllerWatch:
-    """`look` says each thing once. `nodes` are those of the cluster."""
+    """`look` says each thing once. `nodes` are those of the cluster, `trouble` what the controller says to whoever asks
+    its monitor; "": nothing."""
 
-    def __init__(self, folder: Path, nodes: Callable[[], Sequence[RayNode]], tell: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Callable[[], Sequence[RayNode]],
+        trouble: Callable[[], str],
+        tell: Callable[[str], None],
+    ) -> None:
         self._lock, self._nodes, self._tell = lock_path(folder, CONTROLLER), nodes, tell
+        self._trouble = trouble
         self.since = time.monotonic()
         self._seen: Stamp | None = None
         self._told: set[str] = set()
@@ -47,6 +55,8 @@ class ControllerWatch:
         there = [node["Alive"] for node in self._nodes() if node["NodeManagerHostname"] == self._seen.host]
         if there and not any(there):
             self._once(f"{self._seen.host} {self._seen.pid}", partial(_lost, self._seen.host))
+        elif trouble := self._trouble():
+            self._once(trouble, lambda: trouble)
 
     def _once(self, what: str, words: Callable[[], str]) -> None:
         if what not in self._told:

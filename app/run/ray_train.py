@@ -25,6 +25,7 @@ from app.records.tails import last_line
 from app.run.cluster import RayGone, wait_while_ray_lives
 from app.run.controller_process import ControllerStart, controller_loop, runtime_config
 from app.run.controller_watch import ControllerWatch
+from app.run.operator import monitor_of
 from app.run.outcomes import EndedRun, has_ended, read_outcome
 from app.run.signals import RunSignals
 from app.settings.config import RunConfig
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
+_ANSWER_S = 10.0  # of the run's monitor
 CONTROLLERS = 10  # that Ray Train starts in the place of others
 R = TypeVar("R")
 
@@ -144,13 +146,22 @@ def _fit(
                 result.set_exception(error)
 
     threading.Thread(target=fit, name="ray-train", daemon=True).start()
-    ControllerWatch(folder, nodes, note).start(result.done)
+    ControllerWatch(folder, nodes, lambda: _trouble(folder), note).start(result.done)
     wait_while_ray_lives(result, lambda: has_ended(folder, token))
     if result.cancel():  # whoever asks Ray until it is there ends as well
         log.warning("the run has ended, and Ray Train is not waited for any longer")
         return None
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None
+
+
+def _trouble(folder: Path) -> str:
+    """What the controller says where it can write no event. Raises LookupError, and what Ray raises."""
+    from actors.ray_calls import get
+
+    if not (folder / "run_id").is_file():  # which the controller makes
+        return ""
+    return get(monitor_of(folder).trouble.remote(), timeout=_ANSWER_S)
 
 
 def fitted(fit: Callable[[int], R], folder: Path, note: Callable[[str], None]) -> R:

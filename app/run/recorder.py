@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
+from actors.outcome import NotRecorded
 from actors.records.events import HeldOutMeasured, RunEvent, RunFinished, SamplesMade, SettingsChanged
 from actors.records.metrics_line import StepMetrics
 from actors.records.plan_record import PlanRecord
 from actors.records.span_record import SpanRecord, lines_of
 from actors.step import StepAssignment
 from app.records.rundir import OLDER_TIMELINE, TIMELINE
-from app.records.tails import cut_torn_line
 from app.run.asides import RunAsides
 from app.run.train_reports import TrainReports
 from app.settings.config import RunConfig
 from app.settings.run_folder import save_config
+from ops.line_file import LineFile
 from ops.typed import as_plain
 
 log = logging.getLogger(__name__)
 
 _TIMELINE_BYTES = 128 * 2**20
 _PLANS = 1000
+_EVENTS = 10_000  # that wait to be written; of more the newest
+# What may pass: a disk is full, or has become read-only; a file server does not answer, or has forgotten this client.
+_PASSING = frozenset(
+    (
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+    )
+)
 
 
 class Recorder:
-    """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole."""
+    """The controller's listener. Plans and timeline are bounded, metrics.jsonl and events.jsonl are whole: where the
+    disk takes nothing for a while, a step raises NotRecorded and is tried again, and events wait in memory."""
 
     def __init__(
         self,
@@ -60,14 +78,18 @@ class Recorder:
             self._metrics = Metrics(run_dir)
         else:
             self._metrics = Metrics(run_dir, track=config.track, config=as_plain(config))
-        self._timeline = _appending(run_dir / TIMELINE)
-        self._events = _appending(run_dir / "events.jsonl")
-        (run_dir / "plans").mkdir(exist_ok=True)
+        self._timeline, self._events = LineFile(run_dir / TIMELINE), LineFile(run_dir / "events.jsonl")
+        self._unwritten: deque[str] = deque(maxlen=_EVENTS)  # events
+        self._timed: StepMetrics | None = None  # the newest step that is in the timeline
 
     def __enter__(self) -> Recorder:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with suppress(OSError):
+            self._write_events()
+        if self._unwritten:
+            log.warning("%d events were not written, the last one: %s", len(self._unwritten), self._unwritten[-1])
         for part in (self._asides, self._metrics, self._timeline, self._events, self._reports):
             if part is None:
                 continue
@@ -78,22 +100,28 @@ class Recorder:
 
     def on_step(self, metrics: StepMetrics, timeline: Sequence[SpanRecord], plan: StepAssignment) -> None:
         self._guard()
-        self._save_settings()
-        self._write_plan(metrics.step, plan)
-        self._timeline.writelines(f"{json.dumps(line)}\n" for line in lines_of(timeline))
-        self._timeline.flush()
-        if self._timeline.tell() > self._timeline_bytes:
-            self._timeline.close()
-            os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
-            self._timeline = _appending(self._run_dir / TIMELINE)
-        self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
+        with _told(self._run_dir):
+            self._write_events()
+            self._save_settings()
+            self._write_plan(metrics.step, plan)
+            self._write_timeline(metrics, timeline)
+            self._metrics.step(metrics)  # at last: with this line the step counts, and keepers hear of it next
 
     def newest_line(self) -> tuple[int, int] | None:
         return self._metrics.newest_line()
 
+    def _write_timeline(self, metrics: StepMetrics, timeline: Sequence[SpanRecord]) -> None:
+        if metrics is not self._timed:
+            self._timeline.add(json.dumps(line) for line in lines_of(timeline))
+            self._timed = metrics
+        if self._timeline.tell() > self._timeline_bytes:
+            self._timeline.close()
+            os.replace(self._run_dir / TIMELINE, self._run_dir / OLDER_TIMELINE)
+
     def _write_plan(self, step: int, plan: StepAssignment) -> None:
         """Keep the newest plans and a few of the older ones, since a run may take millions of steps."""
         folder = self._run_dir / "plans"
+        folder.mkdir(exist_ok=True)
         record = PlanRecord.of(plan.step, plan.cascades, plan.planning_s)
         (folder / f"step-{step}.json").write_text(json.dumps(record.line()), encoding="utf-8")
         if (old := step - self._plans) % self._plans:
@@ -102,14 +130,15 @@ class Recorder:
     def _save_settings(self) -> None:
         """The settings of this start become the run's: a start that was refused before it got here has changed
         nothing."""
-        config, self._unsaved = self._unsaved, None
-        if config is not None and save_config(config, self._run_dir) and self._changes:
+        if self._unsaved is not None and save_config(self._unsaved, self._run_dir) and self._changes:
             self._write_event(SettingsChanged(time=time.time(), settings=self._changes))
+        self._unsaved = None
 
     def on_event(self, event: RunEvent) -> None:
         self._guard()
         if isinstance(event, RunFinished):
-            self._save_settings()  # a resume that had nothing left to do
+            with suppress(NotRecorded), _told(self._run_dir):
+                self._save_settings()  # a resume that had nothing left to do
         self._write_event(event)
         self._metrics.event(event)
         if isinstance(event, HeldOutMeasured):
@@ -118,8 +147,19 @@ class Recorder:
             self._metrics.samples(event)
 
     def _write_event(self, event: RunEvent) -> None:
-        self._events.write(json.dumps(event.line(), default=str) + "\n")
-        self._events.flush()
+        """Or keep it for later: no event is a reason to end a run, and the next step cannot be recorded either."""
+        self._unwritten.append(json.dumps(event.line(), default=str))
+        try:
+            self._write_events()
+        except OSError as error:
+            if error.errno not in _PASSING:
+                raise
+            log.warning("an event waits to be written: %s", error)
+
+    def _write_events(self) -> None:
+        if self._unwritten:
+            self._events.add(self._unwritten)
+            self._unwritten.clear()
 
     def on_checkpoint(self, folder: Path, step: int) -> None:
         if self._asides is None:
@@ -129,7 +169,12 @@ class Recorder:
             self.on_event(replace(event, time=time.time()))
 
 
-def _appending(path: Path) -> IO[str]:
-    """Open a JSON-lines file after its last whole line: a killed writer may have left half of one."""
-    cut_torn_line(path)
-    return path.open("a", encoding="utf-8")
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Raises NotRecorded for what may pass."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _PASSING:
+            raise
+        raise NotRecorded(f"{error.strerror or error}: {error.filename or folder}") from error

@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_controller_that_ray_does_not_start_is_said_once_with_the_addresses_of_the_nodes(folder: Path) -> None:
     told: list[str] = []
     nodes = [node("host1", "10.99.0.1"), node("host2", "10.77.0.2"), node("host3", "10.77.0.3", alive=False)]
-    watch = ControllerWatch(folder, lambda: nodes, told.append)
+    watch = ControllerWatch(folder, lambda: nodes, lambda: "", told.append)
     began = watch.since
     watch.look(began + 29.0)
     assert told == []
@@ -48,10 +48,20 @@ def test_a_controller_that_ray_does_not_start_is_said_once_with_the_addresses_of
     assert "--node-ip-address" in said and "host3" not in said
 
 
+def test_what_the_controller_cannot_write_is_said_once_as_its_monitor_has_it(folder: Path) -> None:
+    told: list[str] = []
+    trouble = ["", "no room", "no room", "", "no room, for 600 s by now"]
+    watch = ControllerWatch(folder, lambda: [node("host1", "10.77.0.1")], lambda: trouble.pop(0), told.append)
+    begins_on("host1", folder)
+    for _ in range(5):
+        watch.look(watch.since)
+    assert told == ["no room", "no room, for 600 s by now"]
+
+
 def test_a_controller_whose_node_is_gone_is_said_once_and_so_is_its_successor(folder: Path) -> None:
     told: list[str] = []
     nodes = [node("host1", "10.77.0.1"), node("host2", "10.77.0.2")]
-    watch = ControllerWatch(folder, lambda: nodes, told.append)
+    watch = ControllerWatch(folder, lambda: nodes, lambda: "", told.append)
     begins_on("host2", folder)
     watch.look(watch.since + 600.0)
     assert told == []

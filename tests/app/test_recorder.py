@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import ray.train
 
+from actors.outcome import NotRecorded
 from actors.plan.types import StepPlan
 from actors.records.events import RunFinished, SettingsChanged, WorkersAwaited
 from actors.records.metrics_line import metrics_of
@@ -43,6 +47,100 @@ def test_the_timeline_keeps_its_newest_part(tmp_path: Path) -> None:
     steps = [span.step for span in run.spans()]
     assert steps == list(range(steps[0], 40)) and 9 < len(steps) < 30
     assert run.metrics().count() == 40
+
+
+class Storage:
+    """The disk below a folder, of which writes and new files fail while `refuses` is an error's number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.refuses = 0
+        self.only = ""  # part of a path; "": all of them
+        write, write_text = os.write, Path.write_text
+
+        def written(file: int, data: memoryview) -> int:
+            self._check(os.readlink(f"/proc/self/fd/{file}"))
+            return write(file, data)
+
+        def text_written(path: Path, text: str, encoding: str | None = None) -> int:
+            self._check(str(path))
+            return write_text(path, text, encoding=encoding)
+
+        monkeypatch.setattr("ops.line_file.os.write", written)
+        monkeypatch.setattr(Path, "write_text", text_written)
+
+    def _check(self, path: str) -> None:
+        if self.refuses and self.only in path:
+            raise OSError(self.refuses, os.strerror(self.refuses), path)
+
+
+@pytest.fixture
+def storage(monkeypatch: pytest.MonkeyPatch) -> Storage:
+    return Storage(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("number", "only"),
+    [
+        *((errno.ENOSPC, only) for only in ("plans/", "timeline.jsonl", "workers.jsonl", "metrics.jsonl", "")),
+        *((number, "") for number in (errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)),
+    ],
+)
+def test_a_step_that_the_disk_refuses_is_recorded_once_by_a_later_try(
+    tmp_path: Path, storage: Storage, number: int, only: str
+) -> None:
+    steps = [metrics_of({"step": step, "loss": 1.0, "mfu_by_worker": {"w0": 0.5}}) for step in range(3)]
+    spans = [span_of({"step": 1, "name": "x"})]
+    with Recorder(tmp_path) as writer:
+        writer.on_step(steps[0], spans, plan())
+        storage.refuses, storage.only = number, only
+        for _ in range(3):
+            with pytest.raises(NotRecorded, match=os.strerror(number)):
+                writer.on_step(steps[1], spans, plan())
+            assert writer.newest_line() == (0, 0), "it does not count"
+        storage.refuses = 0
+        writer.on_step(steps[1], spans, plan())
+        writer.on_step(steps[2], spans, plan())
+    run = RunDir(tmp_path)
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1, 2] == list(run.plans())
+    assert [line["step"] for line in lines(tmp_path / "workers.jsonl")] == [0, 1, 2]
+    assert len(list(run.spans())) == 3 and not any("recomputed" in line for line in lines(tmp_path / "metrics.jsonl"))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_events_that_the_disk_refuses_come_before_the_next_step(tmp_path: Path, storage: Storage) -> None:
+    with Recorder(tmp_path) as writer:
+        storage.refuses = errno.ENOSPC
+        for number in range(3):
+            writer.on_event(WorkersAwaited(time=1.0 + number, detail="0 of 1"))
+        with pytest.raises(NotRecorded):
+            writer.on_step(metrics_of({"step": 0}), [], plan())
+        storage.refuses, storage.only = errno.ENOSPC, "events.jsonl"
+        with pytest.raises(NotRecorded):
+            writer.on_step(metrics_of({"step": 0}), [], plan())
+        storage.refuses = 0
+        writer.on_step(metrics_of({"step": 0}), [], plan())
+    assert [event.time for event in RunDir(tmp_path).events()] == [1.0, 2.0, 3.0]
+
+
+def test_the_last_events_are_written_with_the_end(tmp_path: Path, storage: Storage) -> None:
+    with Recorder(tmp_path) as writer:
+        storage.refuses = errno.ENOSPC
+        writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
+        storage.refuses = 0
+    assert len(list(RunDir(tmp_path).events())) == 1
+
+
+def test_a_folder_that_is_gone_ends_a_run(tmp_path: Path, storage: Storage) -> None:
+    """It does not come back by itself."""
+    with Recorder(tmp_path) as writer:
+        storage.refuses = errno.EACCES
+        with pytest.raises(PermissionError):
+            writer.on_event(WorkersAwaited(time=1.0, detail="0 of 1"))
+        with pytest.raises(PermissionError):
+            writer.on_step(metrics_of({"step": 0}), [], plan())
 
 
 @pytest.fixture

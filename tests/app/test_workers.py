@@ -118,6 +118,21 @@ def test_a_run_that_loads_has_neither_generation_nor_step(tmp_path: Path, capsys
     assert "step -  " in second and "loading for " in second
 
 
+@pytest.mark.usefixtures("live_run")
+def test_list_shows_what_a_run_waits_for_that_cannot_write_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from actors.pool.workers import start_monitor
+
+    monitor = start_monitor(run_id(tmp_path))
+    ray.get(monitor.say.remote("step 7 waits to be recorded"))
+    list_workers(tmp_path)
+    assert capsys.readouterr().out.splitlines()[1] == "step 7 waits to be recorded"
+    ray.get(monitor.begin.remote())
+    assert ray.get(monitor.trouble.remote()) == "", "another controller may have another disk"
+    ray.kill(monitor)
+
+
 @pytest.mark.parametrize("outcome", ["", "finished after 9 steps"])
 def test_a_monitor_that_ends_before_it_answers_is_one_sentence(
     live_run: tuple[Path, Any], tmp_path: Path, outcome: str

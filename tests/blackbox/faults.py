@@ -287,11 +287,14 @@ def _old_checkpoint_away(scene: Scene) -> str:
 
 
 def _disk_full(scene: Scene) -> str:
+    """To the end: of two finished steps none is recorded."""
     if not scene.whole_disk:
         return ""
     full = damage.Full(scene.run.folder.parent)
     scene.undo.append(full.back)
-    return "the disk is full"
+    time.sleep(scene.rng.uniform(0.2, 10.0))
+    scene.run.signal(signal.SIGTERM)
+    return "the disk is full, and SIGTERM"
 
 
 def _folder_locked(scene: Scene) -> str:
@@ -303,13 +306,14 @@ def _folder_locked(scene: Scene) -> str:
     return "the run's folder cannot be written"
 
 
-def _disk_full_briefly(scene: Scene) -> str:
+def _disk_full_for_a_while(scene: Scene) -> str:
     if not scene.whole_disk:
         return ""
     full = damage.Full(scene.run.folder.parent)
-    time.sleep(scene.rng.uniform(0.2, 3.0))
+    seconds = scene.rng.choice((scene.rng.uniform(0.2, 3.0), scene.rng.uniform(3.0, 20.0)))
+    time.sleep(seconds)
     full.back()
-    return "the disk was full for a moment"
+    return f"the disk was full for {seconds:.1f} s"
 
 
 # Ends ---------------------------------------------------------------------------------------------------------------
@@ -521,7 +525,7 @@ LIVE: tuple[Fault, ...] = (
     _live("cache removed", _cache_removed),
     _live("cache locked", _cache_locked),
     _live("old checkpoint removed", _old_checkpoint_away),
-    _live("disk full for a moment", _disk_full_briefly, may_end=(FAILURE,), may_roll_back=True),
+    _live("disk full for a while", _disk_full_for_a_while),
     _live("shard gone", _shard_away, may_end=(FAILURE, DATA), keeps_last=True, heal_first=True),
 )
 
@@ -541,7 +545,7 @@ ENDS: tuple[Fault, ...] = (
     _live("terminate raylet", _signalled("raylet", _TERM), may_end=(FAILURE, RESUMABLE)),
     _live("kill gcs", _signalled("gcs", _KILL), may_end=(FAILURE,)),
     _live("kill train_controller", _signalled("train_controller", _KILL), may_end=(FAILURE,), keeps_last=True),
-    _live("disk full", _disk_full, may_end=(FAILURE,)),
+    _live("disk full to the end", _disk_full, may_end=(RESUMABLE,)),
     _live("folder locked", _folder_locked, may_end=(FAILURE,)),
 )
 

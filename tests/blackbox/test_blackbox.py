@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -14,9 +17,11 @@ import yaml
 from safetensors.numpy import save_file
 
 from tests.blackbox.compare import Truth, deviations
+from tests.blackbox.damage import Full, small_disk
 from tests.blackbox.episode import Result, reference
 from tests.blackbox.place import Place
-from tests.blackbox.run import Run
+from tests.blackbox.processes import wait_for
+from tests.blackbox.run import START_S, Run
 from tests.blackbox.soak import STEPS as STEPS_OF_A_RUN
 from tests.blackbox.soak import soak, table
 
@@ -127,6 +132,34 @@ def assert_nothing_deviates(results: list[Result], faults: int) -> None:
 def test_a_run_under_a_few_faults_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
     with closing(Place(tmp_path, steps=30)) as place:
         assert_nothing_deviates(soak(place, reference(place), faults=2, seed=3, only=FEW), 2)
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_a_run_on_a_full_disk_waits_and_is_the_run_that_nobody_disturbed(tmp_path: Path) -> None:
+    """A worker dies meanwhile: nothing of the steps that could not be recorded is lost or stands twice."""
+    with closing(Place(tmp_path, steps=30)) as place, small_disk(tmp_path / "disk", mib=64) as own:
+        if not own:
+            pytest.skip("this machine mounts no file system")
+        truth = reference(place)
+        run = Run(place, "full", {"workers.max": 2}, folder=tmp_path / "disk")
+        with closing(run):
+            run.start()
+            assert run.wait_for_step(5, START_S), run.said()
+            full = Full(tmp_path / "disk")
+            assert wait_for(lambda: "waits to be recorded: No space left on device" in run.said(), 60), run.said()
+            last = run.step()
+            assert run.processes is not None
+            os.kill(run.processes.of("worker")[0], signal.SIGKILL)
+            listed = run.heddle("workers", "list", str(run.folder)).stdout
+            assert f"step {last + 1} waits to be recorded" in listed, listed
+            time.sleep(5.0)
+            assert run.alive and run.step() == last
+            full.back()
+            assert run.code(240) == 0, run.said()
+            assert deviations(run, truth, run.settings) == []
+            (back,) = run.events("storage_back")
+            assert back["seconds"] > 5 and len(run.events("storage_wait")) == 1 and run.events("dead")
 
 
 @pytest.fixture(scope="module")

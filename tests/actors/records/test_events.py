@@ -88,6 +88,7 @@ WORDS = {  # a value for every field that an event has
     "no_room": {"81x720x1280": 5},
     "asides": ("step-19 prompt 0",),
     "limit_s": 600.0,
+    "longest_s": 43200.0,
     "by_bucket": {"17x64x96": 0.5},
     "by_noise": {"0-0.25": 0.5},
     "other": "i",
@@ -133,7 +134,7 @@ def test_a_misspelt_or_missing_detail_is_an_error_where_the_event_is_made() -> N
 def test_what_makes_a_step_slow_is_a_property_of_the_kind() -> None:
     assert {name for name, kind in KINDS.items() if kind.disturbs} == {
         "dead", "lost", "replace", "stall", "wait", "generation", "fallback", "feeder_lost", "keeper_lost",
-        "memory", "decode_wait",
+        "memory", "decode_wait", "storage_wait",
     }  # fmt: skip
 
 

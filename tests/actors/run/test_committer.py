@@ -12,8 +12,8 @@ import ray
 
 from actors.held_state import Origin, Snapshot
 from actors.letters import Failures
-from actors.outcome import Events
-from actors.records.events import CommitSlow, FeederLost
+from actors.outcome import Events, NotRecorded
+from actors.records.events import CommitSlow, FeederLost, StorageAwaited, StorageBack
 from actors.run.committer import Committer
 from actors.state.recovery import CommitLog, Recovery
 from actors.state.run_state import StuckCommit
@@ -279,6 +279,84 @@ def test_a_step_counts_when_it_is_committed_and_what_fails_after_it_is_computed_
     with pytest.raises(OSError, match="No space left"):
         committer.settle((), quiet=False)
     assert committer.committed == 7 and committer.num_open == 0 and told.heard == [("committed", 7, "after 7")]
+
+
+class Storage(Listening):
+    """Takes no step while `full`."""
+
+    full = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries: list[int] = []
+
+    def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
+        self.tries.append(metrics.step)
+        if self.full:
+            raise NotRecorded("No space left on device: runs/x") from OSError(28, "No space left on device")
+        super().on_step(metrics, timeline, plan)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Monotonic seconds, of which sleeping takes none."""
+    now = [1000.0]
+    monkeypatch.setattr("actors.run.committer.time", SimpleNamespace(monotonic=lambda: now[0], sleep=lambda s: None))
+    return now
+
+
+def test_steps_that_cannot_be_recorded_wait_and_are_recorded_in_order_when_they_can_be(clock: list[float]) -> None:
+    storage = Storage()
+    said: list[str] = []
+    committer, told = committer_of(7, 8, committed=6, listener=storage)
+    committer.say = said.append
+    for _ in range(700):
+        committer.settle((), quiet=False)
+        clock[0] += 1.0
+    assert committer.committed == 6 and committer.num_open == 2 and told.heard == [], "keepers hear of nothing"
+    assert set(storage.tries) == {7} and committer.log == CommitLog(committed=6)
+    assert [event.seconds for event in storage.told] == [0.0, 600.0] and storage.kinds == [StorageAwaited] * 2
+    assert said[0] == (
+        "step 7 waits to be recorded: No space left on device: runs/x. Training goes on by itself as soon as it can "
+        "be; after 12 h the run ends"
+    )
+    storage.full = False
+    committer.settle((), quiet=False)
+    assert storage.steps == [7, 8] and committer.committed == 8 and not committer.awaits_storage
+    assert told.heard == [("committed", 7, "after 7"), ("committed", 8, "after 8")]
+    assert storage.kinds[2:] == [StorageBack] and storage.told[2].seconds == 700.0 and said[2:] == [""]
+
+
+def test_a_step_is_tried_once_a_second(clock: list[float]) -> None:
+    storage = Storage()
+    committer, _ = committer_of(7, committed=6, listener=storage)
+    for _ in range(20):
+        committer.settle((), quiet=False, timeout_s=0.05)
+        clock[0] += 0.25
+    assert len(storage.tries) == 5
+
+
+def test_a_generation_that_forms_meanwhile_goes_on_from_the_last_step_that_counts(clock: list[float]) -> None:
+    """Also where the first that notices is that generation."""
+    storage = Storage()
+    committer, told = committer_of(7, 8, committed=6, listener=storage)
+    told.recover = lambda commits: Recovery(origin=Origin(step=commits.newest))
+    found = committer.go_on_from(Recovery(origin=Origin(step=8), newly_safe=committer.log.finished))
+    assert found.step == 6 and committer.committed == 6 and committer.num_open == 0
+    committer.add(collected(7, 2))
+    storage.full = False
+    clock[0] += 1.0
+    committer.settle((), quiet=False)
+    assert storage.steps == [7] and committer.committed == 7
+
+
+def test_a_run_whose_storage_does_not_come_back_ends_with_its_error(clock: list[float]) -> None:
+    committer, _ = committer_of(7, committed=6, listener=Storage())
+    committer.settle((), quiet=False)
+    clock[0] += 12 * 3600.0 + 1.0
+    with pytest.raises(OSError, match="No space left"):
+        committer.settle((), quiet=False)
+    assert committer.committed == 6 and committer.num_open == 0
 
 
 def test_what_a_recovery_makes_safe_is_committed_before_training_goes_on_from_it() -> None:

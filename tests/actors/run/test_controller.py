@@ -17,7 +17,7 @@ from actors.config import SnapshotConfig
 from actors.held_state import Origin, Snapshot
 from actors.letters import Failures
 from actors.messages import FinishTask, FormTask, Handover, NodeDoor, NodesApart, OutOfReach, StepReport, WorkerInfo
-from actors.outcome import Events
+from actors.outcome import Events, NotRecorded
 from actors.plan.types import Cascade, Cluster, Item, Part, PlanError, StepPlan
 from actors.planning.memory import MemoryForecast
 from actors.planning.room import GenerationRoom
@@ -31,6 +31,8 @@ from actors.records.events import (
     RunStarted,
     SpeedsLearned,
     StepsRecovered,
+    StorageAwaited,
+    StorageBack,
     WorkerDied,
     WorkerDrained,
     WorkersLeftOut,
@@ -226,8 +228,10 @@ class Run:
         shortage: Shortage | None = None,
         wait_s: float = 120.0,
         cluster: Cluster | None = None,
+        listener: Callable[[Run], Listening] = lambda run: Listening(),
     ) -> None:
-        self.listener, self.source, self.state, self.planner = Listening(), Source(), Held(), Planning()
+        self.listener = listener(self)
+        self.source, self.state, self.planner = Source(), Held(), Planning()
         coming: dict[int, list[Event]] = later or {}
         up: list[Event] = [Arrival(worker=n, node=workers.info(f"w{n}").node) for n in (0, 1)]
         up += [LoadedWorker(worker=n, info=workers.info(f"w{n}")) for n in (0, 1)]
@@ -312,6 +316,59 @@ def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_s
     assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and workers.names == ["w0"]
     assert [event.worker for event in run.told(WorkerDrained)] == ["w1"] and not run.told(GenerationEnded, WorkerDied)
     assert run.told(GenerationFormed)[1].from_step == run.state.recovered[1] + 1 == 2
+
+
+class FullDisk(Listening):
+    """The steps from `first` on cannot be recorded, in the first `tries`."""
+
+    def __init__(self, first: int, tries: int, then: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self._first, self._left, self._then = first, tries, then
+
+    def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
+        if metrics.step >= self._first and self._left:
+            self._left -= 1
+            self._then()
+            raise NotRecorded("No space left on device: runs/x") from OSError(28, "No space left on device")
+        super().on_step(metrics, timeline, plan)
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look of the committer is a second later."""
+    clock = itertools.count(0.0, 1.0)
+    monkeypatch.setattr(
+        "actors.run.committer.time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    )
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_run_on_a_full_disk_finishes_what_is_under_way_and_goes_on_when_there_is_room() -> None:
+    dispatched: list[int] = []
+
+    def full(run: Run) -> Listening:
+        return FullDisk(1, 50, lambda: dispatched.append(run.controller.generations.runner.next_step))  # type: ignore[union-attr]
+
+    run = Run(Workers(), listener=full)
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and max(dispatched) == 4
+    assert len(run.told(StorageAwaited)) == len(run.told(StorageBack)) == 1 and len(run.told(GenerationFormed)) == 1
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_worker_that_dies_while_nothing_can_be_recorded_costs_the_steps_that_did_not_count() -> None:
+    workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3))
+    run = Run(workers, listener=lambda run: FullDisk(2, 50))
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS))
+    assert [event.from_step for event in run.told(GenerationFormed)] == [0, 2] and run.state.recovered == [-1, 1]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_run_that_is_stopped_on_a_full_disk_ends_at_once_with_what_counts() -> None:
+    def full(run: Run) -> Listening:
+        return FullDisk(2, 10**6, lambda: setattr(run.controller.lookout, "stop", "Ctrl-C"))
+
+    run = Run(Workers(), listener=full)
+    assert run.outcome.code == 75 and run.outcome.last_step == 1 and run.state.asked[0] == "keep_last"
 
 
 def test_workers_that_die_one_after_the_other_end_the_run_with_what_it_has() -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from actors import process
 from actors.messages import Origin, Snapshot
-from actors.outcome import Events
+from actors.outcome import Events, NotRecorded
 from actors.run.committer import Committer
 from actors.state import keeper as keeper_module
 from actors.state import pulling
@@ -222,11 +222,14 @@ class Lines(Listening):
     def __init__(self) -> None:
         super().__init__()
         self.generations: list[int] = []
+        self.disk_is_full = False
 
     def newest_line(self) -> tuple[int, int] | None:
         return (self.steps[-1], self.generations[-1]) if self.steps else None
 
     def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
+        if self.disk_is_full:
+            raise NotRecorded("full") from OSError("full")
         self.steps = self.steps[: metrics.step]
         self.generations[metrics.step :] = [metrics.generation]
         assert len(self.steps) == metrics.step, f"step {metrics.step} is written after {self.steps[-1:]}"
@@ -319,6 +322,17 @@ class Storm(RuleBasedStateMachine):
         self.begin(self.committer.committed)
         self.fleet.copies += late
 
+    @rule()
+    def fill_the_disk(self) -> None:
+        self.lines.disk_is_full = True
+
+    @precondition(lambda self: self.lines.disk_is_full)
+    @rule()
+    def make_room(self) -> None:
+        self.lines.disk_is_full = False
+        if self.committer._storage is not None:
+            self.committer._storage.tried = 0.0  # a second is over
+
     # -- what a run does -----------------------------------------------------------------------------------------------
 
     @precondition(lambda self: not self.world and self.seats)
@@ -327,7 +341,8 @@ class Storm(RuleBasedStateMachine):
         self.generation += 1
         recovery = self.state.recover(self.committer.log)
         assert self.may_lose or not recovery.lost_steps, f"{recovery.lost_steps} steps are lost"
-        self.committer.go_on_from(recovery)
+        recovery = self.committer.go_on_from(recovery)
+        assert self.may_lose or not recovery.lost_steps, f"{recovery.lost_steps} steps are lost, as none was recorded"
         nodes = sorted(self.seats)
         infos: Any = [SimpleNamespace(node=node, lends=0, pid=HERE[0], born=HERE[1]) for node in nodes]
         self.state.open(recovery.origin, self.generation, infos)
