@@ -186,4 +186,5 @@ class CollectedStep:
     running: RunningStep
     reports: tuple[StepReport, ...]
     snapshots: tuple[Snapshot, ...]
-    collected_at: float
+    collected_at: float  # monotonic seconds of the controller's process, as every time that is taken from another one
+    finished_at: float  # unix seconds, for people: somebody may set the clock

@@ -44,7 +44,6 @@ class PoolMember:
     name: str
     handle: WorkerHandle
     info_ref: Ref[WorkerInfo | FailedStart]
-    requested_at: float
     wished: str | None  # the node it was asked for
     shunned: tuple[str, ...] = ()  # nodes on which it does not start
     info: WorkerInfo | None = None  # None while it waits for resources or loads its modules
@@ -182,9 +181,7 @@ class RayPool(Pool):
                 runtime_env={"env_vars": worker_environment(workers.torch_threads, os.environ)},
                 **where(node, self.shunned),
             ).remote(name, self._settings, self._monitor)
-            yield PoolMember(
-                name=name, handle=handle, info_ref=handle.info.remote(), requested_at=time.time(), wished=node
-            )
+            yield PoolMember(name=name, handle=handle, info_ref=handle.info.remote(), wished=node)
 
     def close(self) -> None:
         """End all workers, once Ray has the bars of their last cascades."""

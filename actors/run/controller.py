@@ -147,7 +147,7 @@ class Controller:
         accounting = self.source.open(first, self.state.data_token(self.committer.committed))
         where = "new" if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
-        self.committer.account.begin(time.time())
+        self.committer.account.begin(time.monotonic())
 
     # -- one round: look, dispatch, collect, commit --------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class GenerationManager:
     def __post_init__(self) -> None:
         self.view: View = self.membership.view()
         self.events.begin(self.view.generation)
-        self._broken_at: float | None = None  # unix seconds
+        self._broken_at: float | None = None  # monotonic seconds
         self._proven = 0  # the newest generation that has finished a step
         self._told_of_fetching = False
         self._told_of_cluster: ClusterSeen | None = None
@@ -120,7 +120,7 @@ class GenerationManager:
         """The running generation cannot go on."""
         generation, failures = self.view.generation, lost.failures
         log.warning("generation %d: %s", generation, lost)
-        self._broken_at = self._broken_at or time.time()
+        self._broken_at = self._broken_at or time.monotonic()
         for name in failures.dead:
             self._remove(name)
             heard = self.lookout.last_heard(name)
@@ -226,7 +226,7 @@ class GenerationManager:
             self.runner = None
             return
         self.runner = None
-        self._broken_at = self._broken_at or time.time()
+        self._broken_at = self._broken_at or time.monotonic()
         self.monitor.announce.remote(decision.generation + 1)
         for member in self.view.members:
             name = worker_name(member.worker)
@@ -241,7 +241,7 @@ class GenerationManager:
             self.committer.state.take_over(self.world, self.committer.log.newest)
 
     def _form(self, decision: Form) -> None:
-        started = time.time()
+        started = time.monotonic()
         if decision.clean:
             self._take_over()
         runner = self.runner = self.forming.form(decision)
@@ -255,7 +255,7 @@ class GenerationManager:
                 cluster=runner.cluster.nodes,
                 why=decision.reason,
                 from_step=runner.next_step,
-                seconds=round(time.time() - started, 3),
+                seconds=round(time.monotonic() - started, 3),
                 gradients=infos[0].gradients,
                 parameters="node" if fetched else infos[0].parameters,
             )

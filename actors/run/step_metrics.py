@@ -108,11 +108,11 @@ class StepAccount:
     work: DiTWork | None = None  # of the run's transformer
     experts: tuple[str, ...] = ()  # names of the transformers that are trained, by the numbers that items give them
     _history: LoadHistory = field(default_factory=LoadHistory)
-    _last_ended_at: float = 0.0  # unix seconds: when the step before the next one ended, or the generation began
+    _last_ended_at: float = 0.0  # monotonic seconds: when the step before the next one ended, or the generation began
     _data_wait_s: float = 0.0  # since the last committed step
 
     def begin(self, at: float) -> None:
-        """The run or a generation begins (unix seconds): its first step is counted from here."""
+        """The run or a generation begins (monotonic seconds): its first step is counted from here."""
         self._last_ended_at = at
         self._history.clear()
 
@@ -122,26 +122,26 @@ class StepAccount:
 
     def records(self, done: CollectedStep) -> tuple[StepMetrics, list[SpanRecord]]:
         """The line of metrics.jsonl and the lines of timeline.jsonl. To be called once per committed step."""
-        started, self._last_ended_at = self._last_ended_at, done.collected_at
-        facts = self._facts(done, started)
+        step_s, self._last_ended_at = done.collected_at - self._last_ended_at, done.collected_at
+        facts = self._facts(done, step_s)
         self._data_wait_s = 0.0
-        begin = begin_of(done.reports, started)
+        begin = begin_of(done.reports, done.finished_at - step_s)
         told: dict[str, Contents] = {}
         timeline = [
             record for r in done.reports for record in timeline_records(facts, r, self.node_of(r.worker), begin, told)
         ]
         return step_metrics(facts, done.reports, self.geometry, self.work, self._history), timeline
 
-    def _facts(self, done: CollectedStep, started: float) -> StepFacts:
+    def _facts(self, done: CollectedStep, step_s: float) -> StepFacts:
         running, items = done.running, done.running.data.items.planned
         return StepFacts(
             step=running.step,
             generation=running.generation,
             plan=running.assignment.step,
             planning_s=running.planning_s,
-            step_s=done.collected_at - started,
+            step_s=step_s,
             data_wait_s=self._data_wait_s,
-            finished_at=done.collected_at,
+            finished_at=done.finished_at,
             num_samples=sum(item.batch for item in items),
             dispatch_s=running.dispatch_s,
             num_calls=running.num_calls,

@@ -24,7 +24,7 @@ class StepPace:
     """The steps of a run, in the order in which they are collected."""
 
     _generation: int | None = None  # of the last one
-    _ended_at: float = 0.0  # unix seconds
+    _ended_at: float = 0.0  # monotonic seconds
     _waited_s: float = 0.0
 
     def waited_for_data(self, seconds: float) -> None:

@@ -188,7 +188,8 @@ class StepRunner:
             running=running,
             reports=tuple(report for report, _ in answers),
             snapshots=tuple(s for _, s in answers if s is not None),
-            collected_at=time.time(),
+            collected_at=time.monotonic(),
+            finished_at=time.time(),
         )
 
     def end_hanging_relays(self) -> dict[str, float]:

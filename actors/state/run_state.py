@@ -282,7 +282,7 @@ class RunState:
             (done.running.generation, done.running.step),
             ended_at=done.collected_at,
             copy_s=max((r.snapshot_s for r in done.reports), default=0.0),
-            held_s=time.time() - done.collected_at if done.snapshots else None,
+            held_s=time.monotonic() - done.collected_at if done.snapshots else None,
         )
         if changed and self._config.snapshot.enabled:
             log.info("a snapshot every %s: %s", counted(self.interval.every, "step"), self.interval.why)

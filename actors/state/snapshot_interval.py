@@ -41,7 +41,7 @@ class SnapshotInterval:
     _copies_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _held_s: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
     _told: int = 1  # the interval of the last event
-    _last: tuple[tuple[int, int], float] | None = None  # generation and step, and unix seconds of its end
+    _last: tuple[tuple[int, int], float] | None = None  # generation and step, and seconds of its end
 
     def __post_init__(self) -> None:
         if self.setting != "auto":
@@ -55,9 +55,9 @@ class SnapshotInterval:
         """Learn from a committed step (its generation and number), and say whether `every` is news: another than
         the last one in an event by a factor of two or more.
 
-        It ended at `ended_at` (unix seconds) on its workers, `copy_s` of which went into copies: of its own snapshot
-        or, where it has none, of the last one, for which its update had to wait. A snapshot of it was held `held_s`
-        later; None: it has none. A step that a generation began with has not taken what lies between two ends.
+        It ended at `ended_at` (monotonic) on its workers, `copy_s` seconds of which went into copies: of its own
+        snapshot or, where it has none, of the last one, for which its update had to wait. A snapshot of it was held
+        `held_s` later; None: it has none. A step that a generation began with has not taken what lies between two ends.
         """
         generation, number = step
         if self._last is not None and self._last[0] == (generation, number - 1):

@@ -430,7 +430,7 @@ class Executor:
         try:
             self.settle()
             self.watch.settle()
-            started = time.time()
+            began = time.perf_counter()
             phase_of = _PhaseClock(marks, self.on_phase)
             self.work.check_complete(task)
             loss, weight, bad = self.work.take_losses(task.step)
@@ -455,6 +455,8 @@ class Executor:
         self.sync.begin_step()
         self.store.drop_before(task.step + 1)
         copy_s = marks.pop("snapshot", 0.0)  # of a snapshot, not of the end of a step, which plans learn
+        ended = time.time()
+        started = ended - (time.perf_counter() - began)  # whoever has set the clock meanwhile
         self.work.add_span(
             Span(
                 name=f"finish s{task.step}",
@@ -462,7 +464,7 @@ class Executor:
                 cascade="",
                 step=task.step,
                 start=started,
-                end=time.time() - copy_s,
+                end=ended - copy_s,
                 degree=len(self.world),
                 phases=marks,
                 exposed_s=exposed_s,

@@ -171,10 +171,11 @@ class CascadeMeasure:
             exposed_s = max(0.0, exposed_s - wait_s)
         work_s = watch.seconds(self._met, self._worked) - self._held_s
         self._tell(work_s)
+        end = watch.unix(ended)
         timed = replace(
             span,
-            start=watch.unix(self._came),
-            end=watch.unix(ended),
+            start=end - watch.seconds(self._came, ended),
+            end=end,
             phases=self._phases.seconds(),
             work_s=work_s,
             wait_s=wait_s,

@@ -302,6 +302,7 @@ def collected(step: int, generation: int, *snapshots: Snapshot, at: float = 0.0)
         snapshots=snapshots,
         reports=(),
         collected_at=at,
+        finished_at=at,
     )
 
 

@@ -13,7 +13,6 @@ at once; checkpoints; the feeder's files and decoding.
 from __future__ import annotations
 
 import itertools
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -141,7 +140,6 @@ class VirtualPool(Pool):
                 name=name,
                 handle=cast(WorkerHandle, VirtualHandle(name, host)),
                 info_ref=host.add.remote(name, node),
-                requested_at=time.time(),
                 wished=node,
             )
 

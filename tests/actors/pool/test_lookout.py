@@ -52,7 +52,7 @@ class Asking(Pool):
     def _request(self, names: Sequence[str]) -> Iterator[PoolMember]:
         handle: Any = Handle()
         for name in names:
-            yield PoolMember(name=name, handle=handle, info_ref=handle, requested_at=0.0, wished=None)
+            yield PoolMember(name=name, handle=handle, info_ref=handle, wished=None)
 
     def _end(self, member: PoolMember, frozen: bool) -> None: ...
 

@@ -18,7 +18,7 @@ class OneWorker(RayPool):
     def __init__(self) -> None:
         Pool.__init__(self)
         info: Any = SimpleNamespace()
-        member = PoolMember(name="w0", handle=info, info_ref=info, requested_at=0.0, wished=None, info=info)
+        member = PoolMember(name="w0", handle=info, info_ref=info, wished=None, info=info)
         self._members = {"w0": member}
 
     def _end(self, member: PoolMember, frozen: bool) -> None:

@@ -310,6 +310,22 @@ def test_the_step_in_which_a_worker_dies_is_computed_again_by_the_others() -> No
     ]
 
 
+def test_seconds_of_a_run_are_what_they_were_whoever_sets_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here somebody sets it back by an hour at every look."""
+    back, lines = itertools.count(2e9, -3600.0), list[Any]()
+    monkeypatch.setattr(time, "time", lambda: next(back))
+
+    class Lines(Listening):
+        def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
+            super().on_step(metrics, timeline, plan)
+            lines.append(metrics)
+
+    run = Run(Workers(dies=lambda name, step: (name, step) == ("w1", 3)), listener=lambda run: Lines())
+    told = [event.seconds for event in run.told(GenerationFormed, StepsRecovered)]
+    assert len(lines) == STEPS and len(told) == 3
+    assert all(0 <= seconds < 600 for seconds in [*told, *(line.step_s for line in lines)])
+
+
 def test_a_worker_that_leaves_finishes_what_is_dispatched_and_goes_between_two_steps() -> None:
     workers = Workers()
     run = Run(workers, later={2: [LeaveNotice(worker=1)]})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -76,7 +78,7 @@ def collected(planned: list[Item], reports: tuple[StepReport, ...], at: float) -
         step=0, generation=1, assignment=SimpleNamespace(step=facts().plan), planning_s=0, dispatch_s=0, num_calls=2,
         data=SimpleNamespace(items=SimpleNamespace(planned=planned)),
     )  # fmt: skip
-    return SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=at)
+    return SimpleNamespace(running=running, reports=reports, snapshots=(), collected_at=at, finished_at=1e9)
 
 
 def recorded(names: tuple[str, ...], items: dict[str, int], *reports: StepReport) -> StepMetrics:
@@ -115,6 +117,17 @@ def test_an_executor_tells_the_loss_of_every_item_it_packed() -> None:
     (dit,) = [s for s in packed[0].done.spans if s.module == "dit"]
     assert [(p.item, p.bucket, p.batch) for p in dit.pieces] == [("s0.0", (1, 32, 32), 2), ("s0.1", (5, 32, 32), 2)]
     assert dit.bucket is None and dit.batch == 4
+
+
+def test_spans_are_as_long_as_they_were_whoever_sets_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here somebody sets it back by an hour at every look."""
+    back = itertools.count(2e9, -3600.0)
+    monkeypatch.setattr(time, "time", lambda: next(back))
+    items = [Item(id="s0.0", batch=2, frames=1, height=32, width=32, text_tokens=12)]
+    (host,) = make_hosts(1, *SETTINGS)
+    run_step([host], items, one_worker(items))
+    seconds = {span.module: span.end - span.start for span in host.done.spans}
+    assert seconds.keys() == {"text", "vae", "dit", "finish"} and all(0 <= one < 600 for one in seconds.values())
 
 
 def test_the_report_s_table_of_buckets_divides_a_packed_cascade() -> None:
