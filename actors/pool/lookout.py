@@ -4,7 +4,7 @@ leaving."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import ray
@@ -68,10 +68,18 @@ class Lookout:
     """Looks once per call and never waits for a worker. `tell` is given the events that people read."""
 
     def __init__(
-        self, config: WorkersConfig, pool: Starts, monitor: MonitorHandle, tell: Tell, start_s: float = 600.0
+        self,
+        config: WorkersConfig,
+        pool: Starts,
+        monitor: MonitorHandle,
+        tell: Tell,
+        start_s: float = 600.0,
+        keep_size: Callable[[int], None] = lambda workers: None,
     ) -> None:
-        """`start_s` is how long a worker may take to load its modules."""
-        self._start_s = start_s
+        """`start_s` is how long a worker may take to load its modules. `keep_size` is given each size that somebody
+        asks for, which has to outlive this process and the monitor."""
+        self._start_s, self._keep_size = start_s, keep_size
+        self._kept_size: int | None = None
         self._config, self._pool, self._monitor, self._tell = config, pool, monitor, tell
         self._watch, self._links = Watch(config), LinkWatch()
         self._target = config.max
@@ -209,6 +217,9 @@ class Lookout:
         """The size that somebody asked for, within the limits of the run. Where it is smaller, workers that still wait
         for resources are the first to go: they would take those that others give back, load, and be let go."""
         wish = self._wishes.target
+        if wish is not None and wish != self._kept_size:
+            self._kept_size = wish
+            self._keep_size(wish)
         target = self._config.max if wish is None else min(max(wish, self._config.min), self._config.max)
         if target == self._target:
             return []

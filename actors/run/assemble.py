@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,7 +32,8 @@ from actors.pool.device import WorkersDevice, workers_device
 from actors.pool.lookout import Lookout
 from actors.pool.membership import Membership
 from actors.pool.membership_types import Limits
-from actors.pool.monitor import MonitorHandle
+from actors.pool.monitor import MonitorHandle, OperatorRequests
+from actors.pool.requested_size import keep_size, kept_size
 from actors.pool.workers import Pool, RayPool, start_monitor, uses_gpu, weights_bytes
 from actors.ray_calls import get, gpus_of_a_node, node_address, node_id
 from actors.records.events import DeviceAssumed, ProfileRefused
@@ -98,13 +100,16 @@ def start_controller(
     recalibration = Recalibration.of(run_dir, stages_of(config.data, geometry, timed), planner, source, events)
     state = assemble_state(run, config, model, source, events)
     reported = get(monitor.begin.remote(), timeout=_START_S)
+    if reported.wishes.target is None and (size := kept_size(run_dir)) is not None:
+        # This monitor is a new one, and the one that knew it is lost, as is the controller before this one.
+        monitor.restore.remote(reported.generation, OperatorRequests(target=size))
     start_s = config.workers.start_patience_s(weights_bytes(config.model))
     return put_together(
         config=config,
         events=events,
         pool=pool,
         monitor=monitor,
-        lookout=Lookout(config.workers, pool, monitor, events.tell, start_s),
+        lookout=Lookout(config.workers, pool, monitor, events.tell, start_s, partial(keep_size, run_dir)),
         membership=Membership(
             Limits.of(config.workers),
             generation=max(reported.generation, state.standing.generation),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
+from actors.pool.requested_size import forget_size
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
@@ -112,6 +113,7 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             keep_apart(folder)  # remembers where a new folder lies
             device.keep(folder)
             (folder / OUTCOME).unlink(missing_ok=True)
+            forget_size(folder)
             joined().write(folder)
             predecessor.release()
             check_capacity(config)

@@ -27,6 +27,7 @@ from actors.records.events import (
     MemoryRanOut,
     MonitorRestarted,
     PlanAdapted,
+    PoolResized,
     StepsLost,
     WorkerDied,
     WorkerDrained,
@@ -554,3 +555,19 @@ def test_a_model_of_every_family_trains_the_same_while_workers_die_and_come(lab:
     alone = lab.start(settings(f"{family}-alone", train={"steps": steps}, workers={"min": 1, "max": 1}))
     assert alone.join(600).code == 0
     assert_same_training(run, alone.losses())
+
+
+@pytest.mark.long
+def test_a_size_that_was_asked_for_holds_under_another_controller_with_another_monitor(lab: Lab) -> None:
+    """Their node may have died with both."""
+    config = lab.config("sized", train={"steps": OPEN_END}, workers={"max": 2, **PATIENT})
+    first = lab.start(config)
+    first.wait_for_workers(2)
+    first.scale(1)
+    first.wait_for(lambda: len(first.active()) == 1, "one worker is kept")
+    first.stop()  # its monitor ends with it
+    second = lab.start(config)
+    second.wait_for_more_steps(3)
+    second.stop()
+    assert [event.target for event in second.events if isinstance(event, PoolResized)] == [1]
+    assert {len(event.workers) for event in second.events if isinstance(event, GenerationFormed)} == {1}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from actors.outcome import silent
 from actors.pool.lookout import Lookout
 from actors.pool.membership_types import Loading, Resize, Shortfall
 from actors.pool.monitor import Monitor
+from actors.pool.requested_size import forget_size, keep_size, kept_size
 from actors.pool.workers import Pool, PoolMember, PoolNews, weights_bytes
 from actors.progress import LOADING, LinkUse, Progress
 from actors.records.events import LinkSlow, WorkerLost
@@ -142,6 +144,30 @@ def test_a_spare_that_could_not_start_is_forgotten_when_workers_are_lost(monkeyp
     assert not lookout.hopeless
     lookout.look()
     assert not lookout.hopeless, "three more, not one"
+
+
+def test_a_size_that_was_asked_for_outlives_monitor_and_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get", lambda value, timeout: value)
+    monkeypatch.setattr(ray, "available_resources", dict)
+    monitor = Monitor()
+
+    def lookout() -> Lookout:
+        return Lookout(
+            CONFIG, Starting(), Handle(collect=monitor.collect), silent, keep_size=partial(keep_size, tmp_path)
+        )
+
+    lookout().look()
+    assert kept_size(tmp_path) is None, "nobody has asked"
+    for size in (2, 3):
+        monitor.scale(size)
+        assert Resize(min=1, max=size) in lookout().look() and kept_size(tmp_path) == size
+    monitor.scale(4)  # as many as there may be
+    lookout().look()
+    assert kept_size(tmp_path) == 4
+    forget_size(tmp_path)
+    assert kept_size(tmp_path) is None
 
 
 @pytest.mark.parametrize(("target", "recalled"), [(1, ["w4", "w3"]), (4, ["w4"]), (5, [])])
