@@ -65,7 +65,6 @@ from actors.pool.membership_types import (
     Loading,
     Member,
     MemberPhase,
-    NodeDeath,
     NodeRest,
     RecoveredWorker,
     Replacement,
@@ -179,9 +178,6 @@ class Membership:
                 self._distrust(event, now)
             case Death():
                 self._lose(event.worker, event.reason, now)
-            case NodeDeath():
-                for member in [m for m in self._members.values() if m.node == event.node]:
-                    self._lose(member.worker, f"node {event.node} died", now)
             case Resources():
                 self._available = event.available
             case Shortfall():

@@ -126,13 +126,6 @@ class Death:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeDeath:
-    """The node is gone with all its workers."""
-
-    node: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Resources:
     """The cluster could start this many further workers right now, on nodes that are not shunned."""
 
@@ -219,7 +212,6 @@ Event = (
     | Distrust
     | Suspect
     | Death
-    | NodeDeath
     | Resources
     | Shortfall
     | Boundary

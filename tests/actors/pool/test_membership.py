@@ -33,7 +33,6 @@ from actors.pool.membership_types import (
     LoadedWorker,
     Loading,
     Member,
-    NodeDeath,
     NodeRest,
     RecoveredWorker,
     Replacement,
@@ -318,9 +317,9 @@ def test_suspect_that_stays_silent_is_replaced_and_one_that_returns_is_not() -> 
     assert not of(End, decisions)[0].clean
 
 
-def test_node_death_takes_all_its_workers_in_one_go() -> None:
+def test_workers_that_die_together_end_one_generation() -> None:
     pool = Pool().run(0, 1, 2, 3)
-    decisions = pool.see(NodeDeath(node="n0"))
+    decisions = pool.see(Death(worker=0), Death(worker=1))
     assert len(of(End, decisions)) == 1
     pool.see(RecoveredWorker(worker=2))
     assert of(Form, pool.see(RecoveredWorker(worker=3)))[0].workers == (2, 3)
@@ -811,7 +810,6 @@ EVENTS = st.one_of(
     st.builds(Loading, count=st.integers(0, 3)),
     st.builds(Suspect, worker=WORKERS),
     st.builds(Death, worker=WORKERS),
-    st.builds(NodeDeath, node=st.sampled_from("abc")),
     st.builds(Resources, available=st.integers(0, 5)),
     st.builds(Shortfall, count=st.integers(0, 2)),
     st.builds(failed, st.integers(0, 9), st.builds(HostGpu, node=st.sampled_from(["", "a", "b"]), gpu=st.just("1"))),
@@ -823,7 +821,7 @@ EVENTS = st.one_of(
 )
 
 # What a look may see; deaths and breaks come from steps, one at a time.
-SEEN = EVENTS.filter(lambda event: not isinstance(event, Death | NodeDeath | Break | Boundary | FirstStep))
+SEEN = EVENTS.filter(lambda event: not isinstance(event, Death | Break | Boundary | FirstStep))
 
 
 class Model:
@@ -836,7 +834,7 @@ class Model:
         self.idle: set[int] = set()  # said that they can join since they last joined or since their generation broke
         self.last_generation = 0
 
-    def before(self, event: Event, view: View) -> None:
+    def before(self, event: Event) -> None:
         match event:
             case Arrival() if event.worker not in self.gone:
                 self.alive.add(event.worker)
@@ -844,10 +842,6 @@ class Model:
                 self.idle.add(event.worker)
             case Death():
                 self.lose(event.worker)
-            case NodeDeath():
-                for member in view.members:
-                    if member.node == event.node:
-                        self.lose(member.worker)
 
     def lose(self, worker: int) -> None:
         if worker in self.alive:
@@ -890,7 +884,7 @@ def test_storm_of_events_keeps_every_promise(storm: list[tuple[Event, float]], l
     pool, model = Pool(limits), Model()
     for event, after in storm:
         running = set(pool.view.workers)
-        model.before(event, pool.view)
+        model.before(event)
         for decision in pool.see(event, after=after):
             model.check(decision, limits, running)
         assert pool.view.state != "failed"
@@ -913,7 +907,7 @@ def test_storm_of_looks_keeps_every_promise(storm: list[tuple[list[Event], float
     for look, after in storm:
         running = set(pool.view.workers)
         for event in look:
-            model.before(event, pool.view)
+            model.before(event)
         for decision in pool.see_at_once(*look, after=after):
             model.check(decision, limits, running)
         members = pool.view.members
@@ -1022,7 +1016,8 @@ def end_generation(pool: Pool, how: str) -> list[Decision]:
         case "frozen":
             return pool.see(Suspect(worker=worker)) + pool.see(Tick(), after=5)
         case _:
-            return pool.see(NodeDeath(node=next(m.node for m in pool.view.members if m.worker == worker)))
+            node = next(m.node for m in pool.view.members if m.worker == worker)
+            return pool.see(*(Death(worker=m.worker) for m in pool.view.members if m.node == node))
 
 
 @settings(max_examples=50, deadline=None)
