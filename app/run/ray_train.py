@@ -7,6 +7,7 @@ directory; this process follows the files, shows the progress, and says how the 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
 _ANSWER_S = 10.0  # of the run's monitor
+_STATE_API = "RAY_API_SERVER_ADDRESS"  # whom Ray's state API asks; only for that, unlike RAY_ADDRESS
 CONTROLLERS = 10  # that Ray Train starts in the place of others
 R = TypeVar("R")
 
@@ -109,6 +111,7 @@ def _fit(
 
     from actors.ray_calls import nodes
 
+    ask_own_cluster()
     own = folder / RAY_TRAIN
     shutil.rmtree(own, ignore_errors=True)
     (folder / "checkpoint_manager_snapshot.json").unlink(missing_ok=True)  # of earlier versions of this program
@@ -153,6 +156,17 @@ def _fit(
         return None
     returned: EndedRun | None = getattr(result.result(), "return_value", None)
     return Outcome(**returned) if returned else None
+
+
+def ask_own_cluster() -> None:
+    """Have Ray Train ask this cluster whether its controller lives. Its PlacementGroupCleaner asks Ray's state API
+    without an address: that is the cluster that was started last on the host, and where that is another one, which
+    knows no such actor, the cleaner ends what it should look after. To be called with Ray connected."""
+    import ray
+    from ray.train.v2._internal import constants
+
+    os.environ.setdefault(_STATE_API, ray.get_runtime_context().gcs_address)
+    constants.ENV_VARS_TO_PROPAGATE.add(_STATE_API)
 
 
 def _trouble(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,12 +10,14 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+import ray
 from ray.train import WorkerGroupError
 
 from app.run import cluster
 from app.run.cluster import NodeSigns, RayGone, wait_while_ray_lives
 from app.run.outcomes import OUTCOME, EndedRun, has_ended, write_outcome
-from app.run.ray_train import fitted
+from app.run.ray_train import ask_own_cluster, fitted
+from tests.rays import local_ray
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -152,3 +155,34 @@ def test_ray_train_is_told_to_look_more_often_by_a_name_it_knows() -> None:
 
     told = cluster._worker_environment()[HEALTH_CHECK_INTERVAL_S_ENV_VAR]
     assert float(told) < DEFAULT_HEALTH_CHECK_INTERVAL_S
+
+
+@pytest.mark.cluster
+def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By itself it asks the cluster that was started last on the host."""
+    from ray.dashboard import utils
+    from ray.train.v2._internal import constants
+
+    known = set(constants.ENV_VARS_TO_PROPAGATE)
+    monkeypatch.setattr(constants, "ENV_VARS_TO_PROPAGATE", known)
+    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+
+    @ray.remote(num_cpus=0)
+    def asked() -> str:
+        utils.ray_address_to_api_server_url = lambda address: f"http://as {address} says"
+        return utils.get_address_for_submission_client(None)
+
+    @ray.remote(num_cpus=0)
+    class Starter:
+        """As Ray Train's controller, which starts what looks after it."""
+
+        def started(self) -> str:
+            return ray.get(asked.remote())
+
+    with local_ray(num_cpus=1):
+        ask_own_cluster()
+        own = ray.get_runtime_context().gcs_address
+        starter = Starter.options(runtime_env={"env_vars": constants.get_env_vars_to_propagate()}).remote()
+        assert ray.get(starter.started.remote()) == f"http://as {own} says"
+        assert os.environ.pop("RAY_API_SERVER_ADDRESS") == own
