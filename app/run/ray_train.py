@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 RAY_TRAIN = "ray_train"  # Ray Train's own files, of the last start
 _ANSWER_S = 10.0  # of the run's monitor
-_STATE_API = "RAY_API_SERVER_ADDRESS"  # whom Ray's state API asks; only for that, unlike RAY_ADDRESS
+_STATE_API = "RAY_API_SERVER_ADDRESS"  # the cluster that the state API of Ray asks; RAY_ADDRESS is for more than that
 CONTROLLERS = 10  # that Ray Train starts in the place of others
 R = TypeVar("R")
 

@@ -163,10 +163,7 @@ def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monke
     from ray.dashboard import utils
     from ray.train.v2._internal import constants
 
-    known = set(constants.ENV_VARS_TO_PROPAGATE)
-    monkeypatch.setattr(constants, "ENV_VARS_TO_PROPAGATE", known)
-    monkeypatch.setenv("RAY_API_SERVER_ADDRESS", "")
-    monkeypatch.delenv("RAY_API_SERVER_ADDRESS")
+    monkeypatch.delenv("RAY_API_SERVER_ADDRESS", raising=False)
 
     @ray.remote(num_cpus=0)
     def asked() -> str:
@@ -186,3 +183,4 @@ def test_what_ray_train_starts_asks_its_own_cluster_whether_an_actor_lives(monke
         starter = Starter.options(runtime_env={"env_vars": constants.get_env_vars_to_propagate()}).remote()
         assert ray.get(starter.started.remote()) == f"http://as {own} says"
         assert os.environ.pop("RAY_API_SERVER_ADDRESS") == own
+    constants.ENV_VARS_TO_PROPAGATE.discard("RAY_API_SERVER_ADDRESS")
