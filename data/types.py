@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from data.config import LimitsConfig
 from data.media_info import CropBox
+from ops.geometry import PixelShape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +26,10 @@ class Bucket:
 
     def __str__(self) -> str:
         return f"{self.frames}x{self.height}x{self.width}"
+
+    @property
+    def shape(self) -> PixelShape:
+        return self.frames, self.height, self.width
 
     @property
     def area(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, Protocol
 
+from ops.geometry import PixelShape
 from ops.sending import sent_often
 
 Module = Literal["text", "vae", "dit"]
@@ -59,6 +60,10 @@ class Item:
     text_tokens: int = 0  # mean per sample
     expert: int = 0  # of several transformers, the number of the one that is trained on it; a DiT cascade is of one
     cached: tuple[Module, ...] = ()  # encode results that already exist: no cascade is planned for them
+
+    @property
+    def shape(self) -> PixelShape:
+        return self.frames, self.height, self.width
 
 
 @sent_often

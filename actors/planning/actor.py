@@ -10,9 +10,8 @@ from typing import cast
 
 from actors.config import PlannerConfig
 from actors.letters import NodeAnswer
-from actors.messages import MemoryExceeded, Piece, Span
+from actors.messages import MemoryExceeded, Span
 from actors.plan.costs.fetching import FetchedWeights
-from actors.plan.costs.needs import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.check import check
@@ -21,7 +20,7 @@ from actors.plan.types import Cluster, EarlyEncode, Item, Module
 from actors.planning.adapt import adapted
 from actors.planning.batching import best_sizes
 from actors.planning.make_plan import make_plan, rolling_cut
-from actors.planning.observations import Witnesses, learn, observations
+from actors.planning.observations import Witnesses, learn, observations, samples_of
 from actors.planning.options import options_of
 from actors.step import StepAssignment
 from data.config import BatchConfig
@@ -138,20 +137,6 @@ def learn_needs(profile: Profile, spans: Sequence[Span], text_tokens: Mapping[st
             profile.observe_need(found, need)
         else:
             profile.exceed(found)
-
-
-def samples_of(pieces: Sequence[Piece], text_tokens: Mapping[str, int]) -> list[Samples]:
-    """The samples of a cascade, as its footprint counts them."""
-    return [
-        Samples(
-            count=piece.batch,
-            frames=piece.bucket[0],
-            height=piece.bucket[1],
-            width=piece.bucket[2],
-            text_tokens=text_tokens.get(piece.item, 0),
-        )
-        for piece in pieces
-    ]
 
 
 def updates(spans: Sequence[Span]) -> list[tuple[int, float]]:

@@ -14,6 +14,7 @@ from math import inf, isfinite
 from actors.plan.costs.fit import BETTER, LEAST_POINTS, Fit, fit_form
 from actors.plan.costs.forms import Load
 from actors.plan.costs.left_out import LeftOut, left_out
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from data.buckets import batch_size
 from data.config import BatchConfig
@@ -32,7 +33,7 @@ class TargetBatch:
     geometry: Geometry
 
     def __call__(self, bucket: Bucket, limits: BatchConfig) -> int:
-        tokens = limits.text_tokens + self.geometry.tokens(bucket.frames, bucket.height, bucket.width)
+        tokens = limits.text_tokens + self.geometry.tokens(*bucket.shape)
         most = min(int(limits.memory_tokens // tokens), limits.max_batch or _MOST)
         low, high = 1, max(1, most)
         while low < high:  # seconds grow with the batch
@@ -45,7 +46,7 @@ class TargetBatch:
 
     def _seconds(self, batch: int, bucket: Bucket, text_tokens: int) -> float:
         """Seconds on the fewest workers that hold it; infinite where the profile knows no legal degree."""
-        modes = self.profile.modes("dit", batch, bucket.frames, bucket.height, bucket.width, text_tokens)
+        modes = self.profile.modes("dit", Samples.of(batch, bucket.shape, text_tokens))
         return modes[0][1] if modes else float("inf")
 
 
@@ -65,11 +66,11 @@ def fitted_limits(
     """
     loads, seconds = [], []
     for bucket in buckets:
-        shape = (bucket.frames, bucket.height, bucket.width)
         for batch in _TRIED:
-            modes = profile.modes("dit", batch, *shape, limits.text_tokens)
+            part = Samples.of(batch, bucket.shape, limits.text_tokens)
+            modes = profile.modes("dit", part)
             if modes:
-                loads.append(profile.load_of("dit", batch, *shape, modes[0][0], limits.text_tokens))
+                loads.append(profile.load_of("dit", part, modes[0][0]))
                 seconds.append(modes[0][1])
     if len(loads) < 3:
         raise ValueError(
@@ -80,7 +81,7 @@ def fitted_limits(
     if fit.poor:
         fit = _by_all_points(profile, fit, limits.exponent)
     fixed, slope = fit.coefficients
-    longest = max(profile.tokens(b.frames, b.height, b.width) for b in buckets) + limits.text_tokens
+    longest = max(profile.tokens(*b.shape) for b in buckets) + limits.text_tokens
     if slope <= 0 and limits.target_s:
         raise ValueError(
             f"seconds of the DiT do not grow with B S^p ({fit.source}), so they limit no batch. Measure more or larger "

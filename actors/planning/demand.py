@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from actors.plan.costs.needs import Needs, Samples, footprint
+from actors.plan.costs.needs import Needs, footprint
+from actors.plan.costs.point import Samples
 from actors.plan.types import USABLE
 from actors.planning.memory import CONTEXT_GIB, MemoryForecast, communicators_gib
 from data.buckets import BucketTable
@@ -72,21 +73,16 @@ class Demand:
         return CONTEXT_GIB + other + taken / USABLE
 
     def _need_of(self, needs: Needs, clip: PixelShape, degrees: Sequence[int]) -> float:
-        one, tokens = [replace(one_clip(clip), text_tokens=self.text_tokens)], self.geometry.tokens
+        one, tokens = [Samples.of(1, clip, self.text_tokens)], self.geometry.tokens
         dit = min((needs.gib(footprint("dit", one, k, tokens, needs)) or 0.0 for k in degrees), default=math.inf)
         return max(dit, *(needs.gib(footprint(module, one, 1, tokens)) or 0.0 for module in ("vae", "text")))
 
 
 def clips_of(data: DataConfig, geometry: Geometry) -> list[PixelShape]:
     """The shapes of all buckets, of every segment of the run."""
-    return [(one.frames, one.height, one.width) for one in BucketTable.buckets_of(data.tables, geometry)]
+    return [bucket.shape for bucket in BucketTable.buckets_of(data.tables, geometry)]
 
 
 def largest_upload(clips: Sequence[PixelShape]) -> int:
     """Bytes of the pixels, uint8, that a VAE takes to its device at once, of clips of these shapes."""
     return max((3 * math.prod(clip) * clips_at_once(*clip) for clip in clips), default=0)
-
-
-def one_clip(shape: PixelShape) -> Samples:
-    """A clip of this shape, without a caption."""
-    return Samples(count=1, frames=shape[0], height=shape[1], width=shape[2])

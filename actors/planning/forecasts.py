@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from actors.config import TrainConfig
 from actors.plan.costs.needs import SOLO, ClipBatches, NeedKey, NeedLine, Needs, clip_kind, line_through
-from actors.planning.demand import largest_upload, one_clip
+from actors.planning.demand import largest_upload
 from actors.planning.memory import MemoryForecast
 from actors.planning.predicted_needs import graphs_gib, predict_dit, vae_needs, with_attention_kept
 from ops.geometry import Geometry, PixelShape
@@ -142,7 +142,7 @@ class Forecasts:
         image = image_need(model.image, 1) if model.image is not None else None
         picture = image.peak_gib if image is not None else 0.0  # a VAE cascade encodes each clip's first frame, too
         for shape, found in vae_needs(model, self._clips, device).items():
-            vae_gib, kind, peak = found.weights_gib, clip_kind(one_clip(shape)), found.peak_gib + picture
+            vae_gib, kind, peak = found.weights_gib, clip_kind(shape), found.peak_gib + picture
             predicted["vae", kind] = NeedLine(fixed_gib=0.0, gib_per_unit=peak)
             batches[kind] = ClipBatches(clips_at_once(*shape), found.left_gib / peak)
         longest = model.text.most_tokens

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from actors.messages import Piece, Span
-from actors.plan.costs.point import NEWEST, PartShape, PointKey
+from actors.plan.costs.point import NEWEST, PointKey, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
@@ -28,7 +28,7 @@ class Observation:
     """One executed cascade."""
 
     module: Module
-    parts: tuple[PartShape, ...]  # of different shapes; several in a packed cascade
+    parts: tuple[Samples, ...]  # of different shapes; several in a packed cascade
     degree: int
     seconds: float  # at normal speed of its workers
     spanned: BagSpread | None = None  # None on one node
@@ -61,7 +61,7 @@ def observations(
         found.append(
             Observation(
                 module=cast(Module, span.module),
-                parts=parts_of(span.pieces, text_tokens),
+                parts=Samples.by_shape(samples_of(span.pieces, text_tokens)),
                 degree=span.degree,
                 seconds=max(work_of(s) for s in ranks) * min((topology.speed[w] for w in bag), default=1.0),
                 spanned=BagSpread.of(over, topology.overlap(bag)) if over > 1 else None,
@@ -88,13 +88,9 @@ def cannot_be(span: Span) -> str:
     )
 
 
-def parts_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> tuple[PartShape, ...]:
-    """The samples by shape, as plans price them."""
-    shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
-    for piece in pieces:
-        count, text = shapes.get(piece.bucket, (0, 0.0))
-        shapes[piece.bucket] = (count + piece.batch, text + piece.batch * text_tokens.get(piece.item, 0))
-    return tuple((count, *bucket, round(text / count)) for bucket, (count, text) in shapes.items())
+def samples_of(pieces: Iterable[Piece], text_tokens: Mapping[str, int]) -> list[Samples]:
+    """The samples of a cascade, by item."""
+    return [Samples.of(piece.batch, piece.bucket, text_tokens.get(piece.item, 0)) for piece in pieces]
 
 
 def learn(profile: Profile, found: Iterable[Observation], island_gbps: float = 0.0) -> list[str]:
@@ -118,7 +114,7 @@ class Witnesses:
     that turns out to be slow has made its points look dear."""
 
     def __init__(self) -> None:
-        self._bags: dict[PartShape, dict[tuple[Module, int, BagSpread | None], deque[tuple[int, ...]]]] = {}
+        self._bags: dict[tuple[PointKey, BagSpread | None], deque[tuple[int, ...]]] = {}
         self._speed: tuple[float, ...] = ()
         self._workers = (-1, 0)  # generation, number of workers
 
@@ -126,9 +122,8 @@ class Witnesses:
         """These were learned."""
         for one in found:
             for part in one.parts:
-                by_degree = self._bags.setdefault((*part[:4], 0), {})
-                key = one.module, one.degree, one.spanned
-                by_degree.setdefault(key, deque(maxlen=NEWEST)).append(one.bag)
+                point = part.key(one.module, one.degree), one.spanned
+                self._bags.setdefault(point, deque(maxlen=NEWEST)).append(one.bag)
 
     def doubted(self, cluster: Cluster, generation: int) -> list[tuple[PointKey, BagSpread | None]]:
         """(point, how its bag lay over nodes) of what was mostly learned from workers whose speed was believed to be
@@ -141,10 +136,11 @@ class Witnesses:
             self._workers = generation, size
             return []
         changed = {w for w, (now, then) in enumerate(zip(speed, before, strict=True)) if abs(now / then - 1) > _CHANGED}
-        found: list[tuple[PointKey, BagSpread | None]] = []
-        for (batch, frames, height, width, _), by_degree in self._bags.items() if changed else ():
-            for (module, degree, spanned), bags in list(by_degree.items()):
-                if 2 * sum(not changed.isdisjoint(bag) for bag in bags) > len(bags):
-                    found.append(((module, batch, frames, height, width, degree), spanned))
-                    del by_degree[module, degree, spanned]
+        found = [
+            point
+            for point, bags in self._bags.items()
+            if 2 * sum(not changed.isdisjoint(bag) for bag in bags) > len(bags)
+        ]
+        for point in found:
+            del self._bags[point]
         return found

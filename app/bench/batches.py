@@ -28,6 +28,7 @@ import typer
 
 from actors.config import PlannerConfig
 from actors.outcome import Events
+from actors.plan.costs.point import Samples
 from actors.plan.types import Cluster, Item
 from actors.planning.actor import Planner
 from actors.planning.batching import best_sizes, fitted_limits
@@ -134,8 +135,8 @@ def limits_of(mode: str, every: int) -> BatchConfig:
     takes."""
     if mode == "equal tokens":
         return LIMITS
-    longest = max(BUCKETS, key=lambda b: GEOMETRY.tokens(b.frames, b.height, b.width))
-    wanted = true_profile().seconds("dit", 1, longest.frames, longest.height, longest.width, 1, TEXT)
+    longest = max(BUCKETS, key=lambda b: GEOMETRY.tokens(*b.shape))
+    wanted = true_profile().seconds("dit", Samples.of(1, longest.shape, TEXT), 1)
     asked = replace(
         LIMITS,
         auto=True,
@@ -160,7 +161,7 @@ def order_of(sizes: Mapping[Bucket, int], workers: int, seed: int) -> SampleOrde
         until_step=0,
         choices=tuple((Choice(bucket=bucket, keep=1.0, step_down=1.0, resolution=""),) for bucket in BUCKETS),
         batch=sizes,
-        tokens={b: TEXT + GEOMETRY.tokens(b.frames, b.height, b.width) for b in BUCKETS},
+        tokens={b: TEXT + GEOMETRY.tokens(*b.shape) for b in BUCKETS},
         weights=(1.0,),
         items_per_step=workers,
         max_wait=10**9,

@@ -30,7 +30,8 @@ from typing import Annotated, get_args
 import typer
 
 from actors.config import PlannerConfig, TrainConfig
-from actors.plan.costs.needs import Samples, footprint
+from actors.plan.costs.needs import footprint
+from actors.plan.costs.point import Samples
 from actors.plan.places import ParameterPlace, Places, StatePlace, gpu_places
 from actors.plan.types import USABLE, Module
 from actors.planning.forecasts import forecast
@@ -226,8 +227,7 @@ def _planned(
     degree: int,
     bags_gib: float,
 ) -> Figures:
-    frames, height, width = shape
-    one = [Samples(count=1, frames=frames, height=height, width=width, text_tokens=text_tokens)]
+    one = [Samples.of(1, shape, text_tokens)]
     at: tuple[tuple[Module, int], ...] = (("dit", degree), ("vae", 1), ("text", 1))
     dit, vae, text = (
         found.needs.gib(footprint(module, one, bag, geometry.tokens, found.needs)) or 0.0 for module, bag in at

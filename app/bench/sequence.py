@@ -22,6 +22,7 @@ import typer
 
 from actors.plan.costs.fit import Fit
 from actors.plan.costs.forms import FORMS, Load
+from actors.plan.costs.point import Samples
 from actors.planning.options import flop_profile
 from app.bench.planner import CONFIGS
 from app.settings.config import RunConfig
@@ -112,6 +113,7 @@ def run(
     if len(shape) != 3 or not all(size.isdecimal() for size in shape):
         raise ConfigError(f"--clip {clip} is not FRAMESxHEIGHTxWIDTH, such as 81x480x832.")
     frames, height, width = map(int, shape)
+    clips = Samples.of(1, (frames, height, width), text)
     try:
         geometry.token_grid(frames, height, width)
     except ValueError as error:
@@ -123,7 +125,7 @@ def run(
     print("| degree | way | sent, of Ulysses | seconds | GPU-seconds |\n|---|---|---|---|---|")
     degrees = {k for k in (*default_degrees(heads, most=most), *default_degrees(most)) if k <= most}
     for degree in sorted(k for k in degrees if heads % k == 0 or k & (k - 1) == 0):
-        for one in priced(fit, profile.load_of("dit", 1, frames, height, width, degree, text), heads):
+        for one in priced(fit, profile.load_of("dit", clips, degree), heads):
             print(
                 f"| {degree} | {one.way} | {one.sent:.2f} | {one.seconds:.3f} | {degree * one.seconds:.2f} |",
                 flush=True,

@@ -31,7 +31,7 @@ import typer
 
 from actors.config import PlannerConfig
 from actors.plan.costs.handoff import Handoff, HandoffPoint
-from actors.plan.costs.point import PartShape
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.spanning import OVERLAP
@@ -98,35 +98,27 @@ class TrueProfile(Profile):
 
     machine: Machine
 
-    def price(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def price(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds on the machine."""
-        return self.machine.normal(module, [(batch, frames, height, width, text_tokens)], degree)
+        return self.machine.normal(module, [part], degree)
 
-    def penalty(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def penalty(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds that its slow link adds."""
-        return self.penalty_together(module, [(batch, frames, height, width, text_tokens)], degree)
+        return self.penalty_together(module, [part], degree)
 
-    def together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+    def together(self, module: Module, parts: Sequence[Samples], degree: int) -> float:
         """Seconds of a pack on the machine."""
         return self.machine.normal(module, parts, degree)
 
-    def penalty_together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+    def penalty_together(self, module: Module, parts: Sequence[Samples], degree: int) -> float:
         """Seconds that its slow link adds to a pack."""
         return self.machine.normal(module, parts, degree, degree > 1) - self.machine.normal(module, parts, degree)
 
-    def once(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def once(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds of the machine's launches and of exchanges that send nothing."""
         return self.machine.once(degree) if module == "dit" else 0.0
 
-    def penalty_once(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def penalty_once(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds that its slow link adds to exchanges that send nothing."""
         return self.machine.once(degree, degree > 1) - self.machine.once(degree) if module == "dit" else 0.0
 
@@ -248,11 +240,11 @@ def predicted_by_profile(seed: int = 0, spanning: bool = False, launches_s: floa
         cascades += [("text", clip, degree) for clip in UNSEEN_TEXTS for degree in (1, 2)]
     for name, (frames, height, width, batch), degree in cascades:
         module = cast(Module, name)
-        true = machine.normal(module, [(batch, frames, height, width, TEXT_TOKENS)], degree, spanning)
-        shape = (module, batch, frames, height, width, degree, TEXT_TOKENS)
-        found = profile.seconds(*shape)
+        part = Samples.of(batch, (frames, height, width), TEXT_TOKENS)
+        true = machine.normal(module, [part], degree, spanning)
+        found = profile.seconds(module, part, degree)
         if spanning:
-            found += profile.cross_node.fall(OVERLAP) * profile.penalty(*shape)
+            found += profile.cross_node.fall(OVERLAP) * profile.penalty(module, part, degree)
         errors.append(abs(found / true - 1.0))
     return Misprediction(median=statistics.median(errors), worst=max(errors), cascades=len(errors))
 
@@ -325,9 +317,7 @@ class HiddenBags:
 def _timed(
     machine: Machine, module: Module, shape: ProfiledShape, repeats: int, degree: int, spanning: bool
 ) -> PointTimes:
-    bucket = shape.bucket
-    part = (shape.batch, bucket.frames, bucket.height, bucket.width, shape.text_tokens)
-    took = machine.normal(module, [part], degree, spanning)
+    took = machine.normal(module, [shape.samples], degree, spanning)
     return PointTimes(seconds=tuple(machine.measured(took) for _ in range(repeats)))
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from actors.messages import CascadeShape, Piece, Span, StepReport, shapes_of
-from actors.plan.costs.point import PartShape
+from actors.plan.costs.point import Samples
 from actors.plan.types import Cascade, Item, Module
-from actors.planning.observations import parts_of
+from actors.planning.observations import samples_of
 from ops.models.base.tiling import Tiling
 from ops.models.wan.config import WanConfig
 
@@ -56,7 +56,7 @@ class Machine:
 
     # -- laws --------------------------------------------------------------------------------------------------------
 
-    def seconds(self, module: Module, parts: Sequence[PartShape], workers: Sequence[int]) -> float:
+    def seconds(self, module: Module, parts: Sequence[Samples], workers: Sequence[int]) -> float:
         """Seconds of a cascade of these parts on these workers, without noise."""
         return self.normal(module, parts, len(workers), self.spans(workers)) / min(map(self.speed, workers))
 
@@ -68,11 +68,11 @@ class Machine:
         """Whether a bag lies on several nodes."""
         return len({w // self.nodes[0] for w in workers}) > 1
 
-    def normal(self, module: Module, parts: Sequence[PartShape], degree: int, spanning: bool = False) -> float:
+    def normal(self, module: Module, parts: Sequence[Samples], degree: int, spanning: bool = False) -> float:
         """Seconds of a cascade on workers of normal speed, without noise."""
         if module == "text":
-            captions = sum(count for count, *_ in parts)
-            longest = max(text for *_, text in parts)
+            captions = sum(part.count for part in parts)
+            longest = max(part.text_tokens for part in parts)
             share = -(-captions // degree)
             return (
                 0.004 + 2e-5 * share * longest + (degree > 1) * self.exchange(8e3 * share * longest, degree, spanning)
@@ -81,18 +81,17 @@ class Machine:
             return math.fsum(self._encoded(part, degree, spanning) for part in parts)
         return self._trained(parts, degree, spanning)
 
-    def _encoded(self, part: PartShape, degree: int, spanning: bool) -> float:
+    def _encoded(self, part: Samples, degree: int, spanning: bool) -> float:
         """Seconds of a VAE cascade: the busiest member's tiles, and the latents that all members then get."""
-        count, frames, height, width, _ = part
-        dealt = TILING.dealt(count, (frames, height, width), degree)
-        long = 1.12 if frames > 32 else 1.0
+        dealt = TILING.dealt(part.count, part.shape, degree)
+        long = 1.12 if part.frames > 32 else 1.0
         alone = 0.012 + 0.0015 * dealt.count + 2.6e-9 * long * dealt.pixels
-        latents = _LATENT_BYTES * count * frames * height * width
+        latents = _LATENT_BYTES * part.count * part.frames * part.height * part.width
         return alone + (self.exchange(latents * (degree - 1) / degree, degree, spanning) if degree > 1 else 0.0)
 
-    def _trained(self, parts: Sequence[PartShape], degree: int, spanning: bool) -> float:
+    def _trained(self, parts: Sequence[Samples], degree: int, spanning: bool) -> float:
         d, layers = MODEL.dim, sum(MODEL.block_counts)
-        lengths = [(count, tokens_of(f, h, w) + text) for count, f, h, w, text in parts]
+        lengths = [(part.count, tokens_of(*part.shape) + part.text_tokens) for part in parts]
         rows = sum(count * length for count, length in lengths) / degree
         wide, narrow = 2.0 * d * MODEL.ffn_dim, 8.0 * d * d + 2.0 * d * MODEL.ffn_dim  # FLOPs of a row, by outputs
         products = (in_waves(rows, MODEL.ffn_dim) * wide + in_waves(rows, d) * narrow) / 4.6e14
@@ -105,11 +104,11 @@ class Machine:
         empty = self.exchange(0.0, degree, spanning) if degree > 1 else 0.0
         return self.launches_s + 16.0 * sum(MODEL.block_counts) * empty
 
-    def exchanged(self, parts: Sequence[PartShape], degree: int, spanning: bool) -> float:
+    def exchanged(self, parts: Sequence[Samples], degree: int, spanning: bool) -> float:
         """Seconds of a training cascade in which a member of normal speed waits for the others' rows."""
         if degree == 1:
             return 0.0
-        rows = sum(count * (tokens_of(f, h, w) + text) for count, f, h, w, text in parts) / degree
+        rows = sum(part.count * (tokens_of(*part.shape) + part.text_tokens) for part in parts) / degree
         sent = rows * MODEL.dim * 2 * (degree - 1) / degree  # bytes of one of four exchanges, in four passes
         return 16.0 * sum(MODEL.block_counts) * self.exchange(sent, degree, spanning)
 
@@ -161,8 +160,8 @@ class Machine:
         return reports, over + self.rest_of_step(calls)
 
     def _run(self, cascade: Cascade, by_id: Mapping[str, Item], state: _StepState) -> None:
-        pieces = tuple(Piece(item=p.item, bucket=_bucket(by_id[p.item]), batch=p.count) for p in cascade.parts)
-        parts = parts_of(pieces, {item.id: item.text_tokens for item in by_id.values()})
+        pieces = tuple(Piece(item=p.item, bucket=by_id[p.item].shape, batch=p.count) for p in cascade.parts)
+        parts = Samples.by_shape(samples_of(pieces, {item.id: item.text_tokens for item in by_id.values()}))
         work = self.measured(self.seconds(cascade.module, parts, cascade.workers))
         shapes = shapes_of(cascade.module, pieces, cascade.degree)
         first = {w: any((w, shape) not in self.ran for shape in shapes) for w in cascade.workers}
@@ -207,9 +206,9 @@ class Machine:
             for part in cascade.parts:
                 made = _Result(end=met + work, workers=cascade.workers, latents=cascade.module == "vae")
                 state.results.setdefault(part.item, []).append(made)
-            state.shapes.update({item: _bucket(one) for item, one in by_id.items()})
+            state.shapes.update({item: one.shape for item, one in by_id.items()})
 
-    def _exposed(self, cascade: Cascade, parts: Sequence[PartShape], work: float) -> dict[int, float]:
+    def _exposed(self, cascade: Cascade, parts: Sequence[Samples], work: float) -> dict[int, float]:
         """What each member waits for the others inside a cascade of `work` seconds."""
         if cascade.module != "dit" or cascade.degree == 1:
             return dict.fromkeys(cascade.workers, 0.0)
@@ -276,10 +275,6 @@ def in_waves(rows: float, outputs: int) -> float:
     columns = -(-outputs // _TILE)
     tiles = math.ceil(rows / _TILE) * columns
     return max(rows, -(-tiles // _SMS) * _SMS * _TILE / columns)
-
-
-def _bucket(item: Item) -> tuple[int, int, int]:
-    return item.frames, item.height, item.width
 
 
 def _report(worker: int, step: int, spans: tuple[Span, ...]) -> StepReport:

@@ -16,7 +16,7 @@ from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.flops import exchange_calls, exchange_seconds
 from actors.plan.costs.handoff import HandoffPoint
 from actors.plan.costs.max_frames import MaxFrames
-from actors.plan.costs.needs import Footprint, Samples
+from actors.plan.costs.needs import Footprint
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.costs.spanning import SpanningPoint
@@ -257,15 +257,7 @@ def spanning_point(point: ProfilePoint, seconds: float) -> SpanningPoint:
 
 def footprint_of(point: ProfilePoint, profile: Profile) -> Footprint:
     """The size of a measured cascade, as its need of memory sees it."""
-    shape, bucket = point.shape, point.shape.bucket
-    clips = Samples(
-        count=shape.batch,
-        frames=bucket.frames,
-        height=bucket.height,
-        width=bucket.width,
-        text_tokens=shape.text_tokens,
-    )
-    return profile.footprint(point.module, [clips], point.degree)
+    return profile.footprint(point.module, [point.shape.samples], point.degree)
 
 
 def _over(nodes: int) -> str:
@@ -301,7 +293,7 @@ def is_known(point: Measurable, profile: Profile) -> bool:
     """Whether a profile has it already, or a point as large as it ran out of memory."""
     if isinstance(point, ProfilePoint):
         found = {one.key for one in profile.over_nodes} if point.nodes > 1 else profile.measured
-        return point.key in found or any(limit.forbids(*point.key) for limit in profile.max_frames)
+        return point.key in found or any(limit.forbids(point.key) for limit in profile.max_frames)
     if isinstance(point, LongestClip | LargestBatch):
         return point.next_point(profile) is None
     place = (point.degree, point.nodes)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from actors.plan.costs.point import PointKey, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.types import Module
 from data.types import Bucket
@@ -28,6 +29,10 @@ class ProfiledShape:
     bucket: Bucket
     text_tokens: int
 
+    @property
+    def samples(self) -> Samples:
+        return Samples.of(self.batch, self.bucket.shape, self.text_tokens)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfilePoint:
@@ -39,10 +44,9 @@ class ProfilePoint:
     nodes: int = 1  # over which its bag is spread
 
     @property
-    def key(self) -> tuple[str, int, int, int, int, int]:
+    def key(self) -> PointKey:
         """As profiles name it."""
-        bucket = self.shape.bucket
-        return self.module, self.shape.batch, bucket.frames, bucket.height, bucket.width, self.degree
+        return self.shape.samples.key(self.module, self.degree)
 
     @property
     def pixels(self) -> int:
@@ -87,7 +91,7 @@ class LongestClip:
             if key[:2] == ("dit", 1) and key[3:] == (self.height, self.width, self.degree)
         ]
         low, high = max(ran, default=0), self.most_frames + 1
-        limits = [limit for limit in profile.max_frames if limit.forbids(*self._key(high))]
+        limits = [limit for limit in profile.max_frames if limit.forbids(self._key(high))]
         high = min([high, *(limit.frames + 1 for limit in limits)])
         lengths = [frames for frames in clip_lengths(geometry, high - 1) if frames > low]
         if not lengths:
@@ -97,7 +101,7 @@ class LongestClip:
         shape = ProfiledShape(batch=1, bucket=Bucket(frames, self.height, self.width), text_tokens=self.text_tokens)
         return ProfilePoint(module="dit", shape=shape, degree=self.degree)
 
-    def _key(self, frames: int) -> tuple[str, int, int, int, int, int]:
+    def _key(self, frames: int) -> PointKey:
         return "dit", 1, frames, self.height, self.width, self.degree
 
 
@@ -121,10 +125,9 @@ class LargestBatch:
     def next_point(self, profile: Profile) -> ProfilePoint | None:
         """The batch whose success or failure halves what is not known: twice the largest that ran until one did not.
         None where the two are a twentieth apart, or none up to `most` fails."""
-        clip = (self.bucket.frames, self.bucket.height, self.bucket.width)
-        place = (*clip, self.degree)
+        place = (*self.bucket.shape, self.degree)
         low = max((key[1] for key in profile.measured if key[0] == "dit" and key[2:] == place), default=0)
-        failed = [one.batch for one in profile.max_frames if one.forbids("dit", one.batch, *place)]
+        failed = [one.batch for one in profile.max_frames if one.forbids(("dit", one.batch, *place))]
         high = min([self.most + 1, *failed])
         if high - low <= max(1.0, _NEAR * low):
             return None

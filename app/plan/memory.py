@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.plan.costs.needs import Samples
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.types import MODULES, USABLE, Cascade, Cluster, Item, Plan
 from actors.planning.memory import CONTEXT_GIB
@@ -75,9 +75,5 @@ def need_lines(view: MemoryView, plan: Plan, items: dict[tuple[int, str], Item],
 
 def cascade_gib(cascade: Cascade, items: dict[tuple[int, str], Item], profile: Profile) -> float | None:
     """What a planned cascade needs beside the states."""
-    parts = [(part.count, items[cascade.step, part.item]) for part in cascade.parts]
-    samples = [
-        Samples(count=count, frames=i.frames, height=i.height, width=i.width, text_tokens=i.text_tokens)
-        for count, i in parts
-    ]
+    samples = [Samples.of_item(items[cascade.step, part.item], part.count) for part in cascade.parts]
     return profile.needs.gib(profile.footprint(cascade.module, samples, cascade.degree))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from actors.plan.costs.point import Samples
 from ops.spatial_temporal.choice import SliceRates, choose
 from ops.typed import ConfigError
 
@@ -127,5 +128,5 @@ def forward_s(
         frames, positions = grid[0], grid[1] * grid[2]
         costs = profile.slice_rates().layer_costs(frames, positions, 1, text, degree)
         return dit.num_layers * choose(frames, positions, degree, costs, False, dit.slicing).total_s
-    size = settings.frames, settings.height, settings.width
-    return profile.seconds("dit", 1, *size, degree, text) / (4 if dit.gradient_checkpointing else 3)
+    clip = Samples.of(1, (settings.frames, settings.height, settings.width), text)
+    return profile.seconds("dit", clip, degree) / (4 if dit.gradient_checkpointing else 3)

@@ -16,6 +16,7 @@ import typer
 
 from actors.held_state import Origin
 from actors.messages import FinishTask, FormTask, StaleGeneration
+from actors.plan.costs.point import Samples
 from actors.plan.schedule.problem import PlanOptions
 from actors.plan.types import Cluster, Item
 from actors.planning.make_plan import make_plan
@@ -234,10 +235,10 @@ CLIPS = [
 
 def seconds_of(item: Item, degree: int) -> float:
     """Seconds of a batch in a group of this degree with QUIET, by the profile's own points."""
-    shape = (item.batch, item.frames, item.height, item.width)
+    batch = Samples.of(item.batch, item.shape)
     profile = scaled_profile(1.0)
-    vae = min(seconds for k, seconds in profile.modes("vae", *shape) if k <= degree)
-    return 0.2 + vae + profile.seconds("dit", *shape, degree)
+    vae = min(seconds for k, seconds in profile.modes("vae", batch) if k <= degree)
+    return 0.2 + vae + profile.seconds("dit", batch, degree)
 
 
 def test_ddp_waits_for_the_group_that_has_most_to_do() -> None:

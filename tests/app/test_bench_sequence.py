@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.plan.costs.forms import FORMS
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from app.bench.planner import CONFIGS
 from app.bench.sequence import HALVES, HIDDEN, RING, SHARED, USP, geometry_of, priced, run, ways_of
@@ -27,10 +28,10 @@ def test_volumes_are_those_of_twelve_heads_on_eight_ranks() -> None:
 @pytest.mark.parametrize("degree", [4, 6, 8])
 def test_what_runs_is_priced_as_the_planner_does(degree: int) -> None:
     profile = Profile.from_flops(WanConfig(num_heads=12), tflops=400.0, exchange_gbps=300.0)
-    load = profile.load_of("dit", 1, 81, 480, 832, degree, 512)
+    load = profile.load_of("dit", Samples.of(1, (81, 480, 832), 512), degree)
     ways = {one.way: one for one in priced(profile.models["dit"], load, 12)}
     runs = ways[SHARED if degree == 8 else "Ulysses"]
-    assert runs.seconds == pytest.approx(profile.seconds("dit", 1, 81, 480, 832, degree, 512))
+    assert runs.seconds == pytest.approx(profile.seconds("dit", Samples.of(1, (81, 480, 832), 512), degree))
     assert runs.seconds < ways[RING].seconds and ways[HIDDEN].seconds < ways[RING].seconds
     if HALVES in ways:
         link = profile.models["dit"].coefficients[-1] * FORMS["arachne"].features(load, 1.0)[-1]

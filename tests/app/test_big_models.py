@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, Samples, clip_kind
+from actors.plan.costs.needs import BAG, SOLO, NeedLine, Needs, clip_kind
 from actors.plan.types import PlanError
 from actors.planning.demand import largest_upload
 from actors.planning.forecasts import Forecasts
@@ -42,8 +42,7 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
     for kind, slope in ((SOLO, alone), (BAG, in_bag)):
         needs.predicted["dit", kind] = NeedLine(fixed_gib=0.17, gib_per_unit=slope)
     needs.predicted["text", SOLO] = NeedLine(fixed_gib=text, gib_per_unit=0.0)
-    for frames, height, width in clips:
-        clip = Samples(count=1, frames=frames, height=height, width=width)
+    for clip in clips:
         needs.predicted["vae", clip_kind(clip)] = NeedLine(fixed_gib=0.0, gib_per_unit=1.5)
     return MemoryForecast(
         parameters=parameters,

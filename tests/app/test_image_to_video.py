@@ -24,6 +24,7 @@ from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from PIL import Image
 from transformers import ByT5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from app.export import export
 from app.sampling.clips import (
@@ -538,7 +539,7 @@ def test_the_encode_of_a_first_frame_is_priced() -> None:
         model = ModelConfig(dit=replace(DIT, first_frame=first_frame), image=image)
         resolved, geometry = resolve(model)
         profile = Profile.from_flops(resolved.dit, resolved.vae, resolved.text, geometry, resolved.image, launch_s=0)
-        seconds.append(profile.seconds("vae", 2, 17, 64, 96, 1))
+        seconds.append(profile.seconds("vae", Samples.of(2, (17, 64, 96)), 1))
     assert seconds[1] == pytest.approx(2 * seconds[0]) and seconds[2] > 1.01 * seconds[1]
 
 

@@ -17,6 +17,7 @@ from actors.plan.costs.exchange import exchange_speed
 from actors.plan.costs.forms import FORMS, Load
 from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Footprint
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.worker.meter import TensorMeter
@@ -56,7 +57,7 @@ def test_every_bucket_is_measured_at_batch_1_and_at_its_own(tmp_path: Path, caps
     }
     assert set(profile.measured) == expected
     assert all(seconds > 0 for seconds in profile.measured.values())
-    assert profile.legal_degrees("dit", 3, 5, 32, 48, text_tokens=56) == (1, 2, 4)
+    assert profile.legal_degrees("dit", Samples.of(3, (5, 32, 48), 56)) == (1, 2, 4)
     told = capsys.readouterr().out
     assert "dit      5f 32x48  b3" in told and "gamma of KnapFormer" in told and "R^2" in told
     before = out.read_text()
@@ -218,7 +219,7 @@ def test_the_longest_clip_is_found_by_halving_and_is_a_limit_of_plans(longest: i
     asked = probed(clip(1), profile, longest, tmp_path)
     assert len(asked) <= 14 and len(set(asked)) == len(asked), "no length twice"
     assert all(frames % 4 == 1 for frames in asked), "whole tokens of the VAE"
-    assert profile.fits("dit", 1, longest, 32, 32, 1) and not profile.fits("dit", 1, longest + 4, 32, 32, 1)
+    assert [profile.fits("dit", Samples.of(1, (longest + more, 32, 32)), 1) for more in (0, 4)] == [True, False]
     assert read_profile(tmp_path / "p.json").max_frames == profile.max_frames
     assert is_known(clip(1), profile) and probed(clip(1), profile, longest, tmp_path) == [], (
         "another call has nothing left"
@@ -273,7 +274,7 @@ def test_the_largest_batch_is_found_by_doubling_and_halving_to_a_twentieth(large
     first = min(batch for batch in asked if batch > largest)
     assert told == [f"largest batch of 17f 32x32 that fits: {found} (not {first}) at degree 1"]
     assert is_known(batches(1), profile) and not profile.fits(
-        "dit", min(b for b in asked if b > largest), 17, 32, 32, 1
+        "dit", Samples.of(min(b for b in asked if b > largest), (17, 32, 32)), 1
     )
     longer = LargestBatch(bucket=Bucket(33, 32, 32), text_tokens=8, degree=1, most=512)
     first = longer.next_point(profile)
@@ -307,7 +308,7 @@ def test_memory_is_counted_where_it_has_a_limit(tmp_path: Path) -> None:
     units, gib = max(found.needs.measured["dit", "solo"].items())
     assert units > 50 and 0.001 < gib < 0.013, "beside the modules, and within the limit"
     ran = {key[1] for key in found.measured if key[0] == "dit" and key[2:] == (5, 32, 48, 1)}
-    failed = [limit.batch for limit in found.max_frames if limit.forbids("dit", limit.batch, 5, 32, 48, 1)]
+    failed = [limit.batch for limit in found.max_frames if limit.forbids(("dit", limit.batch, 5, 32, 48, 1))]
     assert max(ran) >= 2 and min(failed) <= 1.05 * max(ran) + 1, "the largest batch was searched"
     assert found.needs.gib(footprint_of(point_of(min(failed)), found)) > 0.9 * gib, "and lies where the peaks say"
 
@@ -402,10 +403,9 @@ def test_encoders_run_at_the_degrees_at_which_they_were_measured(
         (2, 2**24),
     ]
     assert exchange_speed(profile.exchanges) == pytest.approx((0.001, 1e9))
-    assert profile.legal_degrees("vae", 3, 5, 32, 48) == profile.legal_degrees("text", 3, 5, 32, 48, 56) == (1, 2)
-    assert dict(profile.modes("vae", 3, 5, 32, 48))[2] == pytest.approx(
-        0.6 * dict(profile.modes("vae", 3, 5, 32, 48))[1]
-    )
+    batch = Samples.of(3, (5, 32, 48), 56)
+    assert profile.legal_degrees("vae", batch) == profile.legal_degrees("text", batch) == (1, 2)
+    assert dict(profile.modes("vae", batch))[2] == pytest.approx(0.6 * dict(profile.modes("vae", batch))[1])
 
 
 def test_bags_are_measured_by_the_slices_that_plans_bring_them(tmp_path: Path) -> None:
@@ -480,7 +480,7 @@ def test_what_runs_out_of_memory_is_a_limit_and_larger_points_are_spared(
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
     profile = read_profile(out)
-    assert not profile.fits("dit", 3, 5, 32, 48, 1) and profile.fits("dit", 1, 1, 32, 32, 1)
+    assert not profile.fits("dit", Samples.of(3, (5, 32, 48)), 1) and profile.fits("dit", Samples.of(1, (1, 32, 32)), 1)
     assert ("vae", 3, 5, 32, 48, 1) in profile.measured and ("dit", 3, 5, 32, 48, 1) not in profile.measured
 
 
@@ -501,7 +501,7 @@ def test_a_limit_holds_for_pictures_too_and_is_not_tried_again(
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
     profile = read_profile(out)
     assert len(profile.max_frames) == 1
-    assert not profile.fits("dit", max(batches), frames, 32, 32 + 16 * (frames > 1), 1)
+    assert not profile.fits("dit", Samples.of(max(batches), (frames, 32, 32 + 16 * (frames > 1))), 1)
     asked.clear()
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1])
     assert asked == [] and read_profile(out).max_frames == profile.max_frames
@@ -519,7 +519,7 @@ def test_a_bag_that_does_not_even_come_up_for_want_of_memory_is_a_limit(
     monkeypatch.setattr("app.device.measuring.Bag", NoRoom)
     out = tmp_path / "p.json"
     run_profile(DEMO, TINY, out, repeats=1, device="cpu", degrees=[1, 2])
-    assert not read_profile(out).fits("dit", 1, 1, 32, 32, 2) or not read_profile(out).fits("dit", 3, 1, 32, 32, 2)
+    assert not all(read_profile(out).fits("dit", Samples.of(batch, (1, 32, 32)), 2) for batch in (1, 3))
 
 
 class Pipes(PipedBag):
@@ -634,7 +634,7 @@ def test_trees_are_offered_where_points_are_enough_and_help(
     assert found.residual == "xgboost" and model is not None and model.residual is not None
     few, straight = read_profile(tiled_vae(12)), read_profile(tiled_vae(36))
     for key in straight.measured:
-        straight.measure(key, 0.05 + 1e-7 * straight.load_of("vae", *key[1:], 0).dealt.pixels)  # type: ignore[union-attr]
+        straight.measure(key, 0.05 + 1e-7 * straight.load(key, 0).dealt.pixels)  # type: ignore[union-attr]
     offer_residual(few)
     offer_residual(straight)
     assert few.residual == straight.residual == "none"

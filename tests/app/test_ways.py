@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from app.sampling.clips import ClipSettings
 from app.sampling.ways import cheapest_way, check_together, forward_s, legal_sizes
@@ -61,7 +62,7 @@ def test_what_was_measured_decides() -> None:
     """A bag of three that takes as long as one worker: halves are taken, though FLOPs speak for the bag."""
     model, known = ModelConfig(dit=WAN, text=TextConfig(max_length=16)), profile(WAN, 1000.0)
     assert cheapest_way(3, model, SETTINGS, GEOMETRY, known).bags == 1
-    seconds = known.seconds("dit", 1, 17, 128, 128, 1, 16)
+    seconds = known.seconds("dit", Samples.of(1, (17, 128, 128), 16), 1)
     for degree in (1, 3):
         known.measure(("dit", 1, 17, 128, 128, degree), seconds)
     assert cheapest_way(3, model, SETTINGS, GEOMETRY, known).bags == 2

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.families import FAMILIES
@@ -283,7 +284,8 @@ def test_what_it_needs_and_takes_is_predicted_without_weights(folders: dict[str,
     assert model.text.encoded_tokens == 256 + 103 + 576 and model.text.most_tokens == 256 + 144
     alone = replace(model.text, kind="hunyuan", path=None)
     cost, plain = (Profile.from_flops(model.dit, model.vae, text, geometry, launch_s=0) for text in (model.text, alone))
-    ratio = cost.seconds("text", 1, 5, 32, 48, 1, 400) / plain.seconds("text", 1, 5, 32, 48, 1, 400)
+    caption = Samples.of(1, (5, 32, 48), 400)
+    ratio = cost.seconds("text", caption, 1) / plain.seconds("text", caption, 1)
     assert ratio == pytest.approx((256 + 103 + 576) / 400)
 
 

@@ -11,7 +11,6 @@ import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 from actors.plan.costs.compiling import BothWays
 from actors.plan.costs.drift import Drift
@@ -24,7 +23,7 @@ from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import Handoff, HandoffEstimate, HandoffPoint
 from actors.plan.costs.max_frames import MaxFrames
 from actors.plan.costs.needs import Needs
-from actors.plan.costs.point import LivePoint, PointKey
+from actors.plan.costs.point import LivePoint, PointKey, Samples
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.setting import ProfiledSetting
 from actors.plan.costs.slices import SlicedBlocks
@@ -94,7 +93,7 @@ class KnownCosts:
     _calls: CallLatency | None = None
     _updates: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # of this run, by workers and nodes
     _remainders: dict[tuple[int, int], LivePoint] = field(default_factory=dict)  # the same
-    _cache: dict[tuple[Module, int, int, int, int, int, float], tuple[tuple[int, float], ...]] = field(
+    _cache: dict[tuple[Module, Samples, float], tuple[tuple[int, float], ...]] = field(
         default_factory=dict
     )  # of `CascadePrices.modes`
 
@@ -105,12 +104,10 @@ class KnownCosts:
         latent = (frames - 1) // st + 1 if self.geometry.causal else max(frames // st, 1)
         return -(-latent // pt) * -(-height // (sh * ph)) * -(-width // (sw * pw))
 
-    def load_of(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
-    ) -> Load:
-        load = self._plain_load(batch, frames, height, width, degree, text_tokens)
+    def load_of(self, module: Module, part: Samples, degree: int) -> Load:
+        load = self._plain_load(part, degree)
         if module == "vae":
-            return replace(load, dealt=self.tiling.dealt(batch, (frames, height, width), degree))
+            return replace(load, dealt=self.tiling.dealt(part.count, part.shape, degree))
         if module != "dit" or degree == 1:
             return load
         if self.sliced is not None:
@@ -122,23 +119,21 @@ class KnownCosts:
         exposed = self.halved.exposed(load) if self.halved is not None else 1.0
         return replace(load, exchanged=sent, exposed=exposed, call_s=call_s, by_ulysses=True)
 
-    def _plain_load(self, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int) -> Load:
-        tokens = self.tokens(frames, height, width)
+    def _plain_load(self, part: Samples, degree: int) -> Load:
         return Load(
-            batch=batch,
-            frames=frames,
-            height=height,
-            width=width,
-            text_tokens=text_tokens,
-            tokens=tokens,
+            batch=part.count,
+            frames=part.frames,
+            height=part.height,
+            width=part.width,
+            text_tokens=part.text_tokens,
+            tokens=self.tokens(*part.shape),
             degree=degree,
-            token_frames=self.tokens(frames, 1, 1),
+            token_frames=self.tokens(part.frames, 1, 1),
             text=self.text_cost,
         )
 
     def load(self, key: PointKey, text_tokens: int) -> Load:
-        module, batch, frames, height, width, degree = key
-        return self.load_of(cast(Module, module), batch, frames, height, width, degree, text_tokens)
+        return self.load_of(key[0], Samples.of_key(key, text_tokens), key[5])
 
     def slice_rates(self) -> SliceRates:
         """What blocks and exchanges of spatial-temporal layers take, by the points of one device, else by those of bags
@@ -147,7 +142,7 @@ class KnownCosts:
         if self._rates is None:
             known = self._known("dit", spanning=False)  # what bags over nodes take is learned beside these rates
             alone = [one for one in known if one[0][5] == 1] or known
-            loads = [self._plain_load(*key[1:], text) for key, _, text in alone]
+            loads = [self._plain_load(Samples.of_key(key, text), key[5]) for key, _, text in alone]
             seconds = [seconds for _, seconds, _ in alone]
             self._rates = self.sliced.rates(loads, seconds, self.device, self.exchanges, self.exchange_s)
         return self._rates
@@ -222,8 +217,8 @@ class KnownCosts:
 
     def held(self, key: PointKey) -> float:
         """Seconds of a measured point, as far as what ran since lets it stand."""
-        load = self._plain_load(*key[1:], self.text_tokens.get(key, 0))
-        return self.of_file(key) * self.file_drift(cast(Module, key[0])).factor(load)
+        load = self._plain_load(Samples.of_key(key, self.text_tokens.get(key, 0)), key[5])
+        return self.of_file(key) * self.file_drift(key[0]).factor(load)
 
     def of_file(self, key: PointKey) -> float:
         """Seconds of a measured point, beside the copies of a pass."""
@@ -259,11 +254,10 @@ class KnownCosts:
         module's model or by that of the file's points alone; 1 where either number is unknown."""
         if key[0] == "vae" or not (measured_with and wanted) or measured_with == wanted:
             return 1.0
-        module = cast(Module, key[0])
-        model = self._model_of_file(module) if of_file else self.model_of(module)
+        model = self._model_of_file(key[0]) if of_file else self.model_of(key[0])
         if model is None:
             return 1.0
-        before, after = (self.modelled(module, model, self.load(key, text)) for text in (measured_with, wanted))
+        before, after = (self.modelled(key[0], model, self.load(key, text)) for text in (measured_with, wanted))
         return after / before if before > 0 else 1.0
 
     def modelled(self, module: Module, model: Fit, load: Load) -> float:
@@ -275,7 +269,7 @@ class KnownCosts:
         """The drift of the file's points, by those of them that ran."""
         if (module, "file") not in self._drifts:
             both = [key for key in self.live if key[0] == module and key in self.measured]
-            loads = [self._plain_load(*key[1:], self.live[key].text_tokens) for key in both]
+            loads = [self._plain_load(Samples.of_key(key, self.live[key].text_tokens), key[5]) for key in both]
             ratios = [
                 self.live[key].seconds
                 / self.of_file(key)

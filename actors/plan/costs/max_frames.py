@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from actors.plan.costs.point import PointKey
 from actors.plan.types import refuse_below
 
 
@@ -22,8 +23,9 @@ class MaxFrames:
         refuse_below(1, self, "degree", "height", "width", "batch")
         refuse_below(0, self, "frames")  # 0: not even pictures
 
-    def forbids(self, module: str, batch: int, frames: int, height: int, width: int, degree: int) -> bool:
+    def forbids(self, key: PointKey) -> bool:
         """Whether a cascade is as large as one that ran out of memory."""
+        module, batch, frames, height, width, degree = key
         return (
             self.module == module
             and self.degree >= degree

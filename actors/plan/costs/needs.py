@@ -16,25 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from actors.plan.costs.point import Samples
 from actors.plan.types import Module, refuse_below, refuse_unless_positive
 from ops.degrees import surplus
+from ops.geometry import PixelShape
 from ops.models.config import TEXT_BATCH_TOKENS
 
 NeedKey = tuple[Module, str]
 TRIES = 3  # times that the smallest cascade of a shape may run out of memory before the shape counts as impossible
 SOLO, BAG = "solo", "bag"
 _ALIKE = 0.02  # by which a row may count otherwise before measured peaks are of another unit
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
-    """Some samples of one item, as a cascade holds them."""
-
-    count: int
-    frames: int
-    height: int
-    width: int
-    text_tokens: int = 0  # mean per sample
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +55,14 @@ def footprint(
         kind = SOLO if degree == 1 else BAG
         share = degree * needs.text_rows[kind] if needs and kind in needs.text_rows else 1.0
         weight = needs.row_weight(degree) if needs else 1.0
-        rows = sum(s.count * (tokens(s.frames, s.height, s.width) + share * s.text_tokens) for s in samples)
+        rows = sum(s.count * (tokens(*s.shape) + share * s.text_tokens) for s in samples)
         return Footprint(module=module, kind=kind, units=weight * rows / degree)
     if module == "text":
         count = sum(s.count for s in samples)
         longest = max(s.text_tokens for s in samples)
         captions = -(-count // degree)
         return Footprint(module=module, kind=SOLO, units=min(captions * max(longest, 1), TEXT_BATCH_TOKENS))
-    kind, clips = clip_kind(samples[0], degree), sum(s.count for s in samples)
+    kind, clips = clip_kind(samples[0].shape, degree), sum(s.count for s in samples)
     batches = (needs.batches if needs else {}).get(kind, WHOLE)
     together = min(clips, batches.together)
     return Footprint(module=module, kind=kind, units=together + batches.kept * (clips - together))
@@ -87,9 +78,10 @@ class ClipBatches(NamedTuple):
 WHOLE = ClipBatches(math.inf)  # all at once
 
 
-def clip_kind(clip: Samples, degree: int = 1) -> str:
+def clip_kind(shape: PixelShape, degree: int = 1) -> str:
     """NeedKey of the VAE cascades of clips of this shape; a bag encodes them tile by tile."""
-    return f"{clip.frames}f {clip.height}x{clip.width}{'' if degree == 1 else ' tiles'}"
+    frames, height, width = shape
+    return f"{frames}f {height}x{width}{'' if degree == 1 else ' tiles'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,13 +1,60 @@
-"""A point: a cascade that is measured, and what a run has measured of it. Pure."""
+"""What a cascade holds, as prices and needs see it; a point: one that is measured, and what a run has measured of it.
+Pure."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-PointKey = tuple[str, int, int, int, int, int]  # module, batch, frames, height, width, degree
-PartShape = tuple[int, int, int, int, int]  # samples, frames, height, width, mean text tokens of one
+from actors.plan.types import Item, Module
+from ops.geometry import PixelShape
+
+PointKey = tuple[Module, int, int, int, int, int]  # module, batch, frames, height, width, degree
 NEWEST = 9  # measurements of a point that count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """Some samples of one shape, as a cascade holds them: all of it, or a part of a packed one."""
+
+    count: int
+    frames: int
+    height: int
+    width: int
+    text_tokens: int = 0  # mean per sample; 0: not known
+
+    @classmethod
+    def of(cls, count: int, shape: PixelShape, text_tokens: int = 0) -> Samples:
+        """`count` clips of (frames, height, width)."""
+        return cls(count=count, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text_tokens)
+
+    @classmethod
+    def of_item(cls, item: Item, count: int) -> Samples:
+        """`count` samples of an item."""
+        return cls.of(count, item.shape, item.text_tokens)
+
+    @classmethod
+    def by_shape(cls, parts: Iterable[Samples]) -> tuple[Samples, ...]:
+        """The samples of a cascade as plans price them: those of equal shape as one batch."""
+        shapes: dict[PixelShape, tuple[int, float]] = {}
+        for part in parts:
+            count, text = shapes.get(part.shape, (0, 0.0))
+            shapes[part.shape] = (count + part.count, text + part.count * part.text_tokens)
+        return tuple(cls.of(count, shape, round(text / count)) for shape, (count, text) in shapes.items())
+
+    @classmethod
+    def of_key(cls, key: PointKey, text_tokens: int) -> Samples:
+        """Those of a point."""
+        return cls.of(key[1], key[2:5], text_tokens)
+
+    @property
+    def shape(self) -> PixelShape:
+        return self.frames, self.height, self.width
+
+    def key(self, module: Module, degree: int) -> PointKey:
+        """The point of a cascade of these alone; whatever their text, it is one."""
+        return module, self.count, self.frames, self.height, self.width, degree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

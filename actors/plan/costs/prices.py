@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from actors.plan.costs.forms import FORMS
 from actors.plan.costs.known import KnownCosts
-from actors.plan.costs.needs import Footprint, Samples, footprint
-from actors.plan.costs.point import PartShape
+from actors.plan.costs.needs import Footprint, footprint
+from actors.plan.costs.point import Samples
 from actors.plan.costs.remainder import remainder_of
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import Topology
@@ -36,21 +36,21 @@ class CascadePrices(KnownCosts):
         """The profile's degrees of the module; without that list, those that were measured."""
         return self.degrees.get(module) or tuple(sorted({key[5] for key in self.measured if key[0] == module})) or (1,)
 
-    def price(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float | None:
+    def price(self, module: Module, part: Samples, degree: int) -> float | None:
         """Seconds on one node at normal speed, or None where the profile cannot say."""
-        key = (module, batch, frames, height, width, degree)
+        key = part.key(module, degree)
         seen = self.live.get(key) or self.on_one_node(key)
         if seen is not None:
-            return seen.seconds * self.by_text(key, seen.text_tokens, text_tokens)
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
-        held = ("text", batch, 0, 0, 0, degree) if module == "text" and key not in self.measured else key
+            return seen.seconds * self.by_text(key, seen.text_tokens, part.text_tokens)
+        load = self.load_of(module, part, degree)
+        held = key
+        if module == "text" and key not in self.measured:
+            held = Samples.of(part.count, (0, 0, 0)).key(module, degree)
         seconds = self.of_file(held) if held in self.measured else None
         if seconds is None and self.over_nodes:
             seconds = self.over_nodes_only(key)
         if seconds is not None:
-            by_text = self.by_text(key, self.text_tokens.get(held, 0), text_tokens)
+            by_text = self.by_text(key, self.text_tokens.get(held, 0), part.text_tokens)
             return seconds * by_text * self.file_drift(module).factor(load)
         if not self.extrapolate:
             return None
@@ -59,51 +59,37 @@ class CascadePrices(KnownCosts):
             return None
         return max(self.modelled(module, model, load) * self.model_drift(module, model).factor(load), 1e-9)
 
-    def seconds(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def seconds(self, module: Module, part: Samples, degree: int) -> float:
         """As `price`, but raises PlanError for a point that it cannot price."""
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens)
+        seconds = self.price(module, part, degree)
         if seconds is None:
             raise PlanError(
-                f"the profile has no latency of {module} for batch {batch}, {frames}f {height}x{width} at "
-                f'degree {degree}. Measure it, or set "extrapolate": true.'
+                f"the profile has no latency of {module} for batch {part.count}, {part.frames}f "
+                f'{part.height}x{part.width} at degree {degree}. Measure it, or set "extrapolate": true.'
             )
         return seconds
 
-    def penalty(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def penalty(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds that a bag over nodes takes more, at normal speed and without a common rail (`CrossNode.fall` says
         what is left with some): by what its members send or, where that is not known, as a share of its price."""
         if degree == 1:
             return 0.0
         if module == "dit" and self.cross_node.by_rows:
-            load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+            load = self.load_of(module, part, degree)
             return self.cross_node.sending(load.sent, degree - 1)
         share = self.cross_node.penalty
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        seconds = self.price(module, part, degree) if share else None
         return share * seconds if seconds is not None else 0.0
 
-    def detour(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        degree: int,
-        text_tokens: int = 0,
-        island_gbps: float = 0.0,
-    ) -> float:
+    def detour(self, module: Module, part: Samples, degree: int, island_gbps: float = 0.0) -> float:
         """Seconds that a bag inside a node takes more in more NVLink islands than it has to use: as the profile says,
         or by what its members send where a GPU sends `island_gbps` GB/s to another island. 0 where nobody knows."""
         if degree == 1:
             return 0.0
         if module == "dit" and (row_s := self.island_row_s(island_gbps)):
-            return row_s * self.load_of(module, batch, frames, height, width, degree, text_tokens).sent
+            return row_s * self.load_of(module, part, degree).sent
         share = self.cross_island.penalty
-        seconds = self.price(module, batch, frames, height, width, degree, text_tokens) if share else None
+        seconds = self.price(module, part, degree) if share else None
         return share * seconds if seconds is not None else 0.0
 
     def island_row_s(self, island_gbps: float) -> float:
@@ -117,98 +103,86 @@ class CascadePrices(KnownCosts):
         inside = self.exchange_s or dict(zip(FORMS[model.form].names, model.coefficients)).get("comm", 0.0)
         return max(0.0, self.row_bytes / (1e9 * island_gbps) - inside)
 
-    def once(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def once(self, module: Module, part: Samples, degree: int) -> float:
         """Seconds of its price that a cascade would not take again beside others of its pack: the share that the
         module's cost model says, and what it waits for copies of weights; 0 where nobody knows, or without a price."""
-        shape = (batch, frames, height, width, degree, text_tokens)
-        launches = self._launches(module, *shape)
+        launches = self._launches(module, part, degree)
         if module != "dit" or not self.fetched.num_bytes:
             return launches
-        price, computed = self.price(module, *shape), self.computed(module, *shape)
+        price, computed = self.price(module, part, degree), self.computed(module, part, degree)
         return launches + (price - computed if price is not None and computed is not None else 0.0)
 
-    def computed(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float | None:
+    def computed(self, module: Module, part: Samples, degree: int) -> float | None:
         """Its price without what it waits for copies of weights: by the model where these may hide what it computes.
         None where it has no price."""
-        price = self.price(module, batch, frames, height, width, degree, text_tokens)
+        price = self.price(module, part, degree)
         model = self.model_of(module)
         if price is None or model is None or module != "dit" or not self.fetched.hide(price):
             return price
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        load = self.load_of(module, part, degree)
         return min(price, model.predict(load) * self.model_drift(module, model).factor(load))
 
-    def _launches(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int
-    ) -> float:
+    def _launches(self, module: Module, part: Samples, degree: int) -> float:
         model = self.model_of(module)
         if model is None:
             return 0.0
-        load = self.load_of(module, batch, frames, height, width, degree, text_tokens)
+        load = self.load_of(module, part, degree)
         fixed = model.once(load)
         if not fixed > 0:
             return 0.0
-        computed = self.computed(module, batch, frames, height, width, degree, text_tokens)
+        computed = self.computed(module, part, degree)
         return min(fixed / model.predict(load), 1.0) * computed if computed is not None else 0.0
 
-    def penalty_once(
-        self, module: Module, batch: int, frames: int, height: int, width: int, degree: int, text_tokens: int = 0
-    ) -> float:
+    def penalty_once(self, module: Module, part: Samples, degree: int) -> float:
         """The same of `penalty`: what a bag over nodes takes more for every peer, however little it sends to them."""
         if degree == 1:
             return 0.0
         if module == "dit" and self.cross_node.by_rows:
             return self.cross_node.sending(0.0, degree - 1)
         share = self.cross_node.penalty
-        return share * self.once(module, batch, frames, height, width, degree, text_tokens) if share else 0.0
+        return share * self.once(module, part, degree) if share else 0.0
 
-    def again(self, module: Module, parts: Sequence[PartShape], degree: int, spanned: BagSpread | None = None) -> float:
+    def again(self, module: Module, parts: Sequence[Samples], degree: int, spanned: BagSpread | None = None) -> float:
         """Seconds that these parts take one by one and not together; `spanned` of a bag over nodes."""
         if len(parts) == 1:
             return 0.0
         if module == "dit" and self.fetched.num_bytes:
             inside = self._again_beside_copies(parts, degree)
         else:
-            inside = _again([self.once(module, *part[:4], degree, part[4]) for part in parts])
+            inside = _again([self.once(module, part, degree) for part in parts])
         if spanned is None:
             return inside
-        more = _again([self.penalty_once(module, *part[:4], degree, part[4]) for part in parts])
+        more = _again([self.penalty_once(module, part, degree) for part in parts])
         return inside + self.cross_node.fall(spanned.overlap) * more
 
-    def _again_beside_copies(self, parts: Sequence[PartShape], degree: int) -> float:
+    def _again_beside_copies(self, parts: Sequence[Samples], degree: int) -> float:
         """The same of a transformer whose weights are fetched, on one node."""
-        shapes = [(*part[:4], degree, part[4]) for part in parts]
-        prices = [self.price("dit", *shape) or 0.0 for shape in shapes]
-        computed = sum(self.computed("dit", *shape) or 0.0 for shape in shapes)
-        launches = _again([self._launches("dit", *shape) for shape in shapes])
+        prices = [self.price("dit", part, degree) or 0.0 for part in parts]
+        computed = sum(self.computed("dit", part, degree) or 0.0 for part in parts)
+        launches = _again([self._launches("dit", part, degree) for part in parts])
         return sum(prices) - max(*prices, self.fetched.beside(computed - launches))
 
-    def together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+    def together(self, module: Module, parts: Sequence[Samples], degree: int) -> float:
         """Seconds of one cascade of these parts on one node at normal speed. PlanError where one has no price."""
-        alone = sum(self.seconds(module, *part[:4], degree, part[4]) for part in parts)
+        alone = sum(self.seconds(module, part, degree) for part in parts)
         return alone - self.again(module, parts, degree)
 
-    def penalty_together(self, module: Module, parts: Sequence[PartShape], degree: int) -> float:
+    def penalty_together(self, module: Module, parts: Sequence[Samples], degree: int) -> float:
         """Seconds that it takes more over nodes without a common rail."""
-        more = sum(self.penalty(module, *part[:4], degree, part[4]) for part in parts)
+        more = sum(self.penalty(module, part, degree) for part in parts)
         if len(parts) == 1:
             return more
-        return more - _again([self.penalty_once(module, *part[:4], degree, part[4]) for part in parts])
+        return more - _again([self.penalty_once(module, part, degree) for part in parts])
 
-    def detour_together(
-        self, module: Module, parts: Sequence[PartShape], degree: int, island_gbps: float = 0.0
-    ) -> float:
+    def detour_together(self, module: Module, parts: Sequence[Samples], degree: int, island_gbps: float = 0.0) -> float:
         """Seconds that it takes more in more NVLink islands of a node than it has to use."""
-        more = sum(self.detour(module, *part[:4], degree, part[4], island_gbps) for part in parts)
+        more = sum(self.detour(module, part, degree, island_gbps) for part in parts)
         share = self.cross_island.penalty
         if len(parts) == 1 or not share or (module == "dit" and self.island_row_s(island_gbps)):
             return more
-        return more - share * _again([self.once(module, *part[:4], degree, part[4]) for part in parts])
+        return more - share * _again([self.once(module, part, degree) for part in parts])
 
-    def on(self, topology: Topology, module: Module, parts: Sequence[PartShape], workers: Sequence[int]) -> float:
+    def on(self, topology: Topology, module: Module, parts: Sequence[Samples], workers: Sequence[int]) -> float:
         """Seconds of one cascade of these parts on exactly these workers."""
         degree, over_nodes, over_islands = len(workers), 0.0, 0.0
         if topology.spans(workers):
@@ -217,77 +191,42 @@ class CascadePrices(KnownCosts):
             over_islands = self.detour_together(module, parts, degree, topology.cluster.island_gbps)
         return topology.seconds(workers, self.together(module, parts, degree), over_nodes, over_islands)
 
-    def modes(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> tuple[tuple[int, float], ...]:
+    def modes(self, module: Module, part: Samples, room_gib: float = math.inf) -> tuple[tuple[int, float], ...]:
         """(degree, seconds) of every degree that is legal where a worker has `room_gib` for a cascade, ascending. A bag
         of spatial-temporal layers has no more members than there are frames, or positions in one."""
-        cache_key = (module, batch, frames, height, width, text_tokens, room_gib)
+        cache_key = (module, part, room_gib)
         found = self._cache.get(cache_key)
         if found is None:
             most = math.inf
             if module == "dit" and self.sliced is not None:
-                token_frames = self.tokens(frames, 1, 1)
-                most = max(token_frames, self.tokens(frames, height, width) // token_frames)
+                token_frames = self.tokens(part.frames, 1, 1)
+                most = max(token_frames, self.tokens(*part.shape) // token_frames)
             found = tuple(
                 (k, s)
                 for k in self.candidate_degrees(module)
-                if k <= most
-                and (s := self.price(module, batch, frames, height, width, k, text_tokens)) is not None
-                and self.fits(module, batch, frames, height, width, k, text_tokens, room_gib)
+                if k <= most and (s := self.price(module, part, k)) is not None and self.fits(module, part, k, room_gib)
             )
             self._cache[cache_key] = found
         return found
 
-    def legal_degrees(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> tuple[int, ...]:
-        return tuple(k for k, _ in self.modes(module, batch, frames, height, width, text_tokens, room_gib))
+    def legal_degrees(self, module: Module, part: Samples, room_gib: float = math.inf) -> tuple[int, ...]:
+        return tuple(k for k, _ in self.modes(module, part, room_gib))
 
     def footprint(self, module: Module, samples: Sequence[Samples], degree: int) -> Footprint:
         """The size of a cascade of these samples, as `needs` knows it."""
         return footprint(module, samples, degree, self.tokens, self.needs)
 
-    def may_try(self, module: Module, item: Item, degree: int, room_gib: float) -> bool:
+    def may_try(self, module: Module, one: Samples, degree: int, room_gib: float) -> bool:
         """Whether one sample may run at this degree although one ran out of memory there."""
-        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
-        priced = (
-            degree in self.candidate_degrees(module)
-            and self.price(module, 1, item.frames, item.height, item.width, degree, item.text_tokens) is not None
-        )
-        found = self.footprint(module, [clip], degree)
+        priced = degree in self.candidate_degrees(module) and self.price(module, one, degree) is not None
+        found = self.footprint(module, [one], degree)
         return priced and found.line in self.needs.limits and self.needs.may_try(found, room_gib)
 
-    def fits(
-        self,
-        module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
-        degree: int,
-        text_tokens: int = 0,
-        room_gib: float = math.inf,
-    ) -> bool:
+    def fits(self, module: Module, part: Samples, degree: int, room_gib: float = math.inf) -> bool:
         """Whether the cascade stays within the room of a worker, as far as that is known, and below every limit."""
-        clips = Samples(count=batch, frames=frames, height=height, width=width, text_tokens=text_tokens)
-        if not self.needs.fits(self.footprint(module, [clips], degree), room_gib):
+        if not self.needs.fits(self.footprint(module, [part], degree), room_gib):
             return False
-        return not any(limit.forbids(module, batch, frames, height, width, degree) for limit in self.max_frames)
+        return not any(limit.forbids(part.key(module, degree)) for limit in self.max_frames)
 
     def wait_for_inputs(self, item: Item, count: int, bag: Set[int], producers: Iterable[int]) -> float:
         """Seconds that encode results of `count` samples take to a bag: none if it holds one of their workers."""

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from actors.plan.costs.fetching import FetchedWeights
 from actors.plan.costs.flops import exchange_seconds, flop_costs, text_cost
 from actors.plan.costs.halved import HalvedHeads
 from actors.plan.costs.handoff import HandoffPoint, estimate_of
 from actors.plan.costs.needs import Footprint, Needs
-from actors.plan.costs.point import LivePoint, PartShape, PointKey
+from actors.plan.costs.point import LivePoint, PointKey, Samples
 from actors.plan.costs.prices import CascadePrices
 from actors.plan.costs.remainder import RemainderPoint
 from actors.plan.costs.slices import SlicedBlocks
@@ -102,7 +101,7 @@ class Profile(CascadePrices):
         if spread is not None:
             self.spread[key] = spread
         self._file_fits.pop(key[0], None)
-        self.points_changed(cast(Module, key[0]))
+        self.points_changed(key[0])
         if key[0] == "dit":  # what these are beside
             self.count_over_nodes()
             self.count_handoffs()
@@ -141,13 +140,9 @@ class Profile(CascadePrices):
     def observe(
         self,
         module: Module,
-        batch: int,
-        frames: int,
-        height: int,
-        width: int,
+        part: Samples,
         degree: int,
         seconds: float,
-        text_tokens: int = 0,
         *,
         spanned: BagSpread | None = None,
     ) -> None:
@@ -157,10 +152,10 @@ class Profile(CascadePrices):
         learns nothing, for a duration that is not a positive number or that cannot be true: 20 times what the point has
         taken so far, unless it comes three times in a row.
         """
-        what = f"{module} of {batch} x {frames}f {height}x{width} at degree {degree}"
+        what = f"{module} of {part.count} x {part.frames}f {part.height}x{part.width} at degree {degree}"
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"{what} took {seconds} s; a duration must be positive and finite. It is left out.")
-        key = (module, batch, frames, height, width, degree)
+        key = part.key(module, degree)
         before = self._before(key, spanned)
         if before is not None and before.count >= _KNOWN and not 1 / _ABSURD < seconds / before.seconds < _ABSURD:
             if before.refused + 1 < _KNOWN:
@@ -170,8 +165,8 @@ class Profile(CascadePrices):
                     f"factor of {_ABSURD:g}. It is left out, and believed when it comes {_KNOWN} times in a row."
                 )
             before = None
-        first = LivePoint.of(seconds, 1, text_tokens)
-        self._set(key, spanned, first if before is None else before.after(seconds, text_tokens))
+        first = LivePoint.of(seconds, 1, part.text_tokens)
+        self._set(key, spanned, first if before is None else before.after(seconds, part.text_tokens))
         self.points_changed(module)
         if spanned is not None:
             self._learn_cross_node()
@@ -179,7 +174,7 @@ class Profile(CascadePrices):
     def observe_packed(
         self,
         module: Module,
-        parts: Sequence[PartShape],
+        parts: Sequence[Samples],
         degree: int,
         seconds: float,
         *,
@@ -190,26 +185,25 @@ class Profile(CascadePrices):
         difference, the larger the less often it was measured. `again` is what `again` says, where a caller has asked
         already. Raises as `observe`, and PlanError where a part has no price."""
         if len(parts) == 1:
-            batch, frames, height, width, text = parts[0]
-            self.observe(module, batch, frames, height, width, degree, seconds, text, spanned=spanned)
+            self.observe(module, parts[0], degree, seconds, spanned=spanned)
             return
         if not (math.isfinite(seconds) and seconds > 0):
             raise ValueError(f"a packed {module} cascade took {seconds} s; a duration must be positive and finite.")
-        prices = [self.seconds(module, *part[:4], degree, part[4]) for part in parts]
+        prices = [self.seconds(module, part, degree) for part in parts]
         if spanned is not None:
-            more = [self.penalty(module, *part[:4], degree, part[4]) for part in parts]
+            more = [self.penalty(module, part, degree) for part in parts]
             fall = self.cross_node.fall(spanned.overlap)
             prices = [price + fall * extra for price, extra in zip(prices, more, strict=True)]
         doubts = []
         for part, price in zip(parts, prices, strict=True):
-            known = self._before((module, *part[:4], degree), spanned)
+            known = self._before(part.key(module, degree), spanned)
             doubts.append(price * max(_SURE, 1.0 / (1 + (known.count if known else 0))))
         apart = seconds + (self.again(module, parts, degree, spanned) if again is None else again)
         error = apart - sum(prices)
-        for (batch, frames, height, width, text), price, doubt in zip(parts, prices, doubts, strict=True):
+        for part, price, doubt in zip(parts, prices, doubts, strict=True):
             # A part takes at least a fifth of its share, so that an error elsewhere cannot make it nothing.
             own = max(price + error * doubt / sum(doubts), 0.2 * price * apart / sum(prices))
-            self.observe(module, batch, frames, height, width, degree, own, text, spanned=spanned)
+            self.observe(module, part, degree, own, spanned=spanned)
 
     def forget(self, key: PointKey, spanned: BagSpread | None = None) -> None:
         """Drop what was learned of a point, whose workers had another speed: the file or the model holds again."""
@@ -217,7 +211,7 @@ class Profile(CascadePrices):
             self.live.pop(key, None)
         else:
             self.spanning.pop((key, spanned), None)
-        self.points_changed(cast(Module, key[0]))
+        self.points_changed(key[0])
 
     def take_up(self, learned: Profile) -> None:
         """Go on with what another profile has learned of the same costs."""
@@ -326,8 +320,8 @@ class Profile(CascadePrices):
         """A cascade over nodes beside what it takes `alone` on one, else what the cost model says of that."""
         load, modelled = self.load(key, point.text_tokens), alone is None
         if alone is None:
-            model = self.model_of(cast(Module, key[0]))
-            alone = self.modelled(cast(Module, key[0]), model, load) if model is not None else 0.0
+            model = self.model_of(key[0])
+            alone = self.modelled(key[0], model, load) if model is not None else 0.0
         if alone <= 0:
             return None
         return SpreadCascade(

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from actors.plan.costs.needs import Samples
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.evaluator import cascade_seconds
@@ -59,13 +59,12 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
                 f"{name} runs samples {part.first}..{part.first + part.count - 1} of item {part.item!r}, "
                 f"which do not exist."
             )
+        samples, room_gib = Samples.of_item(item, part.count), topology.cluster.least_room_gib
         if len(cascade.parts) > 1 or (
-            part.count == 1 and profile.may_try(cascade.module, item, cascade.degree, topology.cluster.least_room_gib)
+            part.count == 1 and profile.may_try(cascade.module, samples, cascade.degree, room_gib)
         ):
             continue
-        if cascade.degree not in profile.legal_degrees(
-            cascade.module, part.count, item.frames, item.height, item.width, item.text_tokens
-        ):
+        if cascade.degree not in profile.legal_degrees(cascade.module, samples):
             raise PlanError(
                 f"{name}: degree {cascade.degree} is not legal for {cascade.module} of batch {part.count}, "
                 f"{item.frames}f {item.height}x{item.width}."
@@ -80,16 +79,7 @@ def _check_cascade(cascade: Cascade, items: dict[ItemKey, Item], profile: Profil
 
 def _check_memory(cascade: Cascade, items: dict[ItemKey, Item], profile: Profile, room_gib: float) -> None:
     """All parts of a cascade share the memory of its workers."""
-    samples = [
-        Samples(
-            count=part.count,
-            frames=items[cascade.step, part.item].frames,
-            height=items[cascade.step, part.item].height,
-            width=items[cascade.step, part.item].width,
-            text_tokens=items[cascade.step, part.item].text_tokens,
-        )
-        for part in cascade.parts
-    ]
+    samples = [Samples.of_item(items[cascade.step, part.item], part.count) for part in cascade.parts]
     found = profile.footprint(cascade.module, samples, cascade.degree)
     single = cascade.batch == 1 and profile.needs.may_try(found, room_gib)
     if single or profile.needs.fits(found, room_gib):

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.schedule.problem import ItemKey, Placement, PlannedJob, Problem
@@ -78,10 +79,5 @@ def simulate(problem: Problem, order: Iterable[Cascade]) -> list[Cascade]:
 
 def cascade_seconds(cascade: Cascade, items: Mapping[ItemKey, Item], profile: Profile, topology: Topology) -> float:
     """Predicted duration on its workers. Equal-shaped parts are priced as one batch, unequal ones as a pack."""
-    shapes: dict[tuple[int, int, int], tuple[int, float]] = {}
-    for part in cascade.parts:
-        item = items[cascade.step, part.item]
-        count, text = shapes.get((item.frames, item.height, item.width), (0, 0.0))
-        shapes[item.frames, item.height, item.width] = (count + part.count, text + part.count * item.text_tokens)
-    parts = [(count, *shape, round(text / count)) for shape, (count, text) in shapes.items()]
+    parts = Samples.by_shape(Samples.of_item(items[cascade.step, part.item], part.count) for part in cascade.parts)
     return profile.on(topology, cascade.module, parts, cascade.workers)

@@ -11,7 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from actors.plan.costs.needs import TRIES, Samples
+from actors.plan.costs.needs import TRIES
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import ENCODERS, MODULES, Cluster, EarlyEncode, Item, Module, PlanError, refuse_degrees
@@ -20,6 +21,8 @@ from ops.degrees import default_degrees
 
 ItemKey = tuple[int, str]  # step, item id: ids need to be unique within a step only
 EncodeKey = tuple[ItemKey, Module, int, int]  # item, module, first sample, samples
+PartKey = tuple[Module, int, int, int, int, int]  # all that a price of some samples of an item depends on
+Modes = tuple[tuple[int, float], ...]  # (degree, seconds), ascending
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,41 +188,40 @@ class Problem:
         self.numbers = range(first_step, first_step + len(steps))
         self.busy_s = busy_until(done, cluster.num_workers)
         self._modules = {module for module in MODULES if profile.has(module)}
-        self._modes: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
-        self._penalties: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
-        self._detours: dict[tuple[Module, int, int, int, int, int], tuple[tuple[int, float], ...]] = {}
-        self._cheapest: dict[tuple[Module, int, int, int, int, int], tuple[float, float]] = {}
+        self._prices: dict[PartKey, tuple[Modes, Modes, Modes]] = {}
+        self._cheapest: dict[PartKey, tuple[float, float]] = {}
         refuse_degrees(options.degrees)
 
-    def modes(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
+    def modes(self, module: Module, item: Item, count: int) -> Modes:
         """Legal (degree, seconds) that this cluster can hold; seconds on one node."""
-        key = (module, count, item.frames, item.height, item.width, item.text_tokens)
-        known = self._modes.get(key)
+        return self._priced(module, item, count)[0]
+
+    def penalties(self, module: Module, item: Item, count: int) -> Modes:
+        """(degree, seconds more over nodes without a common rail); none in a cluster of one node."""
+        return self._priced(module, item, count)[1]
+
+    def detours(self, module: Module, item: Item, count: int) -> Modes:
+        """(degree, seconds more in more NVLink islands of a node than necessary); none where no node has several."""
+        return self._priced(module, item, count)[2]
+
+    def _priced(self, module: Module, item: Item, count: int) -> tuple[Modes, Modes, Modes]:
+        """Modes, penalties and detours."""
+        key = _key(module, item, count)
+        known = self._prices.get(key)
         if known is None:
-            degrees = [k for k in self.profile.candidate_degrees(module) if k <= self.cluster.num_workers]
-            if len(self.cluster.nodes) > 1:
-                self._penalties[key] = tuple((k, self.profile.penalty(*key[:5], k, item.text_tokens)) for k in degrees)
-            if self.topology.has_islands:
-                gbps = self.cluster.island_gbps
-                self._detours[key] = tuple(
-                    (k, self.profile.detour(*key[:5], k, item.text_tokens, gbps)) for k in degrees
-                )
-            found = self.profile.modes(*key, self.room_gib)
-            known = self._connectable([(k, s) for k, s in found if self._allows(module, k)])
-            if not known and count == 1 and self.profile.needs.limits:
-                known = self._last_try(module, item)
-            self._modes[key] = known
+            known = self._prices[key] = self._price(module, Samples.of_item(item, count))
         return known
 
-    def penalties(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds more over nodes without a common rail); none in a cluster of one node."""
-        self.modes(module, item, count)
-        return self._penalties.get((module, count, item.frames, item.height, item.width, item.text_tokens), ())
-
-    def detours(self, module: Module, item: Item, count: int) -> tuple[tuple[int, float], ...]:
-        """(degree, seconds more in more NVLink islands of a node than necessary); none where no node has several."""
-        self.modes(module, item, count)
-        return self._detours.get((module, count, item.frames, item.height, item.width, item.text_tokens), ())
+    def _price(self, module: Module, part: Samples) -> tuple[Modes, Modes, Modes]:
+        profile, gbps = self.profile, self.cluster.island_gbps
+        degrees = [k for k in profile.candidate_degrees(module) if k <= self.cluster.num_workers]
+        penalties = [(k, profile.penalty(module, part, k)) for k in degrees if len(self.cluster.nodes) > 1]
+        detours = [(k, profile.detour(module, part, k, gbps)) for k in degrees if self.topology.has_islands]
+        found = [(k, s) for k, s in profile.modes(module, part, self.room_gib) if self._allows(module, k)]
+        modes = self._connectable(found)
+        if not modes and part.count == 1 and profile.needs.limits:
+            modes = self._last_try(module, part)
+        return modes, tuple(penalties), tuple(detours)
 
     def modes_at_best(self, module: Module, item: Item, count: int) -> list[tuple[int, float]]:
         """The modes as a bag takes where it is quickest: over nodes only if none is large enough."""
@@ -229,23 +231,22 @@ class Problem:
         allowed = self.options.degrees if module == "dit" else ()
         return degree <= self.cluster.num_workers and (not allowed or degree in allowed)
 
-    def _connectable(self, modes: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    def _connectable(self, modes: Sequence[tuple[int, float]]) -> Modes:
         """The modes whose bag keeps to the limit of peers; where there is none, the smallest."""
         most = self.options.bag_peers
         small = [(k, s) for k, s in modes if not most or k <= most + 1]
         return tuple(small or modes[:1])
 
-    def _last_try(self, module: Module, item: Item) -> tuple[tuple[int, float], ...]:
+    def _last_try(self, module: Module, one: Samples) -> Modes:
         """One sample at the highest degree, where only out-of-memory errors that may not come again speak against."""
         degrees = [
             k
             for k in self.profile.candidate_degrees(module)
-            if self._allows(module, k) and self.profile.may_try(module, item, k, self.room_gib)
+            if self._allows(module, k) and self.profile.may_try(module, one, k, self.room_gib)
         ]
         if not degrees:
             return ()
-        shape = (1, item.frames, item.height, item.width)
-        return ((degrees[-1], self.profile.seconds(module, *shape, degrees[-1], item.text_tokens)),)
+        return ((degrees[-1], self.profile.seconds(module, one, degrees[-1])),)
 
     def needs(self, key: ItemKey, module: Module) -> bool:
         """Whether a cascade of this module must run for the item."""
@@ -287,7 +288,7 @@ class Problem:
             key: [replace(one, workers=tuple(w - first_worker for w in one.workers if w in here)) for one in results]
             for key, results in self.finished.items()
         }
-        part._modes, part._penalties, part._detours, part._cheapest = {}, {}, {}, {}
+        part._prices, part._cheapest = {}, {}
         return part
 
     def jobs(
@@ -346,10 +347,10 @@ class Problem:
     def cheapest(self, key: ItemKey, module: Module) -> tuple[float, float]:
         """(fewest GPU-seconds, quickest seconds) of a module of an item over all cuts of its batch."""
         item = self.items[key]
-        shape = (module, item.batch, item.frames, item.height, item.width, item.text_tokens)
-        if shape not in self._cheapest:
-            self._cheapest[shape] = self._least(key, module)
-        return self._cheapest[shape]
+        whole = _key(module, item, item.batch)
+        if whole not in self._cheapest:
+            self._cheapest[whole] = self._least(key, module)
+        return self._cheapest[whole]
 
     def _least(self, key: ItemKey, module: Module) -> tuple[float, float]:
         area, quick = float("inf"), float("inf")
@@ -372,8 +373,8 @@ class Problem:
         profile, item = self.profile, self.items[key]
         if module != "dit" or not (profile.fetched.num_bytes and profile.extrapolate):
             return self.cheapest(key, module)[0]
-        shape = (item.batch, item.frames, item.height, item.width)
-        found = {k: profile.computed("dit", *shape, k, item.text_tokens) for k, _ in self.modes("dit", item, 1)}
+        whole = Samples.of_item(item, item.batch)
+        found = {k: profile.computed("dit", whole, k) for k, _ in self.modes("dit", item, 1)}
         return min((k * seconds for k, seconds in found.items() if seconds is not None), default=0.0)
 
     def why_not(self, key: ItemKey, module: Module, count: int) -> str:
@@ -383,8 +384,7 @@ class Problem:
             f"step {key[0]}, item {key[1]!r} ({item.frames}f {item.height}x{item.width}, batch {count}): no legal "
             f"degree for {module}"
         )
-        shape = (item.frames, item.height, item.width, item.text_tokens)
-        priced = self.profile.modes(module, count, *shape, self.room_gib)
+        priced = self.profile.modes(module, Samples.of_item(item, count), self.room_gib)
         if priced:
             smallest = priced[0][0]
             if self.cluster.num_workers < smallest:
@@ -396,13 +396,12 @@ class Problem:
             legal = [k for k, _ in priced if k <= self.cluster.num_workers]
             return f"{what} among the allowed {list(self.options.degrees)}. Allow degree {legal[0]} in planner.degrees."
         for smaller in range(count - 1, 0, -1):
-            if self.profile.modes(module, smaller, *shape, self.room_gib):
+            if self.profile.modes(module, Samples.of_item(item, smaller), self.room_gib):
                 return f"{what}. Use batch {smaller} for this bucket."
         return f"{what}. {self._memory_remedy(module, item)}"
 
     def _memory_remedy(self, module: Module, item: Item) -> str:
-        profile = self.profile
-        shape = (1, item.frames, item.height, item.width)
+        profile, one = self.profile, Samples.of_item(item, 1)
         short = self._short_of_memory(module, item)
         short = short and f"{short} Use fewer frames or a smaller size for this bucket, or GPUs with more memory."
         if short and module != "dit":  # what an encoder needs in a bag is not known before it has run there
@@ -412,9 +411,7 @@ class Problem:
             usual = heads is None or degree in default_degrees(heads, most=degree)
             if not usual and degree not in profile.degrees.get(module, ()):
                 continue
-            if profile.price(module, *shape, degree, item.text_tokens) is not None and profile.fits(
-                module, *shape, degree, item.text_tokens, self.room_gib
-            ):
+            if profile.price(module, one, degree) is not None and profile.fits(module, one, degree, self.room_gib):
                 return f"It fits at degree {degree}: allow it in the profile's degrees."
         known = sorted(
             {
@@ -440,8 +437,7 @@ class Problem:
         degree = max((k for k in self.profile.candidate_degrees(module) if self._allows(module, k)), default=0)
         if not degree:
             return ""
-        clip = Samples(count=1, frames=item.frames, height=item.height, width=item.width, text_tokens=item.text_tokens)
-        found = self.profile.footprint(module, [clip], degree)
+        found = self.profile.footprint(module, [Samples.of_item(item, 1)], degree)
         need, room = self.profile.needs.gib(found), self.room_gib
         where = f"at degree {degree}, the highest that {counted(self.cluster.num_workers, 'worker')} can run,"
         if need is not None and need > room:
@@ -454,6 +450,11 @@ class Problem:
             return ""
         missing = f" when at least {lacking:.2f} GiB were missing" if lacking else " and nobody counts what it lacked"
         return f"One sample ran out of memory {TRIES} times {where}{missing}."
+
+
+def _key(module: Module, item: Item, count: int) -> PartKey:
+    """As `Samples`, which take a search longer to make."""
+    return module, count, item.frames, item.height, item.width, item.text_tokens
 
 
 def at_best(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from actors.plan.costs.point import Samples
 from actors.plan.schedule.balance import Balance, assign, parse_topology
 from actors.plan.schedule.evaluator import simulate
 from actors.plan.schedule.problem import ItemKey, Problem
@@ -168,9 +169,10 @@ def _once(problem: Problem, unit: Unit, size: int) -> float:
     profile, item = problem.profile, problem.items[unit.key]
     if not (profile.extrapolate and problem.needs(unit.key, "dit")):
         return 0.0
-    shape = (unit.count, item.frames, item.height, item.width, size, item.text_tokens)
-    over = problem.topology.least_fall * profile.penalty_once("dit", *shape) if size > problem.topology.largest else 0.0
-    return profile.once("dit", *shape) + over
+    part, over = Samples.of_item(item, unit.count), 0.0
+    if size > problem.topology.largest:
+        over = problem.topology.least_fall * profile.penalty_once("dit", part, size)
+    return profile.once("dit", part, size) + over
 
 
 def _bags(problem: Problem, sizes: Sequence[int], offset: int) -> list[tuple[int, ...]]:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Cluster, Item, Module
@@ -56,25 +57,25 @@ class Trainer:
 
     def degrees(self, item: Item) -> list[int]:
         """At which the batch can be trained, and text and clips be encoded by a group."""
-        shape = (item.batch, item.frames, item.height, item.width, self.physics.text_tokens)
-        least = min(self.profile.legal_degrees("vae", *shape), default=math.inf)
+        batch = Samples.of(item.batch, item.shape, self.physics.text_tokens)
+        least = min(self.profile.legal_degrees("vae", batch), default=math.inf)
         most = self.topology.num_workers
-        return [k for k in self.profile.legal_degrees("dit", *shape) if least <= k <= most]
+        return [k for k in self.profile.legal_degrees("dit", batch) if least <= k <= most]
 
     def batch_s(self, item: Item, group: Sequence[int], key: str) -> tuple[float, float]:
         """What a group takes for a batch: (seconds until it is done, seconds of GPUs inside of cascades). Text is
         encoded by one of the group, clips by as many as are quickest. Virtual workers, too, wait for the link only
         where results come from outside of a bag."""
         text = self._cascade_s("text", item, group[:1], key)
-        shape = (item.batch, item.frames, item.height, item.width, self.physics.text_tokens)
-        modes = [mode for mode in self.profile.modes("vae", *shape) if mode[0] <= len(group)]
+        batch = Samples.of(item.batch, item.shape, self.physics.text_tokens)
+        modes = [mode for mode in self.profile.modes("vae", batch) if mode[0] <= len(group)]
         encoders = group[: min(modes, key=lambda mode: mode[1])[0]]
         vae = self._cascade_s("vae", item, encoders, key)
         dit = self._cascade_s("dit", item, group, key)
         return text + vae + dit, text + vae * len(encoders) + dit * len(group)
 
     def _cascade_s(self, module: Module, item: Item, bag: Sequence[int], key: str) -> float:
-        samples = {(item.frames, item.height, item.width): item.batch}
+        samples = {item.shape: item.batch}
         return self.physics.cascade_s(self.profile, self.topology, module, samples, bag, f"{key}/{module}")
 
     def groups(self, degree: int) -> list[list[int]]:

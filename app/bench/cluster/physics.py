@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import Topology
 from actors.plan.types import Module, refuse_below, refuse_unless_positive
@@ -48,7 +49,7 @@ class Physics:
     ) -> float:
         """Seconds of a cascade of these samples by (frames, height, width): what `profile`, in whose seconds
         they are, says of it, times noise, and now and then half as long again. Equal for equal keys."""
-        parts = [(count, *bucket, self.text_tokens) for bucket, count in samples.items()]
+        parts = [Samples.of(count, shape, self.text_tokens) for shape, count in samples.items()]
         luck = random.Random(f"{self.seed}/{key}")
         late = _LATE if luck.random() < self.stragglers else 1.0
         return profile.on(topology, module, parts, bag) * math.exp(luck.gauss(0.0, self.noise)) * late

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.plan.costs.needs import NeedLine
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.planning.batching import TargetBatch, best_sizes, fitted_limits, moved, seconds_of
 from actors.planning.options import flop_profile
@@ -25,9 +26,10 @@ def size(shape: tuple[int, int, int], **limits: float) -> int:
 
 @pytest.mark.parametrize("shape", [(1, 64, 96), (17, 64, 96), (33, 256, 256)])
 def test_the_batch_is_the_largest_within_the_seconds(shape: tuple[int, int, int]) -> None:
-    target = 5 * PROFILE.seconds("dit", 1, *shape, 1, 32)
+    target = 5 * PROFILE.seconds("dit", Samples.of(1, shape, 32), 1)
     chosen = size(shape, target_s=target)
-    assert PROFILE.seconds("dit", chosen, *shape, 1, 32) <= target < PROFILE.seconds("dit", chosen + 1, *shape, 1, 32)
+    one_more, most = (PROFILE.seconds("dit", Samples.of(chosen + more, shape, 32), 1) for more in (1, 0))
+    assert most <= target < one_more
 
 
 def test_memory_and_cap_bind_first_and_one_clip_always_goes() -> None:
@@ -102,11 +104,9 @@ def test_costs_that_double_halve_the_batches_and_are_told_by_bucket() -> None:
 
 def test_a_gpu_without_a_profile_is_never_taken_for_a_cpu() -> None:
     model = ModelConfig(dit=WanConfig())
-    clip = (1, 81, 480, 832)
-    seconds = {
-        d: flop_profile(model, GEOMETRY, d).seconds("dit", *clip, 1, 100) for d in ("cpu", "NVIDIA A100", "H100")
-    }
+    clip = Samples.of(1, (81, 480, 832), 100)
+    seconds = {d: flop_profile(model, GEOMETRY, d).seconds("dit", clip, 1) for d in ("cpu", "NVIDIA A100", "H100")}
     assert seconds["cpu"] > 100 * seconds["NVIDIA A100"] > 200 * seconds["H100"]
     unknown = flop_profile(model, GEOMETRY, "cuda")
-    assert unknown.seconds("dit", *clip, 1, 100) == pytest.approx(seconds["H100"])
+    assert unknown.seconds("dit", clip, 1) == pytest.approx(seconds["H100"])
     assert "an H100's FLOPs are assumed" in unknown.notes[0]

@@ -12,6 +12,7 @@ import pytest
 from actors.plan.costs.exchange import CallLatency, ExchangePoint, exchange_speed
 from actors.plan.costs.flops import PRIORS, exchange_calls, exchange_seconds, flop_coefficients
 from actors.plan.costs.forms import FORMS
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from ops.models.latte.config import LatteConfig
@@ -19,6 +20,7 @@ from ops.models.wan.config import WanConfig
 
 DIT = WanConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
 CLIPS = ((1, 256), (1, 512), (5, 256), (9, 256), (17, 256), (17, 512), (33, 256))
+CLIP = Samples.of(1, (17, 512, 512))
 ALPHA, COMM = 2e-4, 6e-5
 
 
@@ -80,7 +82,7 @@ def test_measured_latencies_price_short_loads_of_large_bags(known: bool) -> None
     fit = profile.model_of("dit")
     assert fit is not None and fit.form.startswith("arachne")
     true = true_s(profile, 1, 512, 8) + 0.04 * 3
-    error = abs(profile.seconds("dit", 1, 1, 512, 512, 8) / true - 1)
+    error = abs(profile.seconds("dit", Samples.of(1, (1, 512, 512)), 8) / true - 1)
     assert error < 1e-6 if known else error > 0.1
 
 
@@ -88,16 +90,16 @@ def test_degrees_that_were_not_measured_are_priced_by_the_measured_all_to_all() 
     known, unknown = of_one_worker(exchange_s=COMM), of_one_worker()
     for degree in (2, 4):
         true = true_s(known, 17, 512, degree)
-        assert known.seconds("dit", 1, 17, 512, 512, degree) == pytest.approx(true, rel=0.01)
-        assert unknown.seconds("dit", 1, 17, 512, 512, degree) < 0.93 * true, "perfect scaling without it"
-    assert known.seconds("dit", 1, 17, 512, 512, 1) == unknown.seconds("dit", 1, 17, 512, 512, 1)
+        assert known.seconds("dit", CLIP, degree) == pytest.approx(true, rel=0.01)
+        assert unknown.seconds("dit", CLIP, degree) < 0.93 * true, "perfect scaling without it"
+    assert known.seconds("dit", CLIP, 1) == unknown.seconds("dit", CLIP, 1)
 
 
 def test_measured_bags_count_instead_of_it() -> None:
     bags = of_one_worker(exchange_s=100 * COMM)
     for frames, side in CLIPS:
         bags.measure(("dit", 1, frames, side, side, 2), true_s(bags, frames, side, 2))
-    assert bags.seconds("dit", 1, 17, 512, 512, 4) == pytest.approx(true_s(bags, 17, 512, 4), rel=0.02)
+    assert bags.seconds("dit", CLIP, 4) == pytest.approx(true_s(bags, 17, 512, 4), rel=0.02)
 
 
 def test_noise_of_bags_is_weighed_against_what_all_to_alls_took_on_their_own() -> None:
@@ -111,7 +113,7 @@ def test_noise_of_bags_is_weighed_against_what_all_to_alls_took_on_their_own() -
             for (frames, side), factor in noise.items():
                 bags.measure(("dit", 1, frames, side, side, 2), factor * true_s(bags, frames, side, 2))
             true = true_s(bags, 17, 512, 8)
-            errors.append(abs(bags.seconds("dit", 1, 17, 512, 512, 8) / true - 1))
+            errors.append(abs(bags.seconds("dit", CLIP, 8) / true - 1))
     assert np.mean(off[COMM]) < 0.8 * np.mean(off[0.0]) and max(off[COMM]) < 0.8 * max(off[0.0])
 
 
@@ -146,7 +148,7 @@ def test_a_profile_keeps_them_and_one_without_is_priced_as_ever(tmp_path: Path) 
     write_profile(first, tmp_path / "p.json")
     again = read_profile(tmp_path / "p.json")
     assert again.exchanges == first.exchanges and again.exchange_s == COMM
-    shape = ("dit", 1, 17, 512, 512, 4)
+    shape = "dit", CLIP, 4
     assert again.seconds(*shape) == first.seconds(*shape)
     old = {key: value for key, value in profile_json(first).items() if key not in ("exchanges", "exchange_s")}
     assert read_profile(old).seconds(*shape) == of_one_worker().seconds(*shape)

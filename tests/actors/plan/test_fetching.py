@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actors.config import PlannerConfig, TrainConfig, TrainMemoryConfig
 from actors.plan.costs.fetching import ON_DEVICE, FetchedWeights
-from actors.plan.costs.point import LivePoint, PartShape
+from actors.plan.costs.point import LivePoint, Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.figures import rolling_bound
 from actors.plan.schedule.problem import PlanOptions, Problem
@@ -47,7 +47,7 @@ def profile(way_s: float = 1.0, in_points: bool = True, train: TrainConfig = REP
 
 
 def seconds(found: Profile, clips: int, shape: tuple[int, int, int] = IMAGE, degree: int = 1) -> float:
-    return found.seconds("dit", clips, *shape, degree, 512)
+    return found.seconds("dit", Samples.of(clips, shape, 512), degree)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_pass_is_no_shorter_than_its_copies_and_a_long_one_hides_them() -> Non
     assert seconds(bare, 1) < 0.5 and seconds(found, 1) == seconds(found, 2) == 2.0
     assert seconds(found, 1, degree=2) == 2.0, "each member of a bag copies all of them"
     assert seconds(bare, 1, CLIP) > 4.0 and seconds(found, 1, CLIP) == seconds(bare, 1, CLIP)
-    assert found.seconds("vae", 1, *IMAGE, 1) == bare.seconds("vae", 1, *IMAGE, 1)
+    assert found.seconds("vae", Samples.of(1, IMAGE), 1) == bare.seconds("vae", Samples.of(1, IMAGE), 1)
 
 
 parts = st.lists(
@@ -72,15 +72,15 @@ parts = st.lists(
     min_size=2,
     max_size=4,
     unique_by=lambda part: part[1],
-).map(lambda found: [(count, *shape, 512) for count, shape in found])
+).map(lambda found: [Samples.of(count, shape, 512) for count, shape in found])
 
 
 @given(parts=parts, way_s=st.sampled_from([0.05, 0.5, 5.0, 50.0]))
-def test_a_pack_copies_once(parts: list[PartShape], way_s: float) -> None:
+def test_a_pack_copies_once(parts: list[Samples], way_s: float) -> None:
     found, bare = profile(way_s), profile(0.0)
     together = found.together("dit", parts, 1)
     assert together == pytest.approx(found.fetched.beside(bare.together("dit", parts, 1)))
-    alone = [found.seconds("dit", *part[:4], 1, part[4]) for part in parts]
+    alone = [found.seconds("dit", part, 1) for part in parts]
     assert max(alone) <= together * (1 + 1e-9) and together <= sum(alone) * (1 + 1e-9)
 
 
@@ -108,9 +108,10 @@ def test_a_batch_for_some_seconds_is_filled_up_to_what_its_copies_take_anyway() 
 def test_passes_that_waited_for_copies_do_not_make_others_dear() -> None:
     found, truth = profile(1.0), profile(1.0)
     for clips in range(1, 9):
-        found.observe("dit", clips, 1, 128, 128, 1, 2.0, 512)
+        found.observe("dit", Samples.of(clips, (1, 128, 128), 512), 1, 2.0)
     assert seconds(found, 1, CLIP) == pytest.approx(seconds(truth, 1, CLIP))
-    assert found.together("dit", [(1, 1, 128, 128, 512), (2, 1, 128, 160, 512)], 1) == pytest.approx(2.0)
+    parts = Samples.of(1, (1, 128, 128), 512), Samples.of(2, (1, 128, 160), 512)
+    assert found.together("dit", parts, 1) == pytest.approx(2.0)
 
 
 def test_points_measured_with_weights_on_the_device_get_the_copies() -> None:

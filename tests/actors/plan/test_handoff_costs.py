@@ -7,6 +7,7 @@ import pytest
 
 from actors.messages import Span
 from actors.plan.costs.handoff import Handoff
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.listing import ListSchedule
@@ -22,7 +23,7 @@ GIB = 2**30
 def observed(dit_s: float, handoffs: list[tuple[int, float]]) -> Handoff:
     profile = Profile.from_flops(WanConfig(num_layers=2, num_heads=4, head_dim=16, ffn_dim=128, freq_dim=32))
     for _ in range(3):
-        profile.observe("dit", batch=1, frames=1, height=64, width=64, degree=1, seconds=dit_s)
+        profile.observe("dit", Samples.of(1, (1, 64, 64)), 1, dit_s)
     for num_bytes, seconds in handoffs:
         profile.observe_handoff(num_bytes, seconds)
     return profile.handoff

@@ -13,6 +13,7 @@ import pytest
 from actors.plan.costs.fit import LEAST_POINTS, fit_form, model_from
 from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.left_out import left_out
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.types import Module
@@ -37,7 +38,7 @@ def errors_at_unseen(module: Module, file: Path) -> list[float]:
         for key in points[fold::5]:
             del rest.measured[key]
         for key in points[fold::5]:
-            priced = rest.price(*(module, *key[1:]), text_tokens=whole.text_tokens.get(key, 0))
+            priced = rest.price(module, Samples.of_key(key, whole.text_tokens.get(key, 0)), key[5])
             assert priced is not None
             found.append(abs(priced / whole.measured[key] - 1))
     return found
@@ -63,7 +64,7 @@ def test_the_note_on_a_nearly_constant_fit_does_not_call_it_poor() -> None:
 def test_a_bag_saves_no_launches() -> None:
     """By the FLOP model two workers were twice as quick, and the demo's plans were full of bags."""
     profile = read_profile(ALONE)
-    alone, both = (profile.seconds("dit", 4, 17, 32, 48, degree, 56) for degree in (1, 2))
+    alone, both = (profile.seconds("dit", Samples.of(4, (17, 32, 48), 56), degree) for degree in (1, 2))
     assert both > 0.9 * alone
 
 
@@ -147,7 +148,7 @@ def test_points_that_tell_their_exponent_keep_it() -> None:
 
 def test_left_out_points_are_priced_by_the_others_alone() -> None:
     profile = Profile()
-    loads = [profile.load_of("text", batch, 0, 0, 0, 1, 10) for batch in (1, 2, 3, 4)]
+    loads = [profile.load_of("text", Samples.of(batch, (0, 0, 0), 10), 1) for batch in (1, 2, 3, 4)]
     seen: list[int] = []
 
     def mean_of(some: object, seconds: object) -> object:
@@ -162,7 +163,7 @@ def test_left_out_points_are_priced_by_the_others_alone() -> None:
 
 def test_a_good_fit_is_chosen_without_leaving_points_out() -> None:
     profile = Profile()
-    loads = [profile.load_of("text", batch, 0, 0, 0, 1, 10) for batch in range(1, LEAST_POINTS + 1)]
+    loads = [profile.load_of("text", Samples.of(batch, (0, 0, 0), 10), 1) for batch in range(1, LEAST_POINTS + 1)]
     found, notes = model_from("text", PRIORS["text"], loads, [0.1 + 0.2 * load.batch for load in loads], "cpu", False)
     assert found.form == "captions" and found.unseen is None and not notes
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.config import TrainConfig, TrainMemoryConfig
-from actors.plan.costs.needs import BAG, SOLO, TRIES, Footprint, NeedLine, Needs, Samples
+from actors.plan.costs.needs import BAG, SOLO, TRIES, Footprint, NeedLine, Needs
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile, write_profile
 from actors.plan.types import Cluster, Item
@@ -75,7 +76,7 @@ def test_a_resumed_run_does_not_plan_what_ran_out_of_memory(tmp_path: Path) -> N
 
 def test_peaks_outlast_the_run_and_stand_above_its_forecast(tmp_path: Path) -> None:
     before = starting()
-    before.observe("dit", 1, *CLIP, 1, 0.5, 8)
+    before.observe("dit", Samples.of(1, CLIP, 8), 1, 0.5)
     for count in (1, 2):
         one = before.footprint("dit", [replace(LARGE, count=count)], 1)
         before.observe_need(one, 0.2 + 1e-3 * one.units)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from actors.config import PlannerConfig, TrainConfig
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import LEARNED, read_profile, write_profile
 from actors.plan.costs.setting import ProfiledSetting
@@ -34,10 +35,10 @@ def learned() -> Profile:
     for batch in (1, 2, 3):
         for degree in (1, 2, 4):
             for _ in range(5):
-                profile.observe("dit", batch, *CLIP, degree, 0.3 + 2.0 * batch / degree, 12)
-    profile.observe("text", 2, *CLIP, 1, 0.05, 12)
-    profile.observe("dit", 2, *CLIP, 4, 2.6, 12, spanned=BagSpread(2, 1.0))
-    profile.observe("dit", 3, *CLIP, 4, 3.6, 12, spanned=BagSpread(2, 1.0))
+                profile.observe("dit", Samples.of(batch, CLIP, 12), degree, 0.3 + 2.0 * batch / degree)
+    profile.observe("text", Samples.of(2, CLIP, 12), 1, 0.05)
+    profile.observe("dit", Samples.of(2, CLIP, 12), 4, 2.6, spanned=BagSpread(2, 1.0))
+    profile.observe("dit", Samples.of(3, CLIP, 12), 4, 3.6, spanned=BagSpread(2, 1.0))
     return profile
 
 
@@ -47,11 +48,11 @@ def test_a_resume_goes_on_with_what_was_learned(tmp_path: Path) -> None:
     assert take_up(again, SETTING, tmp_path) == ""
     for batch in (1, 3, 7):  # the last has not run: what the fit says of it is the same, too
         for degree in (1, 2, 4):
-            shape = ("dit", batch, *CLIP, degree, 12)
+            shape = "dit", Samples.of(batch, CLIP, 12), degree
             assert again.price(*shape) == pytest.approx(first.price(*shape))
     assert again.cross_node == first.cross_node and again.cross_node.by_rows
     assert again.live == first.live
-    again.observe("dit", 1, *CLIP, 1, 2.3, 12)
+    again.observe("dit", Samples.of(1, CLIP, 12), 1, 2.3)
     assert again.live["dit", 1, *CLIP, 1].count == 6
 
 
@@ -117,7 +118,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     first, again = learned(), Profile.from_flops(MODEL.dit)
     for number in range(8):
         first.observe_handoff((1 + number % 2) << 24, 0.4 + 0.3 * (number % 2))
-    first.observe("dit", 1, *CLIP, 2, 3.0, 12, spanned=BagSpread(2, 0.5))
+    first.observe("dit", Samples.of(1, CLIP, 12), 2, 3.0, spanned=BagSpread(2, 0.5))
     save_learned(first, SETTING, tmp_path)
     take_up(again, SETTING, tmp_path)
     assert {key: (one.seconds, one.count) for key, one in again.spanning.items()} == {
@@ -125,7 +126,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
     }
     assert again.handoff == first.handoff and again.seen_handoffs == first.seen_handoffs
     for profile in (first, again):
-        profile.observe("dit", 2, *CLIP, 4, 2.9, 12, spanned=BagSpread(2, 1.0))
+        profile.observe("dit", Samples.of(2, CLIP, 12), 4, 2.9, spanned=BagSpread(2, 1.0))
         profile.observe_handoff(1 << 25, 0.9)
     assert again.handoff == first.handoff
     assert again.cross_node.row_s == pytest.approx(first.cross_node.row_s)
@@ -134,7 +135,7 @@ def test_a_resume_goes_on_with_bags_over_nodes_and_handoffs_as_they_were_measure
 def test_one_point_is_repaired_with_one_sentence() -> None:
     profile = Profile.from_flops(MODEL.dit)
     profile.measure(("dit", 1, *CLIP, 1), 2.0)
-    profile.seconds("dit", 2, *CLIP, 1, 12)
+    profile.seconds("dit", Samples.of(2, CLIP, 12), 1)
     assert profile.notes == ["dit: 1 measured point fit no model, which takes 6; the FLOP model is scaled to it."]
 
 
@@ -146,7 +147,7 @@ def test_a_damaged_file_is_told_and_not_taken_up(tmp_path: Path) -> None:
 def test_planner_profile_refuses_another_model_or_device(tmp_path: Path) -> None:
     save_learned(learned(), SETTING, tmp_path)
     config, geometry = PlannerConfig(profile=str(tmp_path / LEARNED)), Geometry()
-    assert profile_of(config, MODEL, geometry, "cpu").price("dit", 1, *CLIP, 1) == pytest.approx(2.3)
+    assert profile_of(config, MODEL, geometry, "cpu").price("dit", Samples.of(1, CLIP), 1) == pytest.approx(2.3)
     with pytest.raises(PlanError, match="is of device 'cpu'; this run has 'H100'"):
         profile_of(config, MODEL, geometry, "H100")
     with pytest.raises(PlanError, match="is of model 'wan"):
@@ -168,7 +169,7 @@ def test_a_run_s_folder_is_read_as_its_profile(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="has learned nothing yet"):
         read_profile(tmp_path)
     save_learned(learned(), SETTING, tmp_path)
-    assert read_profile(tmp_path).seconds("dit", 1, *CLIP, 1) == pytest.approx(2.3)
+    assert read_profile(tmp_path).seconds("dit", Samples.of(1, CLIP), 1) == pytest.approx(2.3)
 
 
 def test_a_point_counts_for_captions_of_another_length_as_its_model_says() -> None:
@@ -176,15 +177,15 @@ def test_a_point_counts_for_captions_of_another_length_as_its_model_says() -> No
     profile = Profile.from_flops(MODEL.dit, launch_s=1e-3)
     for text in (10, 20, 40, 20, 10, 40, 20):
         for batch in range(1, 8):
-            profile.observe("text", batch, *CLIP, 1, 0.01 + 1e-3 * batch * text, text)
-    assert profile.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
-    assert profile.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.1)
-    assert profile.price("text", 2, *CLIP, 1) == pytest.approx(0.05), "where nobody says"
+            profile.observe("text", Samples.of(batch, CLIP, text), 1, 0.01 + 1e-3 * batch * text)
+    assert profile.price("text", Samples.of(2, CLIP, 20), 1) == pytest.approx(0.05)
+    assert profile.price("text", Samples.of(2, CLIP, 80), 1) == pytest.approx(0.01 + 2e-3 * 80, rel=0.1)
+    assert profile.price("text", Samples.of(2, CLIP), 1) == pytest.approx(0.05), "where nobody says"
     measured = Profile.from_flops(MODEL.dit)
     for batch in range(1, 8):
         measured.measure(("text", batch, *CLIP, 1), 0.01 + 1e-3 * batch * 20, 20)
-    assert measured.price("text", 2, *CLIP, 1, 80) == pytest.approx(0.01 + 2e-3 * 80, rel=0.05)
-    assert measured.price("text", 2, *CLIP, 1, 20) == pytest.approx(0.05)
+    assert measured.price("text", Samples.of(2, CLIP, 80), 1) == pytest.approx(0.01 + 2e-3 * 80, rel=0.05)
+    assert measured.price("text", Samples.of(2, CLIP, 20), 1) == pytest.approx(0.05)
 
 
 def test_short_captions_of_a_run_are_no_drift_of_points_that_were_measured_with_long_ones() -> None:
@@ -197,6 +198,7 @@ def test_short_captions_of_a_run_are_no_drift_of_points_that_were_measured_with_
         profile.measure(("text", batch, *CLIP, 1), took(batch, 80), 80)
     for _ in range(5):
         for batch in (2, 4, 6):
-            profile.observe("text", batch, *CLIP, 1, took(batch, 20), 20)
-    assert profile.price("text", 3, *CLIP, 1, 20) == pytest.approx(took(3, 20), rel=0.1), "the file's point, once"
-    assert profile.price("text", 3, *CLIP, 1, 80) == pytest.approx(took(3, 80), rel=0.1)
+            profile.observe("text", Samples.of(batch, CLIP, 20), 1, took(batch, 20))
+    for text in (20, 80):
+        priced = profile.price("text", Samples.of(3, CLIP, text), 1)
+        assert priced == pytest.approx(took(3, text), rel=0.1), "the file's point, once"

@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode
 from actors.plan.schedule.check import check
@@ -106,8 +107,8 @@ def test_the_searches_price_a_bag_over_nodes_as_the_evaluator_does(
     context, jobs = idle(problem)
     space = build(problem, jobs, context)
     assert space is not None
-    shapes = [(item.batch, item.frames, item.height, item.width, degree) for item in problem.steps[0]]
-    prices = [problem.profile.seconds("dit", *s) + problem.profile.penalty("dit", *s) for s in shapes]
+    parts = [Samples.of_item(item, item.batch) for item in problem.steps[0]]
+    prices = [problem.profile.seconds("dit", p, degree) + problem.profile.penalty("dit", p, degree) for p in parts]
     compiled = native.anneal(space, [plainest(space)], 0.002, 0, 0.0, 60.0)
     vectorised = anneal.anneal(space, [plainest(space)], 0.002, 0, 0.0, time.perf_counter() + 60.0)
     assert compiled is not None

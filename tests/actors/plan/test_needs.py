@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, Samples, footprint, line_through
+from actors.plan.costs.needs import TRIES, ClipBatches, Footprint, NeedLine, Needs, footprint, line_through
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.schedule.check import check
 from actors.plan.types import Cluster, Item, Part, Plan, PlanError, StepPlan

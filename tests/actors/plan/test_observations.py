@@ -9,6 +9,7 @@ import pytest
 
 from actors.config import PlannerConfig
 from actors.messages import Piece, Span
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.spanning import BagSpread
 from actors.plan.costs.topology import CrossNode, Topology, cross_of
@@ -41,7 +42,7 @@ def only(*spans: Span, topology: Topology = TWO_NODES) -> Observation:
 
 def test_a_bag_whose_last_worker_comes_late_is_one_observation_of_its_work() -> None:
     found = only(span(0, 20.0, wait_s=10.0), span(1, 20.0))
-    assert (found.seconds, found.degree, found.parts, found.spanned) == (20.0, 2, ((2, *CLIP, 10),), None)
+    assert (found.seconds, found.degree, found.parts, found.spanned) == (20.0, 2, (Samples.of(2, CLIP, 10),), None)
 
 
 def test_waiting_that_is_learnt_as_work_is_gone() -> None:
@@ -49,7 +50,7 @@ def test_waiting_that_is_learnt_as_work_is_gone() -> None:
     planner = Planner(profile, PlannerConfig())
     for _ in range(20):
         planner.observe([span(0, 20.0, wait_s=10.0), span(1, 20.0)], TEXTS, Cluster(nodes=(2,)))
-    assert profile.seconds("dit", 2, *CLIP, 2) == pytest.approx(20.0)
+    assert profile.seconds("dit", Samples.of(2, CLIP), 2) == pytest.approx(20.0)
 
 
 def test_batches_are_not_sized_by_a_planner_that_has_measured_nothing() -> None:
@@ -92,7 +93,7 @@ def test_a_bag_over_nodes_teaches_what_spanning_costs() -> None:
     for _ in range(5):
         planner.observe([span(0, 10.0), span(1, 10.0)], TEXTS, cluster)
         planner.observe([span(0, 14.0, bag=(0, 2)), span(2, 14.0, bag=(0, 2))], TEXTS, cluster)
-    assert profile.seconds("dit", 2, *CLIP, 2) == pytest.approx(10.0), "a point is that of one node"
+    assert profile.seconds("dit", Samples.of(2, CLIP), 2) == pytest.approx(10.0), "a point is that of one node"
     assert profile.cross_node.factor(1.0) == pytest.approx(1.4)
 
 
@@ -101,30 +102,32 @@ def test_bags_of_two_sizes_over_nodes_teach_what_a_row_takes() -> None:
     assert profile.cross_node == CrossNode()
     for batch in (1, 4):
         rows = batch * (profile.tokens(*CLIP) + 30) / 4  # half of a member's rows stay with it
+        part = Samples.of(batch, CLIP, 30)
         for _ in range(3):
-            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch, 30)
-            profile.observe("dit", batch, *CLIP, 2, 10.0 * batch + 0.05 * rows, 30, spanned=BagSpread(2, 1.0))
+            profile.observe("dit", part, 2, 10.0 * batch)
+            profile.observe("dit", part, 2, 10.0 * batch + 0.05 * rows, spanned=BagSpread(2, 1.0))
     assert profile.cross_node.row_s == pytest.approx(0.05, rel=0.01) and profile.cross_node.peer_s == 0
     more = 0.05 * 2 * (profile.tokens(*CLIP) + 30) / 4
-    assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(more, rel=0.01), "a size that did not run"
+    found = profile.penalty("dit", Samples.of(2, CLIP, 30), 2)
+    assert found == pytest.approx(more, rel=0.01), "a size that did not run"
 
 
 def test_bags_of_one_size_over_nodes_scale_what_was_known_of_rows() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4))
     profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
-    before = profile.penalty("dit", 2, *CLIP, 2, 30)
+    before = profile.penalty("dit", Samples.of(2, CLIP, 30), 2)
     for _ in range(3):
-        profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
-        profile.observe("dit", 2, *CLIP, 2, 10.0 + 3 * before, 30, spanned=BagSpread(2, 1.0))
-    assert profile.penalty("dit", 2, *CLIP, 2, 30) == pytest.approx(3 * before)
+        profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0)
+        profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0 + 3 * before, spanned=BagSpread(2, 1.0))
+    assert profile.penalty("dit", Samples.of(2, CLIP, 30), 2) == pytest.approx(3 * before)
     assert profile.cross_node.row_s == pytest.approx(0.03) and profile.cross_node.peer_s == pytest.approx(0.3)
 
 
 def test_a_bag_that_seems_quicker_for_being_spread_teaches_nothing_of_rows() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4))
     profile.cross_node = CrossNode(row_s=0.01, peer_s=0.1)
-    profile.observe("dit", 2, *CLIP, 2, 10.0, 30)
-    profile.observe("dit", 2, *CLIP, 2, 9.9, 30, spanned=BagSpread(2, 1.0))
+    profile.observe("dit", Samples.of(2, CLIP, 30), 2, 10.0)
+    profile.observe("dit", Samples.of(2, CLIP, 30), 2, 9.9, spanned=BagSpread(2, 1.0))
     assert (profile.cross_node.row_s, profile.cross_node.peer_s) == (0.01, 0.1)
 
 
@@ -133,13 +136,13 @@ def test_a_packed_cascade_over_nodes_teaches_its_parts_there() -> None:
     profile.cross_node = CrossNode(row_s=0.01)
     for shape, seconds in ((IMAGE, 1.0), (CLIP, 8.0)):
         for _ in range(9):
-            profile.observe("dit", 1, *shape, 2, seconds, 30)
-    parts = ((1, *IMAGE, 30), (1, *CLIP, 30))
+            profile.observe("dit", Samples.of(1, shape, 30), 2, seconds)
+    parts = Samples.of(1, IMAGE, 30), Samples.of(1, CLIP, 30)
     whole = profile.together("dit", parts, 2) + profile.penalty_together("dit", parts, 2)
     profile.observe_packed("dit", parts, 2, whole, spanned=BagSpread(2, 1.0))
     for part, alone in zip(parts, (1.0, 8.0), strict=True):
-        learnt = profile.spanning[("dit", *part[:4], 2), BagSpread(2, 1.0)].seconds
-        assert learnt == pytest.approx(alone + profile.penalty("dit", *part[:4], 2, part[4]))
+        learnt = profile.spanning[part.key("dit", 2), BagSpread(2, 1.0)].seconds
+        assert learnt == pytest.approx(alone + profile.penalty("dit", part, 2))
 
 
 def test_bags_over_two_nodes_and_over_three_are_not_the_same() -> None:
@@ -160,7 +163,7 @@ def test_bags_over_two_nodes_and_over_three_are_not_the_same() -> None:
 def test_what_a_bag_takes_in_islands_it_did_not_need_is_no_part_of_its_price() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4), exchange_gbps=200.0)
     cluster = Cluster(nodes=(4,), places=places_in((4,), islands="AABB"), island_gbps=0.001)
-    detour = profile.detour("dit", 2, *CLIP, 2, 10, cluster.island_gbps)
+    detour = profile.detour("dit", Samples.of(2, CLIP, 10), 2, cluster.island_gbps)
     assert detour > 1.0
     planner = Planner(profile, PlannerConfig())
     for bag, seconds in (((0, 1), 10.0), ((1, 2), 10.0 + detour)):
@@ -181,43 +184,44 @@ def test_a_packed_cascade_counts_as_the_sum_of_its_parts() -> None:
     truth = {IMAGE: 1.0, CLIP: 8.0}
     for _ in range(40):
         for images, clips in ((3, 1), (1, 2), (2, 2)):
-            parts = ((images, *IMAGE, 10), (clips, *CLIP, 30))
+            parts = Samples.of(images, IMAGE, 10), Samples.of(clips, CLIP, 30)
             seconds = images * truth[IMAGE] + clips * truth[CLIP]
             assert not learn(profile, [Observation(module="dit", parts=parts, degree=1, seconds=seconds)])
     for images, clips in ((3, 1), (1, 2), (2, 2)):
-        priced = profile.seconds("dit", images, *IMAGE, 1) + profile.seconds("dit", clips, *CLIP, 1)
+        parts = Samples.of(images, IMAGE), Samples.of(clips, CLIP)
+        priced = sum(profile.seconds("dit", part, 1) for part in parts)
         assert priced == pytest.approx(images * truth[IMAGE] + clips * truth[CLIP], rel=0.02)
 
 
 def test_a_part_that_is_known_leaves_the_difference_to_the_one_that_is_not() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4))
     for _ in range(20):
-        profile.observe("dit", 1, *IMAGE, 1, 1.0)
+        profile.observe("dit", Samples.of(1, IMAGE), 1, 1.0)
     for _ in range(20):
-        profile.observe_packed("dit", ((1, *IMAGE, 0), (1, *CLIP, 0)), 1, 9.0)
-    assert profile.seconds("dit", 1, *IMAGE, 1) == pytest.approx(1.0, rel=0.15)
-    assert profile.seconds("dit", 1, *CLIP, 1) == pytest.approx(8.0, rel=0.05)
+        profile.observe_packed("dit", [Samples.of(1, shape) for shape in (IMAGE, CLIP)], 1, 9.0)
+    assert profile.seconds("dit", Samples.of(1, IMAGE), 1) == pytest.approx(1.0, rel=0.15)
+    assert profile.seconds("dit", Samples.of(1, CLIP), 1) == pytest.approx(8.0, rel=0.05)
 
 
 def test_a_jump_is_believed_only_when_it_stays() -> None:
     profile = Profile.from_flops(WanConfig(num_heads=4))
     for _ in range(5):
-        profile.observe("dit", 1, *CLIP, 1, 1.0)
+        profile.observe("dit", Samples.of(1, CLIP), 1, 1.0)
     for _ in range(2):
         with pytest.raises(ValueError, match=r"took 500 s and 1 s before; .* It is left out"):
-            profile.observe("dit", 1, *CLIP, 1, 500.0)
-    assert profile.seconds("dit", 1, *CLIP, 1) == 1.0
-    profile.observe("dit", 1, *CLIP, 1, 500.0)
-    assert profile.seconds("dit", 1, *CLIP, 1) == 500.0
+            profile.observe("dit", Samples.of(1, CLIP), 1, 500.0)
+    assert profile.seconds("dit", Samples.of(1, CLIP), 1) == 1.0
+    profile.observe("dit", Samples.of(1, CLIP), 1, 500.0)
+    assert profile.seconds("dit", Samples.of(1, CLIP), 1) == 500.0
 
 
 def test_points_of_a_file_that_did_not_run_follow_those_that_did() -> None:
     profile = Profile(degrees={"dit": (1, 2)})
     profile.measured = {("dit", 1, 17, 64, 96, 1): 2.0, ("dit", 1, 33, 64, 96, 1): 5.0}
     for _ in range(30):
-        profile.observe("dit", 1, 17, 64, 96, 1, 6.0)
-    assert profile.seconds("dit", 1, 17, 64, 96, 1) == pytest.approx(6.0, rel=1e-3)
-    assert profile.seconds("dit", 1, 33, 64, 96, 1) == pytest.approx(15.0, rel=1e-3)
+        profile.observe("dit", Samples.of(1, (17, 64, 96)), 1, 6.0)
+    assert profile.seconds("dit", Samples.of(1, (17, 64, 96)), 1) == pytest.approx(6.0, rel=1e-3)
+    assert profile.seconds("dit", Samples.of(1, (33, 64, 96)), 1) == pytest.approx(15.0, rel=1e-3)
 
 
 def test_what_a_slow_worker_measured_before_it_was_known_is_forgotten() -> None:

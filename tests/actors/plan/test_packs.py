@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors.plan.costs.fit import Fit
-from actors.plan.costs.point import PartShape
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossIsland, CrossNode, Topology
 from actors.plan.schedule.evaluator import simulate
@@ -25,10 +26,10 @@ from ops.models.latte.config import LatteConfig
 from ops.models.wan.config import WanConfig
 
 IMAGE, CLIP = (1, 64, 64), (17, 64, 96)
-PARTS: tuple[PartShape, ...] = ((2, *IMAGE, 10), (1, *CLIP, 10), (1, 33, 64, 96, 10))
+PARTS = Samples.of(2, IMAGE, 10), Samples.of(1, CLIP, 10), Samples.of(1, (33, 64, 96), 10)
 shapes = st.sampled_from((IMAGE, CLIP, (33, 64, 96), (9, 64, 64)))
 packs = st.lists(st.tuples(st.integers(1, 3), shapes), min_size=2, max_size=4, unique_by=lambda part: part[1]).map(
-    lambda found: [(count, *shape, 10) for count, shape in found]
+    lambda found: [Samples.of(count, shape, 10) for count, shape in found]
 )
 
 
@@ -44,8 +45,8 @@ def launches(profile: Profile) -> float:
     return profile.models["dit"].coefficients[0]
 
 
-def alone(profile: Profile, parts: list[PartShape] | tuple[PartShape, ...], degree: int) -> list[float]:
-    return [profile.seconds("dit", *part[:4], degree, part[4]) for part in parts]
+def alone(profile: Profile, parts: Sequence[Samples], degree: int) -> list[float]:
+    return [profile.seconds("dit", part, degree) for part in parts]
 
 
 @pytest.mark.parametrize("degree", [1, 2])
@@ -58,7 +59,7 @@ def test_a_pack_pays_launches_once(degree: int) -> None:
 
 def test_all_to_alls_that_send_nothing_are_paid_once_too() -> None:
     profile = profile_of(0.1, cross_node=CrossNode(row_s=1e-4, peer_s=0.5), cross_island=CrossIsland(penalty=0.4))
-    apart = sum(profile.penalty("dit", *part[:4], 3, part[4]) for part in PARTS)
+    apart = sum(profile.penalty("dit", part, 3) for part in PARTS)
     assert profile.penalty_together("dit", PARTS, 3) == pytest.approx(apart - 2 * 0.5 * 2)
     assert profile.detour_together("dit", PARTS, 3) == pytest.approx(0.4 * profile.together("dit", PARTS, 3))
     by_share = profile_of(0.1, cross_node=CrossNode(penalty=0.3))
@@ -68,7 +69,7 @@ def test_all_to_alls_that_send_nothing_are_paid_once_too() -> None:
 def test_without_a_constant_a_pack_is_exactly_the_sum() -> None:
     profile = profile_of(0.0, cross_node=CrossNode(row_s=1e-4))
     assert profile.together("dit", PARTS, 2) == sum(alone(profile, PARTS, 2))
-    assert profile.penalty_together("dit", PARTS, 2) == sum(profile.penalty("dit", *p[:4], 2, p[4]) for p in PARTS)
+    assert profile.penalty_together("dit", PARTS, 2) == sum(profile.penalty("dit", part, 2) for part in PARTS)
 
 
 def test_grids_that_go_through_layers_apart_have_launches_of_their_own() -> None:
@@ -79,13 +80,13 @@ def test_grids_that_go_through_layers_apart_have_launches_of_their_own() -> None
 
 @given(parts=packs, constant=st.floats(0, 1e6), degree=st.sampled_from((1, 2, 4)), measured=st.floats(1e-3, 50))
 def test_no_constant_makes_a_pack_quicker_than_its_dearest_part(
-    parts: list[PartShape], constant: float, degree: int, measured: float
+    parts: list[Samples], constant: float, degree: int, measured: float
 ) -> None:
     """Also where the fit takes more for launches than was measured of a part."""
     profile = profile_of(1e-3)
     prior = profile.models["dit"]
     profile.models["dit"] = replace(prior, coefficients=(constant, *prior.coefficients[1:]))
-    profile.measured["dit", *parts[0][:4], degree] = measured
+    profile.measured[parts[0].key("dit", degree)] = measured
     prices = alone(profile, parts, degree)
     assert max(prices) <= profile.together("dit", parts, degree) * (1 + 1e-9)
     assert profile.together("dit", parts, degree) <= sum(prices)
@@ -102,11 +103,11 @@ def test_plans_balance_bags_and_simulated_clusters_have_the_same_seconds() -> No
     problem = Problem([items], profile, cluster, PlanOptions(strategy="knapsack", topology="g4n1"))
     [pack] = [cascade for cascade in knapsack_step(problem, 0) if cascade.module == "dit"]
     assert len(pack.parts) == 3
-    parts = [(item.batch, item.frames, item.height, item.width, item.text_tokens) for item in items]
+    parts = [Samples.of_item(item, item.batch) for item in items]
     topology = Topology(cluster, profile.cross_node)
     expected = profile.on(topology, "dit", parts, pack.workers)
     assert pack.seconds == pytest.approx(expected)
-    samples = {part[1:4]: part[0] for part in parts}
+    samples = {item.shape: item.batch for item in items}
     quiet = Physics(noise=0.0, stragglers=0.0, text_tokens=10)
     assert quiet.cascade_s(profile, topology, "dit", samples, pack.workers, "any") == pytest.approx(expected)
     one_by_one = sum(profile.on(topology, "dit", [part], pack.workers) for part in parts)
@@ -131,7 +132,7 @@ def test_packs_alone_teach_launches_and_parts(monkeypatch: pytest.MonkeyPatch) -
     true = profile_of(0.03)
     luck = random.Random(0)
     shapes = [(frames, side, side) for frames in (1, 9, 17, 33) for side in (64, 128)]
-    packs = [[(1, *shape, 10) for shape in luck.sample(shapes, luck.randint(2, 4))] for _ in range(120)]
+    packs = [[Samples.of(1, shape, 10) for shape in luck.sample(shapes, luck.randint(2, 4))] for _ in range(120)]
     seconds = [true.together("dit", parts, 2) for parts in packs]
 
     def error() -> float:

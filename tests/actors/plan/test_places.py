@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile
 from actors.plan.costs.topology import CrossIsland, CrossNode, Topology
@@ -194,7 +195,7 @@ def test_a_bag_across_islands_pays_what_the_cluster_file_says() -> None:
     """All bytes of its all-to-alls at 20 GB/s instead of 200."""
     profile, slow = wan(), replace(PAIRS, island_gbps=20.0)
     inside, across = seconds(profile, slow, (0, 1)), seconds(profile, slow, (1, 2))
-    rows = profile.load_of("dit", 1, 13, 720, 1280, 2, 100).sent
+    rows = profile.load_of("dit", Samples.of(1, (13, 720, 1280), 100), 2).sent
     assert profile.row_bytes * rows / 200e9 < inside < across
     assert across - inside == pytest.approx(profile.row_bytes * rows * (1 / 20e9 - 1 / 200e9))
     assert seconds(profile, slow, (0, 1, 2, 3)) == seconds(profile, PAIRS, (0, 2, 4, 6)), "no island holds four"
@@ -205,7 +206,7 @@ def test_a_bag_across_islands_pays_what_the_cluster_file_says() -> None:
 def test_a_profile_may_say_what_islands_cost() -> None:
     profile = wan()
     profile.cross_island = CrossIsland(row_s=1e-6)
-    rows = profile.load_of("dit", 1, 13, 720, 1280, 2, 100).sent
+    rows = profile.load_of("dit", Samples.of(1, (13, 720, 1280), 100), 2).sent
     inside = seconds(profile, PAIRS, (0, 1))
     assert seconds(profile, replace(PAIRS, island_gbps=20.0), (1, 2)) == pytest.approx(inside + 1e-6 * rows)
     profile.cross_island = CrossIsland(penalty=0.25)

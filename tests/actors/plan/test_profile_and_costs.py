@@ -14,6 +14,7 @@ from actors.config import PlannerConfig
 from actors.plan.costs.fit import fit, fit_form, knapformer_constants
 from actors.plan.costs.flops import PRIORS
 from actors.plan.costs.forms import FORMS, Load
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.topology import CrossNode, Topology
@@ -39,9 +40,9 @@ def grid() -> list[Load]:
 
 
 def test_measured_points_are_used_as_they_stand(h100: Profile) -> None:
-    assert h100.seconds("dit", 1, 129, 1280, 720, 8) == pytest.approx(22.1055, abs=1e-4)
-    assert h100.legal_degrees("dit", 1, 129, 1280, 720) == (4, 6, 8, 12, 24)
-    assert h100.legal_degrees("dit", 1, 17, 1280, 720) == ()
+    assert h100.seconds("dit", Samples.of(1, (129, 1280, 720)), 8) == pytest.approx(22.1055, abs=1e-4)
+    assert h100.legal_degrees("dit", Samples.of(1, (129, 1280, 720))) == (4, 6, 8, 12, 24)
+    assert h100.legal_degrees("dit", Samples.of(1, (17, 1280, 720))) == ()
 
 
 def test_arachne_form_recovers_its_coefficients() -> None:
@@ -110,7 +111,7 @@ TILING = Tiling(height=256, width=256, height_stride=192, width_stride=192)
 def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
     profile = Profile(tiling=TILING)
     one, two, three = (
-        FORMS["tiles"].features(profile.load_of("vae", 1, 16, 256, 640, k, 0), 2.0)[1] for k in (1, 2, 3)
+        FORMS["tiles"].features(profile.load_of("vae", Samples.of(1, (16, 256, 640)), k), 2.0)[1] for k in (1, 2, 3)
     )
     upper, lower = 16 * 256 * (256 + 256 + 256 + 64), 16 * 64 * (256 + 256 + 256 + 64)  # four columns of two rows
     assert one == upper + lower
@@ -119,21 +120,21 @@ def test_the_tile_model_counts_tiles_of_the_busiest_worker() -> None:
 
 
 def test_a_vae_without_tiles_is_dealt_by_clips() -> None:
-    loads = [Profile().load_of("vae", 5, 17, 480, 832, k, 0) for k in (1, 2, 4, 8)]
+    loads = [Profile().load_of("vae", Samples.of(5, (17, 480, 832)), k) for k in (1, 2, 4, 8)]
     assert [load.dealt.count for load in loads if load.dealt] == [5, 3, 2, 1]
     assert [FORMS["tiles"].features(load, 2.0)[1] / (17 * 480 * 832) for load in loads] == [5, 3, 2, 1]
 
 
 def test_observed_cascades_correct_their_point_and_their_neighbours() -> None:
     profile = Profile.from_flops(WanConfig())
-    before = profile.seconds("dit", 4, 17, 64, 96, 1, 20)
+    before = profile.seconds("dit", Samples.of(4, (17, 64, 96), 20), 1)
     factor = 3.0
     for _ in range(3):
-        profile.observe("dit", 2, 17, 64, 96, 1, factor * 0.05, 20)
-    assert profile.seconds("dit", 2, 17, 64, 96, 1, 20) == pytest.approx(0.15)
-    assert profile.seconds("dit", 4, 17, 64, 96, 1, 20) != before
+        profile.observe("dit", Samples.of(2, (17, 64, 96), 20), 1, factor * 0.05)
+    assert profile.seconds("dit", Samples.of(2, (17, 64, 96), 20), 1) == pytest.approx(0.15)
+    assert profile.seconds("dit", Samples.of(4, (17, 64, 96), 20), 1) != before
     with pytest.raises(ValueError):
-        profile.observe("dit", 2, 17, 64, 96, 1, math.nan)
+        profile.observe("dit", Samples.of(2, (17, 64, 96)), 1, math.nan)
 
 
 def test_a_written_profile_reads_back_equal(tmp_path: Path, h100: Profile) -> None:
@@ -265,7 +266,7 @@ def test_peaks_of_whole_devices_are_read_past_with_one_sentence() -> None:
 
 def test_a_degree_that_shares_heads_costs_what_it_sends_more() -> None:
     """8 ranks of 12 heads hold 16 copies of heads: q and the output travel once, k and v 4 / 3 times."""
-    clip = ("dit", 1, 81, 480, 832)
+    clip = "dit", Samples.of(1, (81, 480, 832))
     free = Profile.from_flops(WanConfig(num_heads=12), exchange_gbps=1e9)
     paid = Profile.from_flops(WanConfig(num_heads=12), exchange_gbps=1.0)
     sent = {k: paid.seconds(*clip, k) - free.seconds(*clip, k) for k in (6, 8)}
@@ -308,5 +309,5 @@ def test_no_bag_has_no_workers() -> None:
 
 def test_profiles_are_json(h100: Profile) -> None:
     profile = Profile.from_flops(WanConfig())
-    profile.observe("dit", 1, 17, 64, 64, 1, 0.1)
+    profile.observe("dit", Samples.of(1, (17, 64, 64)), 1, 0.1)
     assert json.loads(json.dumps(profile_json(profile)))["latency"][0]["seconds"] == 0.1

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile
 from actors.plan.schedule.check import check
@@ -39,7 +40,8 @@ def planned(h100: Profile, strategy: str, **options: float) -> Plan:
 def test_static_degree_four_waits_for_the_longest_clip(h100: Profile) -> None:
     step = planned(h100, "static", static_degree=4).steps[0]
     assert step.makespan_s == pytest.approx(
-        h100.seconds("vae", 1, 113, 1280, 720, 4) + h100.seconds("dit", 1, 113, 1280, 720, 4)
+        h100.seconds("vae", Samples.of(1, (113, 1280, 720)), 4)
+        + h100.seconds("dit", Samples.of(1, (113, 1280, 720)), 4)
     )
     assert step.idle_ratio > 0.33  # Figure 1b: the groups of short clips wait
 

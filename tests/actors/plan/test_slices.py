@@ -10,6 +10,7 @@ import pytest
 from actors.config import PlannerConfig, WorkersConfig
 from actors.plan.costs.exchange import ExchangePoint
 from actors.plan.costs.flops import exchange_seconds
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import write_profile
 from actors.plan.costs.spanning import BagSpread
@@ -29,7 +30,7 @@ GEOMETRY = Geometry(vae_stride=(4, 4, 4), patch=(1, 2, 2))
 DIT = LatteConfig(num_layers=4, num_heads=4, head_dim=32, ffn_dim=512)
 DSP = replace(DIT, temporal_slices=1, spatial_slices=1, temporal_lead=0, spatial_lead=0)
 AXES: tuple[Axis, ...] = ("temporal", "spatial")
-CLIP = (1, 29, 64, 64)  # 8 x 64 tokens
+CLIP = Samples.of(1, (29, 64, 64), 20)  # 8 x 64 tokens
 ITEM = Item(id="a", batch=1, frames=29, height=64, width=64, text_tokens=20)
 
 
@@ -39,8 +40,8 @@ def latte(dit: LatteConfig = DIT, gbps: float = 0.5) -> Profile:
 
 def test_a_bag_costs_what_its_schedule_leaves_exposed() -> None:
     """DSP exposes every exchange, forward and backward; `auto` hides most of it, and is priced so."""
-    seconds = {dit: latte(dit).seconds("dit", *CLIP, 2) for dit in (DSP, DIT)}
-    free = latte(DSP, gbps=1e9).seconds("dit", *CLIP, 2)
+    seconds = {dit: latte(dit).seconds("dit", CLIP, 2) for dit in (DSP, DIT)}
+    free = latte(DSP, gbps=1e9).seconds("dit", CLIP, 2)
     rows, exchanges = 8 * 64 / 2 / 2, 2 * 2 * 4  # rows that a member sends; blocks of two kinds, two directions
     assert seconds[DSP] - free == pytest.approx(exchanges * rows * 4 * DIT.dim / 0.5e9, rel=1e-3)
     assert free < seconds[DIT] < free + 0.4 * (seconds[DSP] - free)
@@ -49,10 +50,10 @@ def test_a_bag_costs_what_its_schedule_leaves_exposed() -> None:
 def test_a_bag_by_ulysses_exposes_all_that_its_spatial_blocks_exchange() -> None:
     """Four activations in each of three passes, and it is planned at sizes that deal out the heads."""
     by_heads = replace(DIT, bag_mode="ulysses")
-    paid, free = (latte(by_heads, gbps=gbps).seconds("dit", *CLIP, 2) for gbps in (0.5, 1e9))
+    paid, free = (latte(by_heads, gbps=gbps).seconds("dit", CLIP, 2) for gbps in (0.5, 1e9))
     rows, exchanges = 8 * 64 / 2 / 2, 4 * 2 * 4
     assert paid - free == pytest.approx(exchanges * rows * 4 * DIT.dim / 0.5e9, rel=1e-3)
-    assert latte(by_heads).legal_degrees("dit", *CLIP) == (1, 2, 4)
+    assert latte(by_heads).legal_degrees("dit", CLIP) == (1, 2, 4)
     planner = PlannerConfig(degrees=(3,), sequence="ulysses")
     with pytest.raises(ConfigError, match=r"planner\.degrees has 3, which does not divide the 4 attention heads"):
         check_degrees(ModelConfig(dit=by_heads), planner, WorkersConfig())
@@ -61,19 +62,19 @@ def test_a_bag_by_ulysses_exposes_all_that_its_spatial_blocks_exchange() -> None
 def test_a_price_is_that_of_the_member_with_most_rows() -> None:
     """Eight frames on three workers: three of them, and 22 of 64 positions; a picture's spatial blocks stay whole."""
     profile = latte(gbps=1e9)
-    alone, three = (profile.seconds("dit", *CLIP, degree) for degree in (1, 3))
+    alone, three = (profile.seconds("dit", CLIP, degree) for degree in (1, 3))
     assert 22 / 64 < three / alone < 3 / 8 + 0.02
-    alone, two = (profile.seconds("dit", 1, 1, 64, 64, degree) for degree in (1, 2))
+    alone, two = (profile.seconds("dit", Samples.of(1, (1, 64, 64)), degree) for degree in (1, 2))
     assert two > 0.7 * alone
 
 
 def test_a_bag_has_any_size_up_to_the_frames_or_positions() -> None:
     profile = latte()
-    assert profile.legal_degrees("dit", *CLIP) == tuple(range(1, 65))
-    assert profile.legal_degrees("dit", 1, 29, 16, 16) == tuple(range(1, 9))  # 8 frames of 4 positions
-    assert profile.legal_degrees("dit", 1, 1, 16, 16) == (1, 2, 3, 4)
+    assert profile.legal_degrees("dit", CLIP) == tuple(range(1, 65))
+    assert profile.legal_degrees("dit", Samples.of(1, (29, 16, 16))) == tuple(range(1, 9))  # 8 frames of 4 positions
+    assert profile.legal_degrees("dit", Samples.of(1, (1, 16, 16))) == (1, 2, 3, 4)
     wan = Profile.from_flops(WanConfig(num_heads=4), geometry=GEOMETRY)
-    assert wan.legal_degrees("dit", *CLIP) == (1, 2, 4)
+    assert wan.legal_degrees("dit", CLIP) == (1, 2, 4)
 
 
 def test_settings_allow_any_degree_where_no_heads_are_dealt_out() -> None:
@@ -96,7 +97,7 @@ def test_a_plan_brings_the_rates_that_it_was_priced_by() -> None:
 def test_workers_choose_what_was_priced() -> None:
     profile = latte()
     rates = profile.slice_rates()
-    load = profile.load_of("dit", 2, 29, 64, 64, 3, 20)
+    load = profile.load_of("dit", Samples.of(2, (29, 64, 64), 20), 3)
     chosen = SlicingRule(slicing=DIT.slicing, rates=rates, training=True).stack(8, 64, 2, 20, 3)
     assert load.slices == (chosen.temporal_slices + chosen.spatial_slices) / 2 > 1
     assert load.exposed < 0.5
@@ -107,7 +108,7 @@ def test_workers_choose_what_was_priced() -> None:
 def test_slices_are_priced_that_a_member_has_rows_in(dit: LatteConfig, frames: int, degree: int) -> None:
     """Three of four slices of a picture's single frame are empty, and eight workers have one frame of eight each."""
     profile = latte(dit)
-    load = profile.load_of("dit", 1, frames, 64, 64, degree, 20)
+    load = profile.load_of("dit", Samples.of(1, (frames, 64, 64), 20), degree)
     rows = load.token_frames, load.tokens // load.token_frames
     how = SlicingRule(slicing=dit.slicing, rates=profile.slice_rates(), training=True)
     schedule = how.stack(*rows, 1, 20, degree)
@@ -123,7 +124,7 @@ def test_measurements_change_the_rates() -> None:
     """A device of half the speed: twice the seconds of rows. A measured link: its latency and its bytes a second."""
     profile, slow = latte(), latte()
     for frames in (1, 29, 57):
-        slow.measure(("dit", 1, frames, 64, 64, 1), 2 * profile.seconds("dit", 1, frames, 64, 64, 1))
+        slow.measure(("dit", 1, frames, 64, 64, 1), 2 * profile.seconds("dit", Samples.of(1, (frames, 64, 64)), 1))
     before, after = profile.slice_rates(), slow.slice_rates()
     assert after.row_s == pytest.approx(2 * before.row_s, rel=0.1)
     assert after.moved_s == before.moved_s
@@ -150,16 +151,16 @@ def test_rates_are_those_of_one_device_and_of_bags_where_none_ran_alone() -> Non
 def test_a_run_that_learns_from_bags_goes_on_planning() -> None:
     profile = latte()
     for seconds in (0.5, 0.52, 0.49):
-        profile.observe("dit", *CLIP, 2, seconds, 20)
-    assert profile.seconds("dit", *CLIP, 2, 20) == 0.5
+        profile.observe("dit", CLIP, 2, seconds)
+    assert profile.seconds("dit", CLIP, 2) == 0.5
     first = profile.slice_rates()
     for degree in (1, 3):
         for batch in (1, 2, 3):
-            profile.observe("dit", batch, 29, 64, 64, degree, batch * 0.9 / degree, 20)
+            profile.observe("dit", Samples.of(batch, (29, 64, 64), 20), degree, batch * 0.9 / degree)
     assert profile.slice_rates() != first  # what one device took is known now
     model = profile.model_of("dit")
     assert model is not None and model.form == "spatial_temporal"
-    assert profile.seconds("dit", 4, 29, 64, 64, 3, 20) == pytest.approx(4 * 0.3, rel=0.3)
+    assert profile.seconds("dit", Samples.of(4, (29, 64, 64), 20), 3) == pytest.approx(4 * 0.3, rel=0.3)
 
 
 def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None:
@@ -168,7 +169,7 @@ def test_a_run_that_learns_from_bags_over_nodes_alone_goes_on_planning() -> None
     before = profile.slice_rates()
     for batch in (1, 2, 3):
         for _ in range(3):
-            profile.observe("dit", batch, 29, 64, 64, 2, 0.5 * batch, 20, spanned=BagSpread.of(2, 1.0))
+            profile.observe("dit", Samples.of(batch, (29, 64, 64), 20), 2, 0.5 * batch, spanned=BagSpread.of(2, 1.0))
     assert profile.slice_rates() == before
     found = Planner(profile, PlannerConfig(budget_s=0.0, degrees=(2,))).plan(
         0, [[ITEM]], Cluster(nodes=(1, 1)), (), 0.0
@@ -182,11 +183,11 @@ def test_a_profile_file_prices_bags_of_any_size(tmp_path: Path) -> None:
     measured, assumed = flop_profile(model, GEOMETRY), flop_profile(model, GEOMETRY)
     for batch in (1, 2, 4):
         for frames in (1, 29):
-            point = ("dit", batch, frames, 64, 64, 1)
-            measured.measure(point, 3 * assumed.seconds(*point))
+            part = Samples.of(batch, (frames, 64, 64))
+            measured.measure(part.key("dit", 1), 3 * assumed.seconds("dit", part, 1))
     write_profile(measured, tmp_path / "p.json")
     profile = profile_of(PlannerConfig(profile=str(tmp_path / "p.json")), model, GEOMETRY)
     assert profile.sliced is not None
     assert profile.model_of("dit").form == "spatial_temporal"  # type: ignore[union-attr]
-    alone, three = (profile.seconds("dit", *CLIP, degree, 20) for degree in (1, 3))
+    alone, three = (profile.seconds("dit", CLIP, degree) for degree in (1, 3))
     assert alone / 3 < three < 0.6 * alone

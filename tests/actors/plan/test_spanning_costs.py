@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actors.plan.costs.exchange import ExchangePoint, exchange_speed
 from actors.plan.costs.handoff import Handoff, HandoffPoint, estimate_of
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.spanning import SpanningPoint
@@ -99,7 +100,7 @@ def test_a_cascade_measured_over_nodes_only_is_priced_as_it_stands() -> None:
 def test_where_spanning_seems_to_take_all_of_a_cascade_a_tenth_of_it_is_left() -> None:
     profile = profiled()
     profile.cross_node, profile.over_nodes = CrossNode(row_s=0.003, peer_s=0.02), (spanning(8, 0.01),)
-    assert profile.seconds("dit", 1, 17, 64, 64, 8) == pytest.approx(0.001)
+    assert profile.seconds("dit", Samples.of(1, (17, 64, 64)), 8) == pytest.approx(0.001)
 
 
 sizes = st.integers(0, 60).map(lambda n: 1 + 4 * n)
@@ -119,9 +120,9 @@ def test_more_rows_never_take_less_over_nodes_and_no_bag_is_quicker_for_being_sp
 ) -> None:
     profile = profiled()
     profile.cross_node = CrossNode(penalty=penalty, row_s=row_s, peer_s=peer_s)
-    few, many = (profile.penalty("dit", batch, f, 64, 64, degree) for f in frames)
+    few, many = (profile.penalty("dit", Samples.of(batch, (f, 64, 64)), degree) for f in frames)
     assert 0 <= few <= many * (1 + 1e-9)
-    assert few <= profile.penalty("dit", batch + 1, frames[0], 64, 64, degree) * (1 + 1e-9)
+    assert few <= profile.penalty("dit", Samples.of(batch + 1, (frames[0], 64, 64)), degree) * (1 + 1e-9)
     for size in frames:
         workers = tuple(range(degree))
         inside, over = (planned(profile, degree, workers, size, nodes) for nodes in ("1x8", "8x1"))
@@ -139,7 +140,7 @@ def test_whatever_is_measured_no_bag_is_quicker_for_being_spread(ratios: list[fl
         [spanning(k, ratio * 0.1 * clip / k, clip) for ratio, (clip, k) in zip(ratios, places, strict=True)]
     )
     assert profile.cross_node.row_s >= 0 and profile.cross_node.peer_s >= 0
-    assert profile.penalty("dit", 1, frames, 64, 64, degree) >= 0
+    assert profile.penalty("dit", Samples.of(1, (frames, 64, 64)), degree) >= 0
 
 
 @settings(max_examples=40, deadline=None)
@@ -156,14 +157,14 @@ def test_a_file_without_seconds_for_rows_keeps_its_prices(
     profile = read_profile(plain)
     topology = Topology(Cluster.parse("2x4"), profile.cross_node)
     for workers in ((0, 4), (0, 6), (0, 2, 4, 6), (0, 1, 4, 5)):
-        alone = profile.seconds("dit", 1, frames, 64, 64, len(workers))
+        alone = profile.seconds("dit", Samples.of(1, (frames, 64, 64)), len(workers))
         factor = 1 + penalty * math.exp(-decay * topology.overlap(workers))
         assert planned(profile, len(workers), workers, frames, "2x4") == pytest.approx(alone * factor)
 
 
 def test_without_the_same_cascade_on_one_node_the_model_stands_for_it() -> None:
     profile = profiled()
-    modelled = profile.seconds("dit", 1, 17, 64, 64, 4)
+    modelled = profile.seconds("dit", Samples.of(1, (17, 64, 64)), 4)
     profile.count_over_nodes([spanning(4, 1.5 * modelled)])
     assert profile.cross_node.factor(1.0) == pytest.approx(1.5, rel=0.05)
     assert planned(profile, 4, (0, 1, 2, 3)) == pytest.approx(1.5 * modelled)

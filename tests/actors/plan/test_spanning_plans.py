@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.topology import CrossNode
 from actors.plan.registry import STRATEGIES
@@ -38,8 +39,8 @@ def spanning(cascade: Cascade) -> bool:
 
 def even() -> float:
     """Seconds for a row at which the clip is as quick on four workers of two nodes as on two of one."""
-    two, four = (profile_of(CrossNode()).seconds("dit", 1, *LONG, degree) for degree in (2, 4))
-    return (two - four) / profile_of(CrossNode(row_s=1.0)).penalty("dit", 1, *LONG, 4)
+    two, four = (profile_of(CrossNode()).seconds("dit", Samples.of(1, LONG), degree) for degree in (2, 4))
+    return (two - four) / profile_of(CrossNode(row_s=1.0)).penalty("dit", Samples.of(1, LONG), 4)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -50,8 +51,8 @@ def test_a_clip_takes_all_nodes_where_its_rows_are_quickly_sent_and_one_where_no
         profile = profile_of(CrossNode(row_s=row_s))
         (found,) = dits(strategy, [item], profile)
         assert found.degree == degree
-        more = profile.penalty("dit", 1, *LONG, 4) if degree == 4 else 0.0
-        assert found.seconds == pytest.approx(profile.seconds("dit", 1, *LONG, degree) + more)
+        more = profile.penalty("dit", Samples.of(1, LONG), 4) if degree == 4 else 0.0
+        assert found.seconds == pytest.approx(profile.seconds("dit", Samples.of(1, LONG), degree) + more)
 
 
 @pytest.mark.parametrize("share, degree", [(0.5, 4), (2.0, 2)])
@@ -77,7 +78,7 @@ def test_every_bag_over_nodes_takes_what_its_parts_send(strategy: str, split: bo
         expected = 0.0
         for name in {part.item for part in cascade.parts}:
             item, count = of[name], sum(part.count for part in cascade.parts if part.item == name)
-            shape = ("dit", count, item.frames, item.height, item.width, 4, item.text_tokens)
+            shape = "dit", Samples.of_item(item, count), 4
             expected += profile.seconds(*shape) + profile.penalty(*shape)
         once = profile.models["dit"].coefficients[0] + 3 * 0.05  # launches, and a peer's seconds for each of three
         shared = len({part.item for part in cascade.parts}) - 1

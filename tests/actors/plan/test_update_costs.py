@@ -11,6 +11,7 @@ import pytest
 from actors.config import PlannerConfig, TrainConfig, WorkersConfig
 from actors.letters import NodeAnswer
 from actors.messages import Span, StepReport
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import profile_json, read_profile, write_profile
 from actors.plan.costs.update import UpdateCosts, UpdatePoint
@@ -99,7 +100,7 @@ def report_of(span: Span) -> StepReport:
 
 def test_what_was_learned_is_kept_and_taken_up_by_the_same_kind_of_run(tmp_path: Path) -> None:
     first, again, other = profile(costs()), profile(costs()), profile(replace(costs(), kind="another"))
-    first.observe("dit", 2, 5, 64, 96, 1, 3.0)
+    first.observe("dit", Samples.of(2, (5, 64, 96)), 1, 3.0)
     for seconds in (0.4, 0.5, 0.6):
         first.observe_update(2, 1, seconds)
     save_learned(first, setting_of(MODEL, "cpu"), tmp_path)

@@ -12,6 +12,7 @@ import ray
 import torch
 
 from actors.config import PlannerConfig, WorkersConfig
+from actors.plan.costs.point import Samples
 from actors.plan.devices import device_speed
 from actors.planning.learned import refuse_other, setting_of
 from actors.planning.options import profile_of
@@ -53,7 +54,7 @@ class Looks:
 def seconds(device: WorkersDevice) -> float:
     """Seconds of a clip by the profile that a run on it begins with."""
     profile = profile_of(PlannerConfig(), MODEL, Geometry(), device.name, measured=device.measured)
-    return profile.seconds("dit", 1, 81, 480, 832, 1, 100)
+    return profile.seconds("dit", Samples.of(1, (81, 480, 832), 100), 1)
 
 
 def test_a_gpu_is_named_by_its_driver_and_looked_at_once(cluster: dict[str, float], tmp_path: Path) -> None:

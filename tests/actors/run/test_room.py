@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 from actors.messages import WorkerHandle, WorkerInfo
-from actors.plan.costs.needs import NeedLine, Samples
+from actors.plan.costs.needs import NeedLine
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.places import Places
 from actors.plan.schedule.check import check
@@ -89,11 +90,7 @@ def items_of(source: random.Random, step: int) -> tuple[Item, ...]:
 
 
 def need(cascade: Cascade, items: dict[str, Item], profile: Profile) -> float:
-    samples = [
-        Samples(count=part.count, frames=i.frames, height=i.height, width=i.width, text_tokens=i.text_tokens)
-        for part in cascade.parts
-        for i in [items[part.item]]
-    ]
+    samples = [Samples.of_item(items[part.item], part.count) for part in cascade.parts]
     return profile.needs.gib(profile.footprint(cascade.module, samples, cascade.degree)) or 0.0
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from actors.config import PlannerConfig
 from actors.messages import Span
+from actors.plan.costs.point import Samples
 from actors.plan.costs.profile import Profile
 from actors.plan.costs.profile_json import read_profile, write_profile
 from actors.plan.costs.remainder import RemainderPoint, remainder_of
@@ -108,7 +109,7 @@ def test_what_a_run_has_learned_of_it_is_kept_and_goes_on(tmp_path: Path) -> Non
     first, again = profile(), profile()
     for seconds in (0.2, 0.3, 0.4):
         first.observe_remainder(2, 1, seconds)
-    first.observe("dit", 2, 5, 64, 96, 1, 3.0)
+    first.observe("dit", Samples.of(2, (5, 64, 96)), 1, 3.0)
     save_learned(first, setting_of(MODEL, "cpu"), tmp_path)
     assert take_up(again, setting_of(MODEL, "cpu"), tmp_path) == ""
     assert again.remainders == first.remainders == (RemainderPoint(workers=2, seconds=0.3, count=3),)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from actors.plan.costs.needs import NeedLine, Needs, Samples, footprint
+from actors.plan.costs.needs import NeedLine, Needs, footprint
+from actors.plan.costs.point import Samples
 from actors.plan.places import AttentionMemory
 from actors.planning.predicted_needs import with_attention_kept
 from actors.worker.attention_room import GIB, MOST_SIZES, SHARE, WORTH_ROWS, AttentionRoom
