@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: see ops/attention/opaque.py
 class Lengths:
     """Lengths of packed sequences as attention kernels want them: on the host, and as offsets on the device."""
 

@@ -2,6 +2,8 @@
 
 What they give goes into code again, which is made for how a tensor lies in memory, and of a view for what it is a view
 of. That differs by degree and by backend, so compiled code gets rows one after the other in a tensor of their own.
+What they are given beside tensors is no frozen dataclass: torch 2.11 makes code for the fields of one, so for each
+number of sequences.
 """
 
 from __future__ import annotations

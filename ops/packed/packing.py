@@ -64,7 +64,7 @@ class CausalBlock:
     lengths: tuple[Lengths, Lengths]  # of both
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # not frozen: see ops/attention/opaque.py
 class Exchange:
     """How the ranks of a bag turn (own rows, all heads) into (all rows, own heads). Fixed per layout.
 

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+import ops.attention.opaque
 from app.export.parity import parity_sample
+from ops.attention.lengths import Lengths
 from ops.attention.opaque import leave_opaque, opaque
 from ops.comm.collectives import Group
 from ops.models.base.transformer import PackedTransformer
@@ -27,7 +29,7 @@ from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.load import build_dit
 from ops.packed.compiled_blocks import CompiledBlocks, check_compiler
-from ops.packed.packing import Layout
+from ops.packed.packing import Exchange, Layout
 from tests.families.registry import ONE_EACH, VARIANTS
 from tests.ops.compiled_kept import FP32, run
 from tests.ops.compiled_rank import PACKS, TINY, Parts, compiled, local_step
@@ -128,8 +130,10 @@ def test_passes_that_keep_what_attention_gives_run_the_same_code(autocast: bool)
 def test_code_behind_attention_is_one_however_its_result_lies_in_memory() -> None:
     """As heads come back from a bag, from attention without one, and from one clip after the other."""
 
+    how = ""
+
     @opaque
-    def attended(x: Tensor, how: str) -> Tensor:
+    def attended(x: Tensor) -> Tensor:
         twice = 2 * x
         ways = {
             "own": twice,
@@ -140,16 +144,35 @@ def test_code_behind_attention_is_one_however_its_result_lies_in_memory() -> Non
         return ways[how]
 
     leave_opaque()
-    block = torch.compile(lambda x, how: attended(x + 1, how).flatten(1).sin(), dynamic=True, backend="aot_eager")
+    block = torch.compile(lambda x: attended(x + 1).flatten(1).sin(), dynamic=True, backend="aot_eager")
     graphs = []
-    for rows, how in ((5, "own"), (7, "of several"), (4, "turned"), (6, "a part"), (3, "own")):
+    for rows, how in ((5, "own"), (7, "of several"), (4, "turned"), (6, "a part"), (3, "own")):  # noqa: B007, attended
         x = torch.randn(rows, 4, 8, requires_grad=True)
-        out = block(x, how)
+        out = block(x)
         out.sum().backward()
         torch.testing.assert_close(out, (2 * (x + 1)).flatten(1).sin())
         torch.testing.assert_close(x.grad, 2 * (2 * (x + 1)).cos())
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[-1] == 2, "before it and behind it"
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_attention_is_given_no_frozen_dataclass(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 makes code for every field of one that a call outside of the code is given."""
+    given: list[object] = []
+
+    def noting(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            given.extend([*arguments, *named.values()])
+            return function(*arguments, **named)
+
+        return call
+
+    outside = {name: noting(function) for name, function in ops.attention.opaque._functions.items()}
+    monkeypatch.setattr(ops.attention.opaque, "_left", outside)
+    run(build_dit(VARIANTS[name], 0), VARIANTS[name], [True, False])
+    assert any(isinstance(one, Lengths | Exchange) for one in given)
+    assert {type(one) for one in given if is_dataclass(one) and one.__dataclass_params__.frozen} == set()  # type: ignore[attr-defined]
 
 
 def test_attention_is_not_looked_into_and_fused_ops_are_calls() -> None:
