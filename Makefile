@@ -3,6 +3,7 @@
 # make faults the tests that kill workers, nodes and helpers one after the other
 # make long   the tests of whole runs that take minutes each
 # make kernels compile every shipped kernel for sm_90 and sm_100
+# make lowest  tests with the oldest versions that pyproject.toml takes, in .cache/lowest (fetches gigabytes)
 # make resolve have pip resolve constraints.txt from the package index alone (fetches gigabytes)
 # make lint   ruff and mypy
 # make bench  the benchmarks whose figures stand in docs/results.md
@@ -16,12 +17,13 @@ RUN := runs/demo
 CODE := app actors data ops tests
 # Test processes: a third of their time they wait for Ray, so three keep two cores busy.
 JOBS ?= 3
+LOWEST := .cache/lowest
 
 export HF_HUB_OFFLINE := 1
 export RAY_USAGE_STATS_ENABLED := 0
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: install demo test faults long kernels resolve lint bench clean
+.PHONY: install demo test faults long kernels lowest resolve lint bench clean
 
 install: $(STAMP)
 
@@ -59,6 +61,14 @@ long: $(STAMP)
 
 kernels: $(STAMP)
 	$(BIN)/python -m pytest -q -m kernels
+
+lowest: $(STAMP)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	$(BIN)/uv pip compile --quiet --python $(BIN)/python --resolution lowest-direct --extra xgboost --extra wandb \
+	  --extra mlflow --output-file $(LOWEST)/versions.txt pyproject.toml
+	$(BIN)/uv pip install --quiet --python $(LOWEST) --requirement $(LOWEST)/versions.txt pytest pytest-timeout hypothesis peft
+	$(LOWEST)/bin/python -m pytest -q tests/ops tests/families tests/data tests/app/test_sample.py tests/app/test_export.py
+	$(LOWEST)/bin/python -m app.bench.gpu --rehearse --minutes 30
 
 resolve: $(STAMP)
 	$(BIN)/python -m pytest -q -m install

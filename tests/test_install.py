@@ -23,9 +23,13 @@ from types import MappingProxyType
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from app.bench.gpu.__main__ import LEAST_TORCH, LEAST_TRITON
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = ("xgboost", "wandb", "mlflow")
 SOURCE_ONLY = {"deepspeed"}  # published without wheels
 RESOLVE_SECONDS = 900
 UNANSWERED = (  # what uv says of a network; what it says of versions has none of these
@@ -133,6 +137,21 @@ def test_the_public_index_alone_resolves_to_what_is_pinned_with_one_nccl(python:
     assert found.items() <= pins().items(), sorted(found.items() - pins().items())
     assert len(nccls(found)) <= 1, nccls(found)
     assert ("xgboost-cpu" in found) is (extra == "dev")
+
+
+@pytest.mark.usefixtures("package_index")
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_every_lower_bound_can_be_installed_beside_the_others(python: str) -> None:
+    """`make lowest` runs tests with them."""
+    extras = [part for name in EXTRAS for part in ("--extra", name)]
+    lines = resolved("--python-version", python, "--resolution", "lowest-direct", *extras, "pyproject.toml")
+    found = {normal(name): version for name, version in (line.split("==") for line in lines)}
+    for needed in map(Requirement, declared(*EXTRAS)):
+        if needed.marker is None or needed.marker.evaluate():
+            [least] = [one.version for one in needed.specifier if one.operator == ">="]
+            assert f"{found[normal(needed.name)]}.".startswith(f"{least}."), needed
+    for name, least_for_benches in (("torch", LEAST_TORCH), ("triton", LEAST_TRITON)):
+        assert Version(found[name]).release[:2] == least_for_benches
 
 
 @pytest.mark.usefixtures("package_index")
