@@ -115,12 +115,12 @@ def rooms_of_the_map() -> dict[str, set[str]]:
 
     `ops/models/*/` stands for every folder there that has no row of its own.
     """
-    rows = re.findall(r"^\| `([a-z_/*]+)/` \|.*\|([^|]*)\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `([a-z0-9_/*]+)/` \|.*\|([^|]*)\|$", (ROOT / "docs" / "map.md").read_text(), re.MULTILINE)
     assert rows
     named = {room for room, _ in rows}
     alike = {room: folders_of(room) - named if room.endswith("*") else {room} for room in named}
     return {
-        one: {low for name in re.findall(r"`([a-z_/*]+)/`", below) for low in alike[name]}
+        one: {low for name in re.findall(r"`([a-z0-9_/*]+)/`", below) for low in alike[name]}
         for room, below in rows
         for one in alike[room]
     }

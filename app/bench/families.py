@@ -122,7 +122,11 @@ class UniformBatch:
     def run(self, rounds: int) -> FamilySpeed:
         """Raises RuntimeError where the two sides disagree."""
         (their_module, their_forward), name = self.theirs(), self.config.architecture
-        our_module, our_forward = self.ours(their_module.state_dict())
+        kept = self.family.kept
+        weights = {
+            key: value for key, value in their_module.state_dict().items() if not any(one in key for one in kept)
+        }
+        our_module, our_forward = self.ours(weights)
         with torch.no_grad():
             expected, found = their_forward(), our_forward()
         difference = float((found - expected).abs().max() / expected.abs().max())

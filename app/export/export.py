@@ -31,7 +31,7 @@ from ops.models.experts import transformers
 from ops.models.families import FAMILIES
 from ops.models.files import read_json
 from ops.models.folders import component, dit_json, resolve
-from ops.models.load import build_dit
+from ops.models.load import build_dit, kept_weights
 from ops.models.lora import factor_file, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.weights import write_folder, write_tensors
 from ops.typed import ConfigError
@@ -121,8 +121,9 @@ def _fill(
     for expert, module in zip(resolved.dit.experts, _trained(resolved.dit, config.train.seed, folder, averaged)):
         name = expert.expert_name if len(resolved.dit.experts) > 1 else ""
         state = {key: tensor.to(dtype) for key, tensor in _plain_state(work, expert, module, name, parts).items()}
+        kept = {key: tensor.to(dtype) for key, tensor in kept_weights(expert).items()}
         plain = replace(expert.without_lora(), path=None)
-        differences.append(_write_transformer(work / plain.part, plain, state, _transformer_json(expert, base)))
+        differences.append(_write_transformer(work / plain.part, plain, state, kept, _transformer_json(expert, base)))
         parts.origins[plain.part] = f"{'EMA' if averaged else 'trained'} weights of {folder.name}" + (
             "" if averaged == ema else ", which keeps no EMA"
         )
@@ -160,14 +161,18 @@ def _fill(
 
 
 def _write_transformer(
-    target: Path, dit: DiTConfig, state: Mapping[str, Tensor], fields: Mapping[str, object]
+    target: Path,
+    dit: DiTConfig,
+    state: Mapping[str, Tensor],
+    kept: Mapping[str, Tensor],
+    fields: Mapping[str, object],
 ) -> float | None:
     """The folder of a transformer, read back: the largest difference from Diffusers' forward pass, None where Diffusers
-    has no class of it and what was read is compared alone."""
+    has no class of it and what was read is compared alone. It holds the weights that are `kept`, too."""
     family = FAMILIES[dit.architecture]
     if (own := family.own_code) is None:
-        write_folder(target, state, fields)
-        compare_weights(target, family.diffusers_class, state)
+        write_folder(target, {**state, **kept}, fields)
+        compare_weights(target, family.diffusers_class, {**state, **kept})
         return compare_forward(target, dit, state)
     write_folder(target, {**state, **own.constants(dit)}, fields, stem=own.stem)  # as they are: angles grow with frames
     compare_read_back(target, dit, state)

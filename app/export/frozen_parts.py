@@ -17,6 +17,7 @@ from ops.models.files import plain_name, read_json, variant_of
 from ops.models.folders import class_of, component, text_parts, tokenizer_of, vae_numbers
 from ops.models.image import processor_of, random_clip
 from ops.models.load import build_text
+from ops.models.text_layers import layers_classes, save_random_layers
 from ops.models.text_pair import recipe_of
 from ops.models.text_pair_load import save_random_pair, text_classes
 from ops.typed import ConfigError
@@ -47,6 +48,7 @@ def collect(work: Path, config: RunConfig, base: Path | None) -> FrozenParts:
         _scheduler(work, config, parts)
     if family.has_guider:
         _guider(work, config, parts)
+    _unused(work, config, parts)
     for name in family.missing_parts:
         parts.index.setdefault(name, [None, None])
     if family.missing_note and config.model.text.kind == "t5":
@@ -117,6 +119,9 @@ def _vae(work: Path, config: RunConfig, parts: FrozenParts) -> None:
 
 def _text(work: Path, config: RunConfig, parts: FrozenParts) -> None:
     text = config.model.text
+    if text.recipe and text.recipe.second == "connectors":
+        _text_layers(work, text, parts)
+        return
     if text.recipe:
         _text_pair(work, text, parts)
         return
@@ -175,6 +180,34 @@ def _text_pair(work: Path, text: TextConfig, parts: FrozenParts) -> None:
         told |= {"image_emb_start": 1, "image_emb_end": 1 + rows, "image_emb_len": rows}
     template = f"prompt_template={json.dumps(told)} and " if recipe.crop else ""
     parts.notes.append(f"{untrained}; call the pipeline with {template}max_sequence_length={text.max_length}.")
+
+
+def _text_layers(work: Path, text: TextConfig, parts: FrozenParts) -> None:
+    """A decoder, its tokenizer, and what connects the states of its layers with a transformer."""
+    names = layers_classes(text)
+    parts.index.update(names)
+    if text.path:
+        for part, folder in text_parts(text).items():
+            parts.origins[part] = f"{link_tree(folder, work / part)} from {folder}"
+    else:
+        save_random_layers(text, work)
+        parts.origins.update(dict.fromkeys(names, f"random ones over bytes of seed {text.seed}"))
+        parts.notes.append("the text encoder and the connectors are the untrained ones of the run.")
+    parts.notes.append(f"call the pipeline with max_sequence_length={text.max_length}.")
+
+
+def _unused(work: Path, config: RunConfig, parts: FrozenParts) -> None:
+    """Components that no run computes with: of the pipeline that was trained from, where it has them."""
+    dit = config.model.dit
+    folder = component(dit.path, dit.part).parent if dit.path else None
+    index = folder / "model_index.json" if folder else None
+    told = read_json(index) if index and index.is_file() else {}
+    for name in FAMILIES[dit.architecture].unused_parts:
+        if folder and (folder / name).is_dir() and name in told:
+            parts.index[name] = told[name]
+            parts.origins[name] = f"{link_tree(folder / name, work / name)} from {folder / name}"
+        else:
+            parts.index[name] = [None, None]
 
 
 def _image(work: Path, config: RunConfig, parts: FrozenParts) -> None:

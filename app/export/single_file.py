@@ -2,8 +2,8 @@
 
     heddle convert wan2.1_t2v_1.3B_bf16.safetensors --config configs/models/wan2.1-1.3b.yaml --to models/wan2.1-1.3b
 
-Names are those that Diffusers' own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video
-and Mochi.
+Names are those that Diffusers' own converter makes of the file's: of Wan, SkyReels-V2, HunyuanVideo, FLUX.1, LTX-Video,
+LTX-2 and Mochi.
 A file that has the names of Diffusers already keeps them. Sizes come from the config; every weight must fit. Of a file
 that holds more than the transformer the rest is left out.
 """
@@ -23,7 +23,7 @@ from ops.models.base.family import Family
 from ops.models.config import ModelConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
-from ops.models.load import dit_skeleton
+from ops.models.load import dit_skeleton, kept_skeleton
 from ops.models.weights import check_state, read_file, write_folder
 from ops.typed import ConfigError, Node, build
 
@@ -49,7 +49,7 @@ def convert(file: Path, config: Path, to: Path) -> Path:
         )
     if folder.exists():
         raise ConfigError(f"{folder} exists; choose another --to.")
-    expected, stored = dit_skeleton(dit).state_dict(), read_file(file)
+    expected, stored = {**dit_skeleton(dit).state_dict(), **kept_skeleton(dit)}, read_file(file)
     if are_diffusers := expected.keys() <= stored.keys():
         state = {name: stored[name] for name in expected}
     else:

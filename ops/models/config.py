@@ -91,13 +91,14 @@ class TextConfig:
     """The frozen text encoders: `t5` is T5 or UMT5; else those of the family of that name, which are two: the states of
     one (HunyuanVideo: Llama, FLUX.1: T5) and the pooled vector of CLIP; or (HunyuanVideo-1.5) the states of Qwen2.5-VL
     and those of a ByT5 that reads what a caption has in quotation marks, for image to video with those that a SigLIP
-    makes of the first frame.
+    makes of the first frame; or (LTX-2) what connectors make of the states of all layers of a Gemma 3.
 
     Without a path: small random ones over bytes, from `seed`.
     """
 
     kind: TextKind = "t5"  # t5: T5 or UMT5; else the encoders of that family
-    # folder that holds text_encoder/ and tokenizer/, and for kinds of two encoders text_encoder_2/ and tokenizer_2/;
+    # folder that holds text_encoder/ and tokenizer/, and for kinds of two encoders text_encoder_2/ and tokenizer_2/, of
+    # LTX-2 connectors/;
     # for t5 also one folder with both encoder and tokenizer. null: small random encoders over bytes, for trials
     path: str | None = None
     max_length: int = 226  # longer captions are cut here
@@ -185,7 +186,7 @@ class TextConfig:
     @property
     def pooled(self) -> int:
         """Numbers of the vector that the second encoder makes of a whole caption; 0 without one."""
-        return self.pooled_dim if self.recipe and not self.recipe.glyph_rows else 0
+        return self.pooled_dim if self.recipe and self.recipe.second == "clip" else 0
 
     @property
     def glyph_dim(self) -> int:

@@ -20,7 +20,8 @@ from ops.models.families import FAMILIES, TEXT_RECIPES, VAE_CLASSES, AnyDiT
 from ops.models.files import check_files, read_json
 
 _TOKENIZER_FILES = ("spiece.model", "vocab.json", "vocab.txt")
-_TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text"}  # of models that see pictures, too: the part that reads text alone
+# of models that see pictures, too: the part that reads text alone
+_TEXT_WITHIN = {"qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
 
 
 def component(path: str | Path, *names: str) -> Path:
@@ -79,9 +80,16 @@ def _part_of_two(text: TextConfig, part: str) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{folder}/config.json does not exist; model.text.kind {text.kind} needs both text encoders of the "
-            f"pipeline. Download text_encoder_2/ and tokenizer_2/, too."
+            f"pipeline. Download {' and '.join(f'{name}/' for name in _second_folders(text))}, too."
         )
     return folder
+
+
+def _second_folders(text: TextConfig) -> tuple[str, ...]:
+    """What a pipeline of two text encoders has beside text_encoder/ and tokenizer/."""
+    assert text.recipe is not None
+    names = (*text.recipe.states_parts, *text.recipe.second_parts)
+    return tuple(name for name in dict.fromkeys(names) if name not in ("text_encoder", "tokenizer"))
 
 
 def text_parts(text: TextConfig) -> dict[str, Path]:
@@ -313,6 +321,8 @@ def _resolve_text(text: TextConfig) -> TextConfig:
         )
     second = second_text_folder(text)
     clip = read_json(second / "config.json")
+    if recipe.second == "connectors":
+        return _resolve_connectors(text, fields, clip, str(second))
     wanted, called = ("t5", "a ByT5") if recipe.glyph_rows else ("clip", "CLIP's")
     if not str(clip.get("model_type")).startswith(wanted):
         found = clip.get("model_type")
@@ -338,6 +348,33 @@ def _resolve_text(text: TextConfig) -> TextConfig:
         num_layers=fields.get("num_hidden_layers", 32) - recipe.skipped_layers,
         num_heads=fields.get("num_attention_heads", 32),
     )
+
+
+def _resolve_connectors(text: TextConfig, fields: Json, connectors: Json, where: str) -> TextConfig:
+    """The text config with the numbers of a decoder, and the width of what connectors make of its layers. Raises
+    ValueError for connectors of another decoder, and for rows that they cannot fill."""
+    fields = fields.get("text_config", fields)
+    layers, width = fields.get("num_hidden_layers", 26), fields.get("hidden_size", 2304)  # defaults of Transformers
+    found = connectors.get("caption_channels", 3840), connectors.get("text_proj_in_factor", 49)
+    if connectors.get("_class_name") != "LTX2TextConnectors" or found != (width, layers + 1):
+        raise ValueError(
+            f"{where} is a {connectors.get('_class_name')} for {found[1]} states of width {found[0]}, and "
+            f"text_encoder/ has {layers + 1} of width {width}. Give the folder of one pipeline."
+        )
+    if connectors.get("per_modality_projections"):
+        raise ValueError(f"{where} has per_modality_projections, as LTX-2.3; that of LTX-2 is computed.")
+    registers, window = connectors.get("video_connector_num_learnable_registers", 128), fields.get("sliding_window")
+    if not registers or text.max_length % registers:
+        raise ValueError(
+            f"model.text.max_length {text.max_length} is not a multiple of the {registers} registers of {where}, which "
+            f"stand after a caption. Its weights were trained with 1024."
+        )
+    if window and text.max_length > window:
+        raise ValueError(
+            f"model.text.max_length {text.max_length} is more than the {window} tokens that layers of text_encoder/ "
+            f"see. Make it shorter."
+        )
+    return replace(text, d_model=width, num_layers=layers, num_heads=fields.get("num_attention_heads", 8))
 
 
 def _resolve_picture(text: TextConfig, fields: Json, where: str) -> TextConfig:

@@ -37,6 +37,7 @@ from ops.models.image import Preprocessor, clip_skeleton, image_size, vision_row
 from ops.models.load import bare_dit, bare_vae
 from ops.models.text import T5Text, t5_skeleton
 from ops.models.text_glyphs import GlyphText
+from ops.models.text_layers import LayersText, skeletons
 from ops.models.text_pair import PooledText, pooled_text, recipe_of
 from ops.models.text_pair_shapes import pair_skeleton
 from ops.models.text_picture import Eyes
@@ -425,10 +426,13 @@ def text_need(config: TextConfig, captions: int, tokens: int, dtype: torch.dtype
         return EncoderNeed(weights_gib=weights, peak_gib=peak)
 
 
-def _text(config: TextConfig, tokens: int) -> T5Text | PooledText | GlyphText:
+def _text(config: TextConfig, tokens: int) -> T5Text | PooledText | GlyphText | LayersText:
     if config.recipe is None:
         return T5Text(t5_skeleton(config), _FixedTokenizer(tokens), config, "cpu")
-    recipe, (encoder, second) = recipe_of(config), pair_skeleton(config)
+    recipe = recipe_of(config)
+    if recipe.second == "connectors":  # every row is computed, most of them of registers: a caption may fill them
+        return LayersText(*skeletons(config), _FixedTokenizer(config.max_length), config, "cpu")
+    encoder, second = pair_skeleton(config)
     first, pooled = _FixedTokenizer(tokens + recipe.crop), _FixedTokenizer(recipe.second_tokens)
     if recipe.vision:
         tower = siglip_skeleton(config)

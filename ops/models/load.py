@@ -59,7 +59,7 @@ def build_dit(
         hosted = frozen_in_blocks(module) if blocks_on_host else []
         for one, expert, name in zip(config.experts, transformers(module), parts_of(module), strict=True):
             elsewhere = {weight.removeprefix(name) for weight in hosted if weight.startswith(name)}
-            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].surplus, one.part, elsewhere)
+            fill(expert, config.path, dtype, device, FAMILIES[config.architecture].passed_over, one.part, elsewhere)
     held = put_on_host(module, config, seed, dtype, device) if blocks_on_host else None
     _begin_with_files(module, config, dtype)
     return module.to(device, dtype) if held is None else fetch_from_host(module, held, dtype, device)
@@ -110,6 +110,37 @@ def _stored_weights(path: str, experts: Sequence[DiTConfig]) -> Callable[[str], 
         return by_name[expert][inside]
 
     return read
+
+
+def kept_weights(config: DiTConfig) -> dict[str, Tensor]:
+    """The weights that the files of a transformer hold beside those that are computed with (`Family.kept`): of
+    `config.path`, as stored, else zeros, with which Diffusers' class computes what ours does."""
+    import torch
+
+    from ops.models.folders import component
+    from ops.models.weights import StoredWeights
+
+    expected = kept_skeleton(config)
+    if not config.path or not expected:
+        return {name: torch.zeros(weight.shape) for name, weight in expected.items()}
+    stored = StoredWeights(component(config.path, config.part))
+    return {name: stored[name] for name in expected}
+
+
+def kept_skeleton(config: DiTConfig) -> dict[str, Tensor]:
+    """The same on the meta device: names and shapes, by Diffusers' class."""
+    import diffusers
+    import torch
+
+    from ops.models.folders import dit_json
+
+    family = FAMILIES[config.architecture]
+    if not family.kept:
+        return {}
+    described = {key: value for key, value in dit_json(config).items() if not key.startswith("_")}
+    with torch.device("meta"):
+        whole: nn.Module = getattr(diffusers, family.diffusers_class)(**described)
+    return {name: weight for name, weight in whole.state_dict().items() if any(part in name for part in family.kept)}
 
 
 def check_factors(config: DiTConfig) -> None:
@@ -233,6 +264,10 @@ def bare_vae(config: VAEConfig, device: str = "cpu") -> VAE:
 
 def build_text(config: TextConfig, device: torch.device | str = "cpu", shared: bool = False) -> TextEncoder:
     """The frozen text encoders of a resolved `config` on `device`."""
+    if config.recipe and config.recipe.second == "connectors":
+        from ops.models.text_layers import folder_layers, random_layers
+
+        return folder_layers(config, device, shared) if config.path else random_layers(config, device)
     if config.recipe:
         from ops.models.text_pair_load import folder_pair, random_pair
 

@@ -162,6 +162,8 @@ class PooledText:
 
 def as_seen(caption: str, recipe: TextRecipe) -> str:
     """A caption as both encoders see it."""
+    if recipe.stripped:
+        return caption.strip()
     return clean(caption) if recipe.cleaned else caption
 
 

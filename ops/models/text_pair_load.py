@@ -74,7 +74,7 @@ def folder_pair(config: TextConfig, device: torch.device | str, shared: bool = F
     other = load_text(
         Source(
             folder=second,
-            read=lambda dtype: _loaded(other_class, second, other_shape, dtype),
+            read=lambda dtype: read_whole(other_class, second, other_shape, dtype),
             bare=lambda: pair_skeleton(config)[1],
         ),
         config,
@@ -117,12 +117,12 @@ def _states_encoder(recipe: TextRecipe, folder: Path, shape: PreTrainedConfig, d
         _keys_to_ignore_on_load_missing = [r"lm_head"]  # noqa: RUF012  # it is not used
 
     if recipe.states == "llama":
-        return cut(_loaded(Shortened, folder, shape, dtype), recipe)
+        return cut(read_whole(Shortened, folder, shape, dtype), recipe)
     if recipe.states == "qwen2_5_vl_text":
-        return cut(_loaded(ShortenedQwen, folder, shape, dtype, _QWEN_NAMES), recipe)
+        return cut(read_whole(ShortenedQwen, folder, shape, dtype, _QWEN_NAMES), recipe)
     if recipe.states == "llava":
-        return cut(_loaded(ShortenedLlava, folder, shape, dtype).model, recipe)  # without its head
-    encoder: nn.Module = _loaded(T5EncoderModel, folder, shape, dtype)
+        return cut(read_whole(ShortenedLlava, folder, shape, dtype).model, recipe)  # without its head
+    encoder: nn.Module = read_whole(T5EncoderModel, folder, shape, dtype)
     return encoder
 
 
@@ -138,7 +138,7 @@ def _check_chat(tokenizer: PreTrainedTokenizerBase, recipe: TextRecipe, config: 
         )
 
 
-def _loaded(
+def read_whole(
     kind: type[T], folder: Path, shape: PreTrainedConfig, dtype: torch.dtype, names: dict[str, str] | None = None
 ) -> T:
     """`names`: what names of weights in the files match -> what stands there in those of the class."""

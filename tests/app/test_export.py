@@ -45,7 +45,7 @@ from ops.models.text_pair import split
 from ops.models.wan.config import WanConfig
 from ops.shards import ShardState
 from ops.typed import ConfigError
-from tests.families import test_cogvideox, test_flux, test_hunyuan15, test_kandinsky, test_stdit3
+from tests.families import test_cogvideox, test_flux, test_hunyuan15, test_kandinsky, test_ltx2, test_stdit3
 from tests.families.kit import SmallPipeline
 from tests.families.registry import CASES
 from tests.families.test_wan import DIT, publish
@@ -486,7 +486,7 @@ def takes_factors(name: str) -> bool:
 
 
 FILES = [(name, "pytorch_lora_weights.safetensors") for name in PIPELINES if takes_factors(name)]
-FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "skyreels", "ltx")]
+FILES += [(name, "comfyui_lora_weights.safetensors") for name in ("wan", "skyreels", "ltx", "ltx2")]
 KINDS = [(*of, False) for of in FILES] + [(*of, True) for of in FILES if of[1].startswith("pytorch")]
 
 
@@ -575,6 +575,50 @@ def test_a_kandinsky_run_from_nothing_exports_a_whole_pipeline(tmp_path: Path) -
     pipeline.prompt_template, pipeline.prompt_template_encode_start_idx = template, int(crop)
     ours, theirs = latent_of(run, PIPELINES["kandinsky"].request), test_kandinsky.clip(pipeline)
     torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+def test_an_ltx2_run_from_nothing_exports_a_pipeline_that_makes_our_clip_beside_silence(tmp_path: Path) -> None:
+    """The branch for sound is zero, so the video attends to nothing of it; autoencoders are given to the call."""
+    text = TextConfig(kind="ltx2", d_model=16, num_heads=2, num_layers=1, max_length=test_ltx2.ROWS)
+    config = haar_run()
+    vae = VAEConfig(temporal=4, spatial=16, channels=8)
+    flow = replace(config.train.flow, token_shift=test_ltx2.LINE)
+    model = replace(config.model, dit=test_ltx2.DIT, vae=vae, text=text)
+    config = replace(config, model=model, train=replace(config.train, flow=flow))
+    run = write_checkpoint(tmp_path / "run", config)
+    exported = export.export(run, tmp_path / "out")
+    assert any("makes our clips, and no sound" in note for note in exported.notes)
+    assert any(f"max_sequence_length={test_ltx2.ROWS}" in note for note in exported.notes)
+    parts = {"vae": test_ltx2.video_vae(), **test_ltx2.audio_parts()}
+    pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", **parts)
+    ours, theirs = latent_of(run, PIPELINES["ltx2"].request), test_ltx2.clip(pipeline, alone=False)
+    torch.testing.assert_close(ours, theirs, atol=1e-4 * float(theirs.abs().max()), rtol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)])
+def test_an_export_of_ltx2_has_the_sound_of_the_folder_that_was_trained_from(
+    dtype: str, stored: torch.dtype, tmp_path: Path
+) -> None:
+    """Weights, and the parts of its pipeline that no run computes with; a second run begins with the export."""
+    pipeline = PIPELINES["ltx2"]
+    base = pipeline.publish(tmp_path / "base")
+    run = write_checkpoint(tmp_path / "run", run_on(pipeline, base, lora_rank=2))
+    exported = export.export(run, tmp_path / "out", dtype=dtype)
+    before, after = (
+        load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors") for folder in (base, tmp_path / "out")
+    )
+    assert before.keys() == after.keys()
+    heard = [name for name in before if any(part in name for part in FAMILIES["ltx2"].kept)]
+    assert heard and all(torch.equal(after[name], before[name].to(stored)) for name in heard)
+    assert any(not torch.equal(after[name], before[name].to(stored)) for name in set(before) - set(heard))
+    for part in ("audio_vae", "vocoder"):
+        assert exported.components[part].endswith(f"from {base / part}")
+    index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+    assert index["vocoder"] == ["ltx2", "LTX2Vocoder"] and index["processor"] == [None, None]
+    again = write_checkpoint(tmp_path / "again", run_on(pipeline, tmp_path / "out"))
+    export.export(again, tmp_path / "more")
+    last = load_file(tmp_path / "more" / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert all(torch.equal(last[name], after[name].float()) for name in heard)
 
 
 @pytest.mark.parametrize("family", ["wan", "flux"])

@@ -36,7 +36,7 @@ from tests.actors.exactness import Host, close_hosts, make_hosts
 
 RUNS = Path(__file__).parents[2] / "configs" / "runs"
 FAMILIES = ["demo", "demo-stdit", "cogvideox-tiny", "flux-tiny", "hunyuan-tiny", "latte-tiny", "ltx-tiny"]
-FAMILIES += ["hunyuan15-tiny", "hunyuan15-i2v-tiny", "kandinsky5-tiny", "mochi-tiny", "skyreels-tiny"]
+FAMILIES += ["hunyuan15-tiny", "hunyuan15-i2v-tiny", "kandinsky5-tiny", "ltx2-tiny", "mochi-tiny", "skyreels-tiny"]
 FAMILIES += ["wan2.2-both-tiny"]
 CPU = torch.device("cpu")
 

@@ -46,6 +46,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # scheduler_config.json by preset: wha
         **{"use_dynamic_shifting": True, "base_image_seq_len": 1024, "max_image_seq_len": 4096},
         **{"base_shift": 0.95, "max_shift": 2.05},
     },
+    "runs/ltx2-19b-lora-80gb": {
+        **{"use_dynamic_shifting": True, "base_image_seq_len": 1024, "max_image_seq_len": 4096},
+        **{"base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1},
+    },
     "models/ltx-2b-0.9.5": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/ltx-13b-lora-80gb": {"use_dynamic_shifting": False, "shift": 1.0},
     "runs/cogvideox-2b-lora-24gb": {**VELOCITIES, "snr_shift_scale": 3.0},
@@ -65,6 +69,7 @@ USUAL_BUT_WRONG = {  # in a run of the folder alone, with the defaults of all ot
         "train.flow.token_shift {law: line, base_tokens: 256, max_tokens: 4096, base: 0.5, max: 1.15} (here null)",
     ),
     "ltx": ("model.text.unmasked 128 (here 0)", "train.flow.token_shift {law: line, base_tokens: 1024, "),
+    "ltx2": ("model.text.kind ltx2 (here t5)", "max_length 1024 (here 226)", "train.flow.token_shift {law: line, "),
     "cogvideox": ("model.text.unmasked 226 (here 0)", "pad_to 226 (here 0)", "model.dit.snr_shift 3.0 (here 1.0)"),
     "latte": ("model.text.cleaned lower (here true)",),
     "mochi": ("cleaned false (here true)", "empty none (here encoded)", "train.flow.flow_shift 1.0 (here 3.0)"),

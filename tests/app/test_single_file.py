@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from app.export.single_file import by_diffusers_names, convert
 from ops.models.families import FAMILIES
-from ops.models.load import build_dit, dit_skeleton
+from ops.models.load import build_dit, dit_skeleton, kept_weights
 from ops.models.wan.config import WanConfig
 from ops.models.weights import check_state, read_state
 from ops.typed import ConfigError, as_plain
@@ -114,7 +114,8 @@ def test_single_files_become_folders(tmp_path: Path, family: str) -> None:
     original = ORIGINALS[family]
     file, config = tmp_path / "whole.safetensors", tmp_path / "sizes.yaml"
     config.write_text(yaml.safe_dump({"model": {"dit": as_plain(original.config)}}))
-    state = {name: torch.randn_like(tensor) for name, tensor in build_dit(original.config, 3).state_dict().items()}
+    whole = {**build_dit(original.config, 3).state_dict(), **kept_weights(original.config)}
+    state = {name: torch.randn_like(tensor) for name, tensor in whole.items()}
     stored = {original.prefix + name: t for name, t in as_original(state, original.renames, original.halves).items()}
     others = {"vae.decoder.conv.weight": torch.zeros(3)} if original.prefix else {}
     save_file({name: tensor.contiguous() for name, tensor in (stored | others).items()}, file)

@@ -86,6 +86,12 @@ MODEL = whole(WanConfig(num_layers=2, num_heads=12, head_dim=4, ffn_dim=96, freq
 """Where any model will do."""
 
 
+def own_weights(reference: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
+    """The weights of Diffusers' class that ours computes with."""
+    kept = FAMILIES[config.architecture].kept
+    return {name: weight for name, weight in reference.state_dict().items() if not any(part in name for part in kept)}
+
+
 def their_class(config: DiTConfig) -> nn.Module:
     """The class of Diffusers with random weights."""
     import diffusers

@@ -33,12 +33,12 @@ from ops.models.base.config import DiTConfig
 from ops.models.base.family import Json, ParitySample
 from ops.models.families import FAMILIES, VAE_CLASSES, AnyDiT
 from ops.models.folders import dit_config, dit_json
-from ops.models.load import build_dit, dit_skeleton, num_trained
+from ops.models.load import build_dit, dit_skeleton, kept_weights, num_trained
 from ops.models.wan.config import WanConfig
 from ops.models.weights import write_folder
 from ops.packed.packing import Layout, Sequence
 from ops.packed.patches import patchify
-from tests.families.kit import their_class
+from tests.families.kit import own_weights, their_class
 from tests.families.registry import CASES, VARIANTS, declared
 
 ROOT = Path(__file__).parent.parent.parent
@@ -142,8 +142,9 @@ def test_a_written_folder_is_the_same_transformer_to_diffusers(case: str, tmp_pa
     state = build_dit(config, seed=0).state_dict()
     generator = torch.Generator().manual_seed(0)
     state = {key: 0.1 * torch.randn(value.shape, generator=generator) for key, value in state.items()}
-    write_folder(tmp_path, state, dit_json(config))
-    compare_weights(tmp_path, FAMILIES[config.architecture].diffusers_class, state)
+    whole = {**state, **kept_weights(config)}
+    write_folder(tmp_path, whole, dit_json(config))
+    compare_weights(tmp_path, FAMILIES[config.architecture].diffusers_class, whole)
     assert 0 < compare_forward(tmp_path, config, state) <= TOLERANCE
 
 
@@ -193,7 +194,7 @@ def compare_with_diffusers(config: DiTConfig, sample: ParitySample) -> None:
     """Forward and gradients, against the largest of each."""
     reference = their_class(config)
     module = build_dit(config, seed=0)
-    module.load_state_dict(reference.state_dict())  # strict: the same names and shapes
+    module.load_state_dict(own_weights(reference, config))  # strict: the same names and shapes
     ours, theirs = our_velocity(module, sample), their_velocity(reference, config, sample)
     torch.testing.assert_close(ours, theirs, atol=1e-5 * float(theirs.detach().abs().max()), rtol=0)
     ours.square().mean().backward()

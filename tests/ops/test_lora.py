@@ -21,7 +21,7 @@ from ops.models.base.config import DiTConfig
 from ops.models.families import FAMILIES
 from ops.models.folders import dit_json
 from ops.models.kandinsky.config import KandinskyConfig
-from ops.models.load import build_dit, check_factors, dit_skeleton, first_values
+from ops.models.load import build_dit, check_factors, dit_skeleton, first_values, kept_weights
 from ops.models.lora import A, B, DoRALinear, LoRALinear, M, for_comfyui, for_diffusers, lora_scale, merged
 from ops.models.ltx.config import LTXConfig
 from ops.models.wan.config import WanConfig
@@ -529,7 +529,7 @@ def test_dora_that_was_trained_here_is_loaded_by_diffusers(case: str, tmp_path: 
     disturb(ours)
     plain = {name: tensor for name, tensor in ours.state_dict().items() if not is_lora(name)}
     reference = their_class(config.without_lora())
-    reference.load_state_dict(plain)
+    reference.load_state_dict({**plain, **kept_weights(config)})
     factors = for_diffusers(ours.state_dict(), lora_scale(config))
     assert sum(name.endswith(M) for name in factors) == sum(name.endswith(A) for name in factors) > 0
     reference.load_lora_adapter(factors, prefix="transformer")

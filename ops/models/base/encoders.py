@@ -38,6 +38,24 @@ QWEN2_5_VL_7B: Json = {
     "max_position_embeddings": 128000,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [16, 24, 24]},
 }
+GEMMA3_12B: Json = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262208,
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "sliding_window": 1024,
+    "max_position_embeddings": 131072,
+}
+LTX2_CONNECTORS: Json = {  # numbers of LTX2TextConnectors are its defaults
+    "_class_name": "LTX2TextConnectors",
+    "caption_channels": 3840,
+    "text_proj_in_factor": 49,
+    "rope_type": "split",
+}
 BYT5_SMALL: Json = {
     "model_type": "t5",
     "vocab_size": 384,  # bytes; without the tokens of colours and fonts that Glyph-SDXL-v2 adds, a few MB

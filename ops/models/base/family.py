@@ -154,14 +154,15 @@ class VisionRecipe:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextRecipe:
     """How published weights saw a caption: as the states of one encoder, and by a second one, as the pooled vector of
-    CLIP or as the states of a ByT5 that reads what the caption quotes (glyphs).
+    CLIP or as the states of a ByT5 that reads what the caption quotes (glyphs); or as what connectors make of the
+    states of all layers of one encoder.
 
     Its name in `Family.texts` is a value of model.text.kind.
     """
 
     # the encoder whose states are the text, as Transformers names its type
-    states: Literal["llama", "llava", "t5", "qwen2_5_vl_text"]
-    second: Literal["clip", "byt5"] = "clip"
+    states: Literal["llama", "llava", "t5", "qwen2_5_vl_text", "gemma3_text"]
+    second: Literal["clip", "byt5", "connectors"] = "clip"
     states_parts: tuple[str, str] = ("text_encoder", "tokenizer")  # its folders in a pipeline
     second_parts: tuple[str, str] = ("text_encoder_2", "tokenizer_2")  # those of the second encoder
     template: str = "{}"  # of the prompt; {} is the caption
@@ -171,6 +172,7 @@ class TextRecipe:
     skipped_layers: int = 0  # of the states' encoder, its last ones
     final_norm: bool = False  # of that encoder: whether its states are normalised
     cleaned: bool = False  # whether both encoders see the caption cleaned (`ops.models.text.clean`), or as it is
+    stripped: bool = False  # or without white space around it
     template_is_set: bool = False  # its pipeline has the template as an attribute, where others take it in a call
     note: str = ""  # what an export says of its pipeline, where Diffusers has another template than the weights saw
     second_tokens: int = 77  # rows that the second encoder sees: CLIP this number always, ByT5 at most
@@ -301,12 +303,16 @@ class Family:
     texts: Mapping[str, TextRecipe] = field(default_factory=dict)  # by values of model.text.kind beside t5
     missing_parts: tuple[str, ...] = ()  # components of the pipeline that a run with T5 does not train with
     missing_note: str = ""  # what a user must know of them
+    unused_parts: tuple[str, ...] = ()  # components of the pipeline that no run computes with; exports link them
     # of diffusers.loaders.single_file_utils, for files in the names of the original code; "": none is offered
     converter: str = ""
     converted: Mapping[str, str] = field(
         default_factory=dict
     )  # beginnings of names that it leaves -> those in Diffusers
     surplus: tuple[str, ...] = ()  # parts of names of weights that published folders hold and nothing reads
+    # parts of names of weights that its class in Diffusers has and no pass of ours computes with: they are not loaded,
+    # and an export holds those of the folder that was trained from, or zeros
+    kept: tuple[str, ...] = ()
     # (latent [C, t, h, w] of a clip's first frame followed by grey, or of that frame alone followed by zeros, the VAE's
     # stride over time, whether the last frame is there, too) -> the channels of `config.fitted` after the noisy ones,
     # [Q, t, h, w]
@@ -352,6 +358,11 @@ class Family:
     index: Callable[[FlowConfig, EmptyText], dict[str, object]] = lambda flow, empty: {}
     # (config of this family, model.text.pad_to) -> how a pipeline is to be called
     export_notes: Callable[[Any, int], list[str]] = lambda config, pad_to: []
+
+    @property
+    def passed_over(self) -> tuple[str, ...]:
+        """Parts of names of weights in published folders that are not loaded."""
+        return (*self.surplus, *self.kept)
 
     @property
     def text_types(self) -> tuple[str, ...]:

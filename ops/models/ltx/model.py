@@ -24,24 +24,26 @@ from ops.models.base.layers import (
     init_linear,
 )
 from ops.models.base.transformer import ForwardInputs, PackedTransformer, TextBlockInputs
-from ops.models.ltx.config import LTXConfig
+from ops.models.ltx.config import LTXBlocksConfig, LTXConfig
 from ops.packed.packing import Layout
 from ops.packed.sequence_parallel import sequence_parallel_attention
 
 _QK_EPS = 1e-5
 _OUT_EPS = 1e-6
-_LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
+LONGEST = (20.0, 2048.0, 2048.0)  # seconds and pixels at which a position is 1
 
 
-class LTXDiT(PackedTransformer):
-    config: LTXConfig
+class LTXTransformer(PackedTransformer):
+    """LTX-Video's transformer and that of LTX-2, without what differs: `block` and `rotation`."""
 
-    def __init__(self, config: LTXConfig) -> None:
+    config: LTXBlocksConfig
+
+    def __init__(self, config: LTXBlocksConfig) -> None:
         super().__init__(config)
         self.proj_in = nn.Linear(config.in_channels, config.dim)
         self.time_embed = TimeModulation(config.dim)
         self.caption_projection = TwoLayerMLP(config.text_dim, config.dim, gelu_tanh)
-        self.transformer_blocks = nn.ModuleList(LTXBlock(config) for _ in range(config.num_layers))
+        self.transformer_blocks = nn.ModuleList(self.block() for _ in range(config.num_layers))
         self.proj_out = nn.Linear(config.dim, config.out_channels)
         self.scale_shift_table = nn.Parameter(torch.randn(2, config.dim) / config.dim**0.5)
         init_linear(self, head=self.proj_out)
@@ -50,12 +52,30 @@ class LTXDiT(PackedTransformer):
         layout = given.layout
         x = self.proj_in(given.tokens.to(self.proj_in.weight.dtype))
         time, modulation = self.time_embed(layout.times(given.timesteps, given.conditions.first_times))
-        cos, sin = rotation(layout, self.config, time.dtype)
+        cos, sin = self.rotation(layout, time.dtype)
         shared = TextBlockInputs(self.caption_projection(given.text), modulation, cos, sin, layout, given.group)
         for block in self.transformer_blocks:
             x = self.run(block, x, shared)
         shift, scale = (self.scale_shift_table.to(time.dtype) + time[:, None]).unbind(1)
         return self.proj_out(ln_modulate(x, scale, shift, layout.segments, eps=_OUT_EPS))
+
+    def block(self) -> nn.Module:
+        """A block of x [n, D] and `TextBlockInputs`."""
+        raise NotImplementedError
+
+    def rotation(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [n, D / 2] of each local row."""
+        raise NotImplementedError
+
+
+class LTXDiT(LTXTransformer):
+    config: LTXConfig
+
+    def block(self) -> nn.Module:
+        return LTXBlock(self.config)
+
+    def rotation(self, layout: Layout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotation(layout, self.config, dtype)
 
 
 def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -76,7 +96,7 @@ def rotation(layout: Layout, config: LTXConfig, dtype: torch.dtype) -> tuple[Ten
 def _units(layout: Layout, config: LTXConfig) -> Tensor:
     """fp32 [S, 3]: the distance of two tokens on t, h and w, as a share of the longest that the model knows."""
     seconds = torch.tensor([[one.frame_rate or config.frame_rate, 1.0, 1.0] for one in layout.sequences])
-    return torch.tensor(config.vae_stride) / seconds / torch.tensor(_LONGEST)
+    return torch.tensor(config.vae_stride) / seconds / torch.tensor(LONGEST)
 
 
 class LTXBlock(nn.Module):
