@@ -36,7 +36,7 @@ from data.dataset.coverage import account
 from ops.counted import counted
 from ops.models.config import ModelConfig
 from ops.models.folders import check_weights, resolve
-from ops.models.load import check_factors, num_trained
+from ops.models.load import check_factors, check_kept, num_trained
 from ops.shards import bytes_per_weight
 
 STEPS = 8  # planned as one rolling sequence
@@ -63,6 +63,7 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
     try:
         check_weights(model)
         check_factors(model.dit)
+        check_kept(model.dit)
     except (FileNotFoundError, ValueError) as error:
         print(f"          warning: {error} This can be planned, not trained.")
     profile = profile_of(config, model, geometry)

@@ -114,7 +114,8 @@ def _stored_weights(path: str, experts: Sequence[DiTConfig]) -> Callable[[str], 
 
 def kept_weights(config: DiTConfig) -> dict[str, Tensor]:
     """The weights that the files of a transformer hold beside those that are computed with (`Family.kept`): of
-    `config.path`, as stored, else zeros, with which Diffusers' class computes what ours does."""
+    `config.path`, as stored, else zeros, with which Diffusers' class computes what ours does. Raises as `check_kept`.
+    """
     import torch
 
     from ops.models.folders import component
@@ -123,8 +124,23 @@ def kept_weights(config: DiTConfig) -> dict[str, Tensor]:
     expected = kept_skeleton(config)
     if not config.path or not expected:
         return {name: torch.zeros(weight.shape) for name, weight in expected.items()}
+    check_kept(config)
     stored = StoredWeights(component(config.path, config.part))
     return {name: stored[name] for name in expected}
+
+
+def check_kept(config: DiTConfig) -> None:
+    """Raises ValueError, one sentence, unless the folder of a resolved config holds all that an export keeps of it, and
+    nothing that it would leave out. Reads headers alone."""
+    from ops.models.folders import component
+    from ops.models.weights import check_state, describe
+
+    kept = FAMILIES[config.architecture].kept
+    if not config.path or not kept:
+        return
+    folder = component(config.path, config.part)
+    found = {name: weight for name, weight in describe(folder).items() if any(part in name for part in kept)}
+    check_state(kept_skeleton(config), found, str(folder))
 
 
 def kept_skeleton(config: DiTConfig) -> dict[str, Tensor]:

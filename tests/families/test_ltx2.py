@@ -24,13 +24,15 @@ from diffusers import (
 )
 from diffusers.pipelines.ltx2 import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import ByT5Tokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from app.export.parity import their_velocity
+from app.run import launch
 from app.sampling.clips import ClipChanges, ClipSettings, clip_requests
 from app.sampling.model import saved_model
 from app.sampling.published import published_run
+from app.settings.config import RunConfig
 from ops.comm.collectives import Group
 from ops.config import FlowConfig, TokenShift
 from ops.flow.sampling import SamplerConfig, SampleRequest, initial_noise, sample_latents
@@ -424,6 +426,37 @@ def test_weights_of_the_sound_are_those_of_the_folder_or_zero(folder: Path) -> N
         theirs.load_state_dict(zeros, strict=False)
         silent = theirs(**told).sample
     assert torch.equal(silent, alone) and (heard - alone).abs().max() > 1e-2 * alone.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "more", "said"),
+    [
+        (
+            "audio_proj_out",
+            "",
+            r"transformer lacks audio_proj_out\.bias, audio_proj_out\.weight, which",
+        ),
+        (
+            "-",
+            "audio_attn1.to_gate_logits.weight",
+            r"transformer holds audio_attn1\.to_gate_logits\.weight, which",
+        ),
+    ],
+)
+def test_a_folder_that_an_export_could_not_keep_whole_is_refused_before_a_run(
+    lacking: str, more: str, said: str, folder: Path, tmp_path: Path
+) -> None:
+    """No pass computes with weights of the sound, so nothing else would miss them until the export."""
+    shutil.copytree(folder, tmp_path / "pipeline")
+    file = tmp_path / "pipeline" / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = {name: weight for name, weight in load_file(file).items() if lacking not in name}
+    save_file(weights | ({more: torch.ones(2)} if more else {}), file)
+    dit = resolve(settings(tmp_path / "pipeline"))[0].dit
+    config = RunConfig.from_yaml("run: {name: kept}")
+    config = replace(config, model=settings(tmp_path / "pipeline"))
+    for met in (lambda: launch._check_files(config), lambda: kept_weights(dit)):
+        with pytest.raises(ValueError, match=said):
+            met()
 
 
 def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
