@@ -26,7 +26,7 @@ from ops.models.frozen import Source
 from ops.models.place import home_of, on_device, visiting
 from ops.models.text import Tokenizer, load_text
 from ops.models.text_pair import as_seen, recipe_of
-from ops.models.text_pair_load import read_whole
+from ops.models.text_pair_load import lacks, read_whole
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
@@ -196,9 +196,16 @@ def _connectors(folder: Path, dtype: torch.dtype) -> nn.Module:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
 
     check_files(folder)
-    found: nn.Module = LTX2TextConnectors.from_pretrained(
-        folder, torch_dtype=dtype, local_files_only=True, use_safetensors=True, variant=variant_of(folder)
+    found, report = LTX2TextConnectors.from_pretrained(
+        folder,
+        torch_dtype=dtype,
+        local_files_only=True,
+        use_safetensors=True,
+        variant=variant_of(folder),
+        output_loading_info=True,
     )
+    if missing := sorted(report["missing_keys"]):
+        raise lacks(folder, missing)
     return without_sound(found)
 
 

@@ -156,8 +156,13 @@ def read_whole(
     model: T
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
-        raise ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")
+        raise lacks(folder, missing)
     return model
+
+
+def lacks(folder: Path, missing: list[str]) -> ValueError:
+    """What is raised for a folder without some of its weights."""
+    return ValueError(f"{folder} lacks {len(missing)} of its weights, the first {missing[0]}. Download it whole.")
 
 
 def text_classes(config: TextConfig) -> dict[str, str]:

@@ -459,6 +459,15 @@ def test_a_folder_that_an_export_could_not_keep_whole_is_refused_before_a_run(
             met()
 
 
+def test_connectors_without_all_of_their_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "pipeline")
+    file = tmp_path / "pipeline" / "connectors" / "diffusion_pytorch_model.safetensors"
+    save_file({name: weight for name, weight in load_file(file).items() if name != "text_proj_in.weight"}, file)
+    text = resolve(settings(tmp_path / "pipeline"))[0].text
+    with pytest.raises(ValueError, match=r"connectors lacks 1 of its weights, the first text_proj_in\.weight\."):
+        build_text(text)
+
+
 def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
     model, geometry = resolve(settings(folder))
     assert replace(model.dit, path=None) == DIT.fitted(8, STRIDE, 16, 0)
