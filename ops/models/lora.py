@@ -325,6 +325,12 @@ def read_factors(module: nn.Module, config: DiTConfig) -> dict[str, Tensor]:
                 f"\"exclude_patterns=[r'.*_mod.*']\"), or merge the file into the weights of model.dit.path, and leave "
                 f"lora_from out."
             )
+        elif name not in parameters and any(part in layer for part in FAMILIES[config.architecture].kept):
+            raise ValueError(
+                f"model.dit.lora_from {file} has factors of {layer}, which is not computed here; without them it is "
+                f"another model. Give a file without such layers, or merge this one into the weights of "
+                f"model.dit.path, and leave lora_from out."
+            )
         elif name not in parameters or parameters[name].shape != tensor.shape:
             wanted = f"{list(parameters[name].shape)} here" if name in parameters else "not in this model"
             raise ValueError(

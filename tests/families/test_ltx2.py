@@ -41,7 +41,7 @@ from ops.models.base.vae import DiffusersVAE
 from ops.models.config import ModelConfig, TextConfig, VAEConfig
 from ops.models.folders import dit_config, resolve, vae_numbers
 from ops.models.forecast import text_need, vae_need
-from ops.models.load import build_dit, build_text, build_vae, kept_weights, token_counter
+from ops.models.load import build_dit, build_text, build_vae, check_factors, kept_weights, token_counter
 from ops.models.ltx2.config import LTX2Config
 from ops.models.ltx2.family import FAMILY
 from ops.models.vae import vae_of
@@ -466,6 +466,20 @@ def test_connectors_without_all_of_their_weights_are_refused(folder: Path, tmp_p
     text = resolve(settings(tmp_path / "pipeline"))[0].text
     with pytest.raises(ValueError, match=r"connectors lacks 1 of its weights, the first text_proj_in\.weight\."):
         build_text(text)
+
+
+def test_factors_of_the_sound_are_refused_with_what_to_do(folder: Path, tmp_path: Path) -> None:
+    """Lightricks' trainer makes them by its usual config, whose names of layers match those of the sound, too."""
+    stored = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    factors = {}
+    for layer in (f"transformer_blocks.0.{name}.to_q" for name in ("attn1", "audio_attn1", "audio_to_video_attn")):
+        rows, columns = stored[f"{layer}.weight"].shape
+        factors[f"diffusion_model.{layer}.lora_A.weight"] = torch.ones(2, columns)
+        factors[f"diffusion_model.{layer}.lora_B.weight"] = torch.ones(rows, 2)
+    save_file(factors, tmp_path / "factors.safetensors")
+    dit = resolve(settings(folder, lora_rank=2, lora_from=str(tmp_path / "factors.safetensors")))[0].dit
+    with pytest.raises(ValueError, match=r"factors of \S*audio_attn1\.to_q, which is not computed here; .* or merge"):
+        check_factors(dit)
 
 
 def test_a_folder_is_resolved_to_its_numbers(folder: Path) -> None:
