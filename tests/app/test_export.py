@@ -589,6 +589,7 @@ def test_an_ltx2_run_from_nothing_exports_a_pipeline_that_makes_our_clip_beside_
     exported = export.export(run, tmp_path / "out")
     assert any("makes our clips, and no sound" in note for note in exported.notes)
     assert any(f"max_sequence_length={test_ltx2.ROWS}" in note for note in exported.notes)
+    assert any("pass image_crf=0" in note for note in exported.notes)
     parts = {"vae": test_ltx2.video_vae(), **test_ltx2.audio_parts()}
     pipeline = DiffusionPipeline.from_pretrained(tmp_path / "out", **parts)
     ours, theirs = latent_of(run, PIPELINES["ltx2"].request), test_ltx2.clip(pipeline, alone=False)

@@ -138,12 +138,17 @@ def _published_vae(config: DiTConfig) -> Json:
 
 def _export_notes(config: LTX2Config, pad_to: int) -> list[str]:
     del pad_to
+    given = (
+        "LTX2ImageToVideoPipeline compresses a given picture before it encodes it: pass image_crf=0 for the clips of "
+        "`heddle sample`."
+    )
     if config.path:
         return [
             "the branch for sound is that of model.dit.path, as it was. In LTX2Pipeline video and sound attend to each "
-            "other; this run trained, and `heddle sample` makes, video without sound."
+            "other; this run trained, and `heddle sample` makes, video without sound.",
+            given,
         ]
-    return ["the branch for sound is zero: LTX2Pipeline makes our clips, and no sound."]
+    return ["the branch for sound is zero: LTX2Pipeline makes our clips, and no sound.", given]
 
 
 FAMILY = Family(
