@@ -295,8 +295,9 @@ class Controller:
 
     def _at_boundary(self, runner: StepRunner) -> None:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change. Not while
-        steps cannot be recorded: another generation would compute them again."""
-        waits = runner.at_end or self._stop_by or self.committer.awaits_storage
+        there are steps that cannot be recorded: another generation would compute them again."""
+        unrecorded = self.committer.awaits_storage and self.committer.num_open
+        waits = runner.at_end or self._stop_by or unrecorded
         if waits or not self.generations.view.change_pending:
             self.committer.settle(runner.world, quiet=True, timeout_s=self.look_pace.least_s)
         else:

@@ -379,6 +379,24 @@ def test_a_worker_that_dies_while_nothing_can_be_recorded_costs_the_steps_that_d
 
 
 @pytest.mark.usefixtures("at_once")
+def test_a_worker_that_comes_before_a_generation_has_begun_on_a_full_disk_joins_it() -> None:
+    """There is no step then that could be recorded, and none is begun before the boundary."""
+    later: dict[int, list[Event]] = {99: []}
+
+    def forms(task: FormTask) -> None:
+        if task.generation == 2:
+            info = workers.info("w2")
+            later[2] = [Arrival(worker=2, node=info.node), LoadedWorker(worker=2, info=info)]
+
+    workers = Workers(dies=lambda name, step: (name, step) == ("w1", 3), forms=forms)
+    workers.handles["w2"] = workers._worker("w2")
+    run = Run(workers, later=later, listener=lambda run: FullDisk(2, 50))
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS))
+    assert [event.workers for event in run.told(GenerationFormed)] == [("w0", "w1"), ("w0",), ("w0", "w2")]
+    assert [event.from_step for event in run.told(GenerationFormed)] == [0, 2, 2]
+
+
+@pytest.mark.usefixtures("at_once")
 def test_a_run_that_is_stopped_on_a_full_disk_ends_at_once_with_what_counts() -> None:
     def full(run: Run) -> Listening:
         return FullDisk(2, 10**6, lambda: setattr(run.controller.lookout, "stop", "Ctrl-C"))
