@@ -145,16 +145,17 @@ class Committer:
 
         Nodes that are `apart` from those of the generation decode nothing for it: neither could the pixels be fetched
         from there, nor would Ray say so."""
-        before, elsewhere = self.committed, apart != self.source.avoid
+        elsewhere = apart != self.source.avoid
         self.source.avoid = apart
         try:
             for done in recovery.newly_safe:
                 self._commit(done)
         except NotRecorded:
             recovery = self.state.recover(self.log)
+        released = recovery.step < self.committed  # the data of steps that count goes with them
         self.restart(recovery.step)
         self.state.forget_first()
-        if self.committed < before or elsewhere:
+        if released or elsewhere:
             self._open_data()
         return recovery
 

@@ -282,9 +282,9 @@ def test_a_step_counts_when_it_is_committed_and_what_fails_after_it_is_computed_
 
 
 class Storage(Listening):
-    """Takes no step while `full`."""
+    """Takes no step from `first` on while `full`."""
 
-    full = True
+    full, first = True, 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class Storage(Listening):
 
     def on_step(self, metrics: Any, timeline: Any, plan: Any) -> None:
         self.tries.append(metrics.step)
-        if self.full:
+        if self.full and metrics.step >= self.first:
             raise NotRecorded("No space left on device: runs/x") from OSError(28, "No space left on device")
         super().on_step(metrics, timeline, plan)
 
@@ -348,6 +348,16 @@ def test_a_generation_that_forms_meanwhile_goes_on_from_the_last_step_that_count
     clock[0] += 1.0
     committer.settle((), quiet=False)
     assert storage.steps == [7] and committer.committed == 7
+
+
+def test_data_is_opened_again_for_a_step_that_was_recorded_just_before_the_disk_was_full(clock: list[float]) -> None:
+    """Step 7 counts, so its data is gone; with a snapshot of step 6 alone it is computed again."""
+    storage = Storage()
+    storage.first = 8
+    committer, told = committer_of(7, 8, committed=6, listener=storage)
+    told.recover = lambda commits: Recovery(origin=Origin(step=6), lost_steps=1)
+    committer.go_on_from(Recovery(origin=Origin(step=8), newly_safe=committer.log.finished))
+    assert storage.steps == [7] and committer.committed == 6 and ("open", 7, "token of 6") in told.heard
 
 
 def test_a_run_whose_storage_does_not_come_back_ends_with_its_error(clock: list[float]) -> None:
