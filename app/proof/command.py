@@ -41,7 +41,7 @@ def prove(
     print(f"{DISTURBED}: {folders[DISTURBED]}", flush=True)
     with disturbance:
         code = train(config_path, [*settings[DISTURBED], f"train.steps={MOST * steps}"], overwrite=overwrite)
-    if disturbance.failed or signal_code() or code != Exit.RESUMABLE:
+    if disturbance.failed or not disturbance.all_done or signal_code() or code != Exit.RESUMABLE:
         print(f"not proven: {disturbance.failed or 'the run has ended early'}")
         return Exit.FAILURE if disturbance.failed else signal_code() or code or Exit.FAILURE
     taken = sum(1 for _ in RunDir.open(folders[DISTURBED]).metrics())

@@ -68,6 +68,7 @@ class Disturber:
         """`apart`: steps between one act and the next."""
         self._words = [str(run), str(apart), str(least), _id_of(run)]
         self.done: list[str] = []
+        self.all_done = False
         self.failed = ""  # why something could not be done; the run was stopped then
         self._leaves = False
 
@@ -105,8 +106,8 @@ class Disturber:
                 self.done.append(last.removeprefix(_DONE))
                 print(self.done[-1], flush=True)
             elif last == _ALL:
-                return
-        if not self._leaves:  # the run would go on without an end
+                self.all_done = True
+        if not (self._leaves or self.all_done):  # the run would go on without an end
             self.failed = last
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -123,8 +124,8 @@ def main(words: list[str]) -> None:
         print(f"{_DONE}after {counted(steps, 'step')}: {act.on(run)}", flush=True)
         _await_workers(run, act.then, formed)
         _await_steps(run, _steps_done(run) + apart)
-    print(_ALL, flush=True)
     answer(run, monitor(run).stop.remote("all that was to happen to it has"))
+    print(_ALL, flush=True)  # not before: if it cannot be stopped, somebody has to know
 
 
 def _await_workers(run: Path, number: int, formed: int) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from actors.config import TrainConfig
 from actors.outcome import Exit
 from actors.state import checkpoint_files
 from actors.state.checkpoint_writer import root_of
-from app.proof import command
+from app.proof import command, disturbance
 from app.proof.command import prove, settings_of
 from app.proof.disturbance import Act, Disturber, acts
 from app.proof.verdict import sentences, table, verdict, weights_apart
@@ -152,7 +153,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> list[tuple[str
 
     monkeypatch.setattr(command, "train", train)
     monkeypatch.setattr(Disturber, "__enter__", lambda self: self)
-    monkeypatch.setattr(Disturber, "__exit__", lambda self, *exception: None)
+    monkeypatch.setattr(Disturber, "__exit__", lambda self, *exception: setattr(self, "all_done", True))
     return started
 
 
@@ -183,6 +184,50 @@ def test_a_disturbed_run_that_ends_by_itself_proves_nothing(tmp_path: Path, trai
     assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.FAILURE
     monkeypatch.setattr(command, "train", lambda *given, **more: Exit.PLAN)
     assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.PLAN
+
+
+def test_a_disturbed_run_that_ends_before_all_was_done_proves_nothing(tmp_path: Path, trained, monkeypatch) -> None:
+    """It may be resumed, as where no worker comes in the place of the one that was killed."""
+    monkeypatch.setattr(Disturber, "__exit__", lambda self, *exception: None)
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.RESUMABLE
+    assert [name for name, _ in trained] == ["demo-disturbed"]
+
+
+@pytest.fixture
+def acting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """`main` on a run that does at once what is asked of it, but for being stopped, which raises what is given."""
+
+    def act(stopped: Exception | None = None) -> None:
+        def answer(run: Path, asked: str) -> None:
+            if asked == "stop" and stopped is not None:
+                raise stopped
+
+        asked = SimpleNamespace(
+            scale=SimpleNamespace(remote=lambda workers: "scale"), stop=SimpleNamespace(remote=lambda why: "stop")
+        )
+        (tmp_path / "run_id").write_text("new")
+        for name, value in {
+            "answer": answer,
+            "monitor": lambda run: asked,
+            "seated": lambda run: {"w0": None, "w1": None},
+            "kill_worker": lambda run, name: None,
+            "_generations": lambda run: [],
+            "_await_workers": lambda run, number, formed: None,
+            "_steps_done": lambda run: 6,
+            "_await_steps": lambda run, steps: None,
+        }.items():
+            monkeypatch.setattr(disturbance, name, value)
+        disturbance.main([str(tmp_path), "6", "1", ""])
+
+    return act
+
+
+def test_a_run_that_cannot_be_stopped_is_not_said_to_be_done_with(acting, capsys: pytest.CaptureFixture[str]) -> None:
+    acting()
+    assert capsys.readouterr().out.splitlines()[-2:] == ["done: after 6 steps: asked for 2 workers", "all done"]
+    with pytest.raises(ConfigError, match="ask again"):
+        acting(ConfigError("the monitor has not answered; ask again."))
+    assert "all done" not in capsys.readouterr().out
 
 
 def test_folders_in_use_are_refused_before_anything_trains(tmp_path: Path, trained) -> None:
