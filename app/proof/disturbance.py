@@ -12,6 +12,7 @@ is connected to it along when it ends.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def main(words: list[str]) -> None:
     run, apart, least, earlier = Path(words[0]), int(words[1]), int(words[2]), words[3]
     while _id_of(run) in ("", earlier):
         time.sleep(_LOOK_S)
-    _await_steps(run, apart)
+    _await_all(run, apart)
     for act in acts(list(seated(run)), least):
         steps, formed = _steps_done(run), len(_generations(run))
         print(f"{_DONE}after {counted(steps, 'step')}: {act.on(run)}", flush=True)
@@ -137,10 +138,25 @@ def _await_workers(run: Path, number: int, formed: int) -> None:
         time.sleep(_LOOK_S)
 
 
+def _await_all(run: Path, steps: int) -> None:
+    """Until a generation has done this number: workers may have come one after the other before it."""
+    _await_steps(run, 1)
+    while _steps_done(run) < _generations(run)[-1].from_step + steps:
+        time.sleep(_LOOK_S)
+
+
 def _await_steps(run: Path, steps: int) -> None:
     """Until they are done, however long that takes: the run itself says when it stands."""
     while _steps_done(run) < steps:
         time.sleep(_LOOK_S)
+
+
+def _end_with_reader() -> None:
+    """Whoever has started this process is gone, without an end of its own: another run may come into the folder."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)
+    pipe.poll()
+    os._exit(1)
 
 
 def _generations(run: Path) -> list[GenerationFormed]:
@@ -161,6 +177,7 @@ def _steps_done(run: Path) -> int:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_reader, daemon=True).start()
     try:
         main(sys.argv[1:])
     except ConfigError as error:

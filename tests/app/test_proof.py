@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from app.proof import command, disturbance
 from app.proof.command import prove, settings_of
 from app.proof.disturbance import Act, Disturber, acts
 from app.proof.verdict import sentences, table, verdict, weights_apart
+from app.run.apart import ROOT
 from app.run.fault import kill_worker, seated
 from app.settings.config import RunConfig
 from ops.shards import ShardState
@@ -214,6 +217,7 @@ def acting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
             "_generations": lambda run: [],
             "_await_workers": lambda run, number, formed: None,
             "_steps_done": lambda run: 6,
+            "_await_all": lambda run, steps: None,
             "_await_steps": lambda run, steps: None,
         }.items():
             monkeypatch.setattr(disturbance, name, value)
@@ -228,6 +232,34 @@ def test_a_run_that_cannot_be_stopped_is_not_said_to_be_done_with(acting, capsys
     with pytest.raises(ConfigError, match="ask again"):
         acting(ConfigError("the monitor has not answered; ask again."))
     assert "all done" not in capsys.readouterr().out
+
+
+def test_what_acts_on_a_run_ends_with_the_process_that_reads_it(tmp_path: Path) -> None:
+    words = ["-m", "app.proof.disturbance", str(tmp_path), "6", "1", ""]
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_nothing_happens_before_all_workers_that_come_at_first_train(run_folder: Path, monkeypatch) -> None:
+    steps, looks = [29], []
+    with (run_folder / "events.jsonl").open("a") as file:
+        formed = {"event": "generation", "time": 1.0, "generation": 9, "workers": ["w0"], "cluster": [1]}
+        file.write(json.dumps({**formed, "why": "joined", "from_step": 29, "seconds": 1.0}) + "\n")
+
+    def later(seconds: float) -> None:
+        looks.append(steps[0])
+        steps[0] += 1
+
+    monkeypatch.setattr(disturbance, "_steps_done", lambda run: steps[0])
+    monkeypatch.setattr(disturbance, "time", SimpleNamespace(sleep=later))
+    disturbance._await_all(run_folder, 6)
+    assert steps == [35] and looks == list(range(29, 35))
 
 
 def test_folders_in_use_are_refused_before_anything_trains(tmp_path: Path, trained) -> None:
