@@ -217,6 +217,7 @@ class Controller:
             and not runner.at_end
             and not self.generations.view.change_pending
             and not self._stop_by
+            and not self._has_unrecorded
             and not runner.awaits_quiet
             and self.committer.num_open < _STEPS_AHEAD
         ):
@@ -293,11 +294,15 @@ class Controller:
             self.events.tell(SpeedsLearned(speed=dict(zip(names, speed, strict=False))))
             runner.count_on(speed)
 
+    @property
+    def _has_unrecorded(self) -> bool:
+        """Whether there are steps that cannot be recorded now."""
+        return self.committer.awaits_storage and self.committer.num_open > 0
+
     def _at_boundary(self, runner: StepRunner) -> None:
         """Nothing runs: either the run is over, or commits must catch up, or the pool is about to change. Not while
         there are steps that cannot be recorded: another generation would compute them again."""
-        unrecorded = self.committer.awaits_storage and self.committer.num_open
-        waits = runner.at_end or self._stop_by or unrecorded
+        waits = runner.at_end or self._stop_by or self._has_unrecorded
         if waits or not self.generations.view.change_pending:
             self.committer.settle(runner.world, quiet=True, timeout_s=self.look_pace.least_s)
         else:

@@ -366,7 +366,7 @@ def test_a_run_on_a_full_disk_finishes_what_is_under_way_and_goes_on_when_there_
         return FullDisk(1, 50, lambda: dispatched.append(run.controller.generations.runner.next_step))  # type: ignore[union-attr]
 
     run = Run(Workers(), listener=full)
-    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and max(dispatched) == 4
+    assert run.outcome.code == 0 and run.listener.steps == list(range(STEPS)) and max(dispatched) == 3
     assert len(run.told(StorageAwaited)) == len(run.told(StorageBack)) == 1 and len(run.told(GenerationFormed)) == 1
 
 
