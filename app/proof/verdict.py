@@ -25,7 +25,8 @@ from ops.counted import counted
 
 # Relative differences of a loss that other sums of the same numbers make within some dozens of steps. In fp32 1e-7 is
 # usual (`heddle bench soak`, 200 steps); in bf16 every product is rounded to 2^-9, and a loss is a mean of many.
-ROUNDING = {"float32": 1e-5, "bfloat16": 2.0**-8}
+# TF32, which a run may ask for with fp32 weights, rounds them to 2^-11.
+ROUNDING = {"float32": 1e-5, "TF32": 2.0**-10, "bfloat16": 2.0**-8}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,7 +101,9 @@ def _relative(loss: float, expected: float) -> float:
 
 def products_of(train: TrainConfig) -> str:
     """The dtype in which the transformer multiplies."""
-    return "bfloat16" if "bfloat16" in (train.autocast, train.parameter_dtype) else "float32"
+    if "bfloat16" in (train.autocast, train.parameter_dtype):
+        return "bfloat16"
+    return "TF32" if train.allows_tf32 else "float32"
 
 
 def seen(run: RunDir) -> SeenRun:
