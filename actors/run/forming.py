@@ -72,8 +72,11 @@ class Forming:
         infos = decision.infos
         self._refuse(disagreement(infos))
         self.monitor.announce.remote(decision.generation)
-        recovery = self.committer.go_on_from(self.committer.state.recover(self.committer.log), decision.apart)
+        recovery = self.committer.state.recover(self.committer.log)
         if recovery.origin is None:
+            self._refuse(first_disagreement(infos))
+        recovery = self.committer.go_on_from(recovery, decision.apart)
+        if recovery.origin is None:  # also where the state after the first steps could not be recorded
             self._refuse(first_disagreement(infos))
         fresh = _is_fresh(recovery.origin)
         if self.shortage is not None:

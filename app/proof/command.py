@@ -53,6 +53,7 @@ def prove(
     print("\n".join(["", *disturbance.done, *table(found)]))
     if out is not None:
         told = {"same": found.same, "disturbance": disturbance.done, **asdict(found)}
+        told = json.loads(json.dumps(told), parse_constant=lambda name: None)  # JSON has neither NaN nor infinity
         out.write_text(json.dumps(told, indent=1), encoding="utf-8")
     if page is not None:
         write_comparison([folders[CALM], folders[DISTURBED]], page)

@@ -28,6 +28,8 @@ from ops.counted import counted
 # TF32, which a run may ask for with fp32 weights, rounds them to 2^-11.
 ROUNDING = {"float32": 1e-5, "TF32": 2.0**-10, "bfloat16": 2.0**-8}
 
+_SUMMED = 1e-5  # shares of samples, which are added up in another order and written with six digits
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenRun:
@@ -74,7 +76,7 @@ class Verdict:
         """Whether other clips could be decoded."""
         known = dict(zip(self.calm.steps, self.calm.good, strict=True))
         pairs = zip(self.disturbed.steps, self.disturbed.good, strict=True)
-        return any(_relative(good, known.get(step, good)) > 0 for step, good in pairs)
+        return any(_relative(good, known.get(step, good)) > _SUMMED for step, good in pairs)
 
 
 def verdict(calm: Path, disturbed: Path, train: TrainConfig) -> Verdict:

@@ -41,6 +41,7 @@ def kill_worker(run: Path, name: str) -> WorkerProcess:
     """SIGKILL to this worker's process, on whatever node it is. Raises ConfigError for a run that has ended, and for a
     worker that does not train."""
     monitor(run)  # connects to the run's Ray
+    from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from actors.ray_calls import get, remote_of
@@ -61,6 +62,12 @@ def kill_worker(run: Path, name: str) -> WorkerProcess:
 
     on_its_node = NodeAffinitySchedulingStrategy(found.node, soft=False)
     task = remote_of(end).options(num_cpus=0, max_retries=0, scheduling_strategy=on_its_node)
-    if not get(task.remote(found.pid), _ANSWER_S):
+    try:
+        ended = get(task.remote(found.pid), _ANSWER_S)
+    except RayError as error:
+        raise ConfigError(
+            f"worker {name} on {found.host} is not reached ({type(error).__name__}); ask again."
+        ) from None
+    if not ended:
         raise ConfigError(f"worker {name} has ended already; `heddle workers list {run}` shows those that live.")
     return found

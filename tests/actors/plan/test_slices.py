@@ -139,10 +139,10 @@ def test_measurements_change_the_rates() -> None:
 def test_rates_are_those_of_one_device_and_of_bags_where_none_ran_alone() -> None:
     assumed, bags, both = latte(), latte(), latte()
     for frames in (29, 57, 85):
-        key = ("dit", 1, frames, 64, 64)
-        bags.measure((*key, 2), 2 * assumed.seconds(*key, 2))
-        both.measure((*key, 2), 0.5 * assumed.seconds(*key, 2))
-        both.measure((*key, 1), 2 * assumed.seconds(*key, 1))
+        clip = Samples.of(1, (frames, 64, 64))
+        bags.measure(clip.key("dit", 2), 2 * assumed.seconds("dit", clip, 2))
+        both.measure(clip.key("dit", 2), 0.5 * assumed.seconds("dit", clip, 2))
+        both.measure(clip.key("dit", 1), 2 * assumed.seconds("dit", clip, 1))
     expected = assumed.slice_rates()
     assert bags.slice_rates().row_s > 1.5 * expected.row_s
     assert both.slice_rates().row_s == pytest.approx(2 * expected.row_s, rel=0.1)
