@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ from ops.models.text_pair_load import lacks, read_whole
 from ops.packed.uploads import upload
 
 if TYPE_CHECKING:
-    from transformers import Gemma3TextConfig
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors
+    from transformers import Gemma3TextConfig, Gemma3TextModel
 
 _BYTES = 384  # vocabulary of the tokenizer over bytes
 _REGISTERS = 128  # at most, of random connectors
@@ -85,7 +86,7 @@ class LayersText:
         )
         states = torch.stack(found.hidden_states, dim=-1)  # [1, L, E, K]
         del found
-        connect: Any = self.second  # of Diffusers, whose parts torch does not know
+        connect = cast("LTX2TextConnectors", self.second)
         flat = per_layer_masked_mean_norm(states, length, self.device, padding_side="right")
         rows = pad(connect.text_proj_in(flat), (0, 0, 0, self.max_length - len(tokens)))
         mask = torch.zeros(1, 1, 1, self.max_length, dtype=rows.dtype, device=self.device)
@@ -173,7 +174,7 @@ def layers_classes(config: TextConfig) -> dict[str, list[str]]:
     }
 
 
-def _random(config: TextConfig) -> tuple[Any, Any]:  # of classes that the skeletons name
+def _random(config: TextConfig) -> tuple[Gemma3TextModel, LTX2TextConnectors]:
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
     from transformers import Gemma3TextModel
 
@@ -209,11 +210,12 @@ def _connectors(folder: Path, dtype: torch.dtype) -> nn.Module:
     return without_sound(found)
 
 
-def _shape(folder: Path) -> Any:  # of a class that its file names
+def _shape(folder: Path) -> Gemma3TextConfig:
     from transformers import AutoConfig
 
     found = AutoConfig.from_pretrained(folder, local_files_only=True)
-    return getattr(found, "text_config", found)
+    shape: Gemma3TextConfig = getattr(found, "text_config", found)
+    return shape
 
 
 def _random_shape(config: TextConfig) -> Gemma3TextConfig:
