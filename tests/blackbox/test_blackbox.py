@@ -159,7 +159,8 @@ def test_a_run_on_a_full_disk_waits_and_is_the_run_that_nobody_disturbed(tmp_pat
             assert run.code(240) == 0, run.said()
             assert deviations(run, truth, run.settings) == []
             (back,) = run.events("storage_back")
-            assert back["seconds"] > 5 and len(run.events("storage_wait")) == 1 and run.events("dead")
+            assert back["seconds"] > 5 and len(run.events("storage_wait")) == 1
+            assert run.events("dead") or run.events("lost")  # a worker that was about to join
 
 
 @pytest.fixture(scope="module")
