@@ -17,17 +17,17 @@ from app.run.signals import unwinds_on_signal, while_ray_starts
 def borrowed_ray(address: str | None, cpus: int) -> Iterator[None]:
     """The cluster at `address` (or RAY_ADDRESS), else one of this machine with `cpus` logical CPUs and all its GPUs.
     Raises ConfigError where no cluster answers."""
-    import ray
-
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    start = partial(
-        ray.init,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        namespace=NAMESPACE,
-        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
-    )
     with unwinds_on_signal() as put_back:
+        import ray  # takes a while, in which a signal may come
+
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        start = partial(
+            ray.init,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            namespace=NAMESPACE,
+            runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(path)}},
+        )
         try:
             with while_ray_starts(put_back):
                 _connect(start, address or os.environ.get("RAY_ADDRESS"), cpus)

@@ -25,7 +25,7 @@ with borrowed_ray(None, 1):
 """
 
 STARTING = """
-import os, ray, signal, threading, time
+import os, signal, threading, time
 from app.run.borrowed_ray import borrowed_ray
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
 with borrowed_ray(None, 1):
