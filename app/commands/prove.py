@@ -13,7 +13,12 @@ from app.commands.options import Config, Overrides
 def prove(
     config: Config,
     overrides: Overrides = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps of each of the two runs.")] = 24,
+    steps: Annotated[
+        int,
+        typer.Option(
+            "--steps", help="Each quarter of them ends with something that happens; both runs take as many or more."
+        ),
+    ] = 24,
     out: Annotated[Path | None, typer.Option("--out", help="JSON with all figures.")] = None,
     page: Annotated[Path | None, typer.Option("--page", help="HTML with the curves of both runs.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in existing folders.")] = False,

@@ -1,5 +1,5 @@
-"""`heddle workers`: shows, drains, scales and stops the workers of a live run. Talks only to the run's monitor
-actor."""
+"""`heddle workers`: shows, drains, scales, kills and stops the workers of a live run. All but a kill is asked of the
+run's monitor actor."""
 
 from __future__ import annotations
 

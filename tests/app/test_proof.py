@@ -123,8 +123,8 @@ def test_a_worker_dies_and_the_pool_shrinks_to_half_and_grows_again() -> None:
     assert acts(["w4"], least=1) == [Act(kill="w4", then=1)]
 
 
-def test_a_proof_trains_without_what_depends_on_its_length() -> None:
-    given = ["data.cache.path=/tmp/encoded", "sample.every=100", "track=[tensorboard]"]
+def test_a_proof_trains_without_what_depends_on_its_length(tmp_path: Path) -> None:
+    given = [f"data.cache.path={tmp_path}", "sample.every=100", "track=[tensorboard]"]
     config = RunConfig.load(DEMO, given)
     short = RunConfig.load(DEMO, [*given, *settings_of(config, 24), "train.steps=24"])
     optimizer = short.train.optimizer
