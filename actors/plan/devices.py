@@ -6,8 +6,10 @@ sheets of each device (H100, H200, B200, A100, A10, A30, A40, L4, L40S, H20, V10
 (Ada: RTX 4090, RTX 6000 Ada; Ampere GA102: RTX 3090, RTX A6000; Blackwell: RTX 5090, 5080). `link_gbps` is GB/s of a
 GPU to the others of its node in one direction: NVLink as the data sheet counts it, halved; else PCIe x16. `host_gbps`
 is the same from memory of its node: PCIe x16 as the data sheet has it, or the NVLink-C2C of a superchip, halved (of a
-GB200 two GPUs share it). `memory_gib` is what PyTorch finds, as its messages of full memory give it; of a device that
-is sold in two sizes the smaller one, unless its name says which.
+GB200 two GPUs share it). `memory_gib` is what PyTorch finds, measured for the H200 and as published
+messages of full memory have it for the RTX 4090 and 5090, A30 and T4; for the others about that, and not looked up: a
+cluster file's own counts before it. Of a device that is sold in two sizes it is the smaller one, unless its name says
+which. The RTX 5080's peaks are those of its 10,752 cores at 2.617 GHz.
 """
 
 from __future__ import annotations
