@@ -83,21 +83,24 @@ class LiveSamples:
     def ended(self, report: TurnReport) -> RunEvent | None:
         """A clip is made: its file is written. Returns an event for the last one of a round, or the first that
         fails."""
-        clip = next((one for one in self._round.clips if one.name == report.aside), None) if self._round else None
-        if self._round is None or clip is None:
+        now = self._round
+        clip = next((one for one in now.clips if one.name == report.aside), None) if now else None
+        if now is None or clip is None:
             return None
         if not report.failed:
             try:
-                return self._made(self._round, clip, cast("MadeClip", report.made))
+                return self._made(now, clip, cast("MadeClip", report.made))
             except OSError as error:  # a full disk
                 report = replace(report, failed=f"{error.strerror or error}: {self._run_dir / 'samples'}")
-        step, self._dropped = self._round.step, {one.name for one in self._round.clips}
+        self._dropped = {one.name for one in now.clips}
         if not report.no_room:
-            self._begin_next()
-            return SamplesFailed(step=step, why=report.failed)
+            if self._round is now:  # its contact sheet alone may be missing, and the next has begun
+                self._begin_next()
+            return SamplesFailed(step=now.step, why=report.failed)
         self._let_all_go()  # the task makes those of the newest checkpoint
         when = "" if self._start_task() else " once the run has ended, as its workers hold all GPUs"
-        return SamplesFailed(step=step, why=f"by the run's workers: {report.failed} A task of its own makes them{when}")
+        why = f"by the run's workers: {report.failed} A task of its own makes them{when}"
+        return SamplesFailed(step=now.step, why=why)
 
     def dropped(self) -> Container[str]:
         """The others of a round of which one has failed."""

@@ -107,6 +107,26 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert isinstance(event, SamplesFailed) and str(tmp_path / "samples") in event.why
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_contact_sheet_that_cannot_be_written_is_told_of_its_own_round(tmp_path: Path, waits: bool) -> None:
+    """The next round goes on, if one waits."""
+    live = samples(tmp_path)
+    live.on_checkpoint(39)
+    first, second = live.wanted()
+    if waits:
+        live.on_checkpoint(79)
+    live.ended(report(first))
+    (tmp_path / "samples" / "step-39.json").mkdir()
+    event = live.ended(report(second))
+    assert isinstance(event, SamplesFailed) and event.step == 39
+    if not waits:
+        live.on_checkpoint(79)
+    later = live.wanted()
+    assert [clip.step for clip in later] == [79, 79] and not {clip.name for clip in later} & set(live.dropped())
+    live.ended(report(later[0]))
+    assert isinstance(live.ended(report(later[1])), SamplesMade)
+
+
 def test_pictures_that_cannot_be_read_leave_samples_out(tmp_path: Path) -> None:
     live = samples(tmp_path, 40, "sample.images=[nowhere.png]", "train.flow.first_frame=0.5")
     event = live.on_checkpoint(39)
