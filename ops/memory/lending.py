@@ -34,6 +34,7 @@ _SIZE = struct.Struct("q")
 _NUMBERS = 1 << 62  # a number fits an int64
 _CONNECT_S = 20.0
 _LOOK_S = 0.01  # between looks whether borrowers have given back
+_REST_S = 0.1  # after a caller could not be taken in: it stays in the queue, and asks again at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +61,7 @@ class Lender:
         self._borrowers: list[Borrower] = []
         self._selector = selectors.DefaultSelector()
         self._listener = listener
+        self._short = False  # of descriptors, or of what else an answer takes; said once
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
@@ -124,7 +126,15 @@ class Lender:
                 part.close()
 
     def _lend(self) -> None:
-        connection, _ = self._listener.accept()
+        try:
+            connection, _ = self._listener.accept()
+        except OSError as error:  # EMFILE: others wait, and are served when there is room
+            if not self._short:
+                log.warning("a process that asks for this node's memory cannot be answered yet: %s", error)
+            self._short = True
+            time.sleep(_REST_S)
+            return
+        self._short = False
         try:
             pid, uid = _peer(connection)
             if uid != os.getuid():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -191,6 +193,27 @@ def test_no_descriptor_and_no_thread_is_left_after_fifty_generations() -> None:
     for _ in range(50):
         generation()
     assert eventually(lambda: held()[0] <= files and held()[1] <= threads), f"{(files, threads)} -> {held()}"
+
+
+def test_a_lender_without_descriptors_serves_when_it_has_some_again(
+    lender: Lender, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as waiting, caplog.at_level(logging.WARNING):
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))  # no number is left below this one
+        try:
+            waiting.connect(f"\0heddle-{lender.number:016x}")
+            time.sleep(0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert eventually(lambda: lender.borrowers == (os.getpid(),)), "it has waited and is served"
+        told = [record.getMessage() for record in caplog.records]
+        assert [line for line in told if "cannot be answered yet" in line] == told and len(told) == 1
+    assert eventually(lambda: not lender.borrowers)
+    mine = borrow(lender.number)
+    mine.close()
 
 
 def test_memory_that_cannot_be_mapped_lets_go_of_its_descriptor_once() -> None:
