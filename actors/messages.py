@@ -230,6 +230,7 @@ class WorkerInfo:
     host_weights_gib: float = 0.0  # that its parameters will take of its node's memory, beside all GPUs
     host_encoders_gib: float = 0.0  # that encoders which are not made yet will take of it, for all of its workers
     uploads_gib: float = 0.0  # of its node's memory that what it sends to its device may hold
+    pinned_gib: float = 0.0  # and gradients and updates on their way between both
     host_room_gib: float | None = None  # that its node could spare when all modules were loaded; None: unknown
     store_gib: float | None = None  # size of its node's object store; None: unknown
     shared_gib: float | None = None  # size of /dev/shm there; None: there is none

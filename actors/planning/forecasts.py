@@ -45,6 +45,7 @@ def sizes_of(model: ModelConfig, train: TrainConfig, cuda: bool) -> MemoryForeca
         vae_dtype=model.vae.dtype_on("cuda" if cuda else "cpu"),
         in_blocks=sum(blocks),
         largest_block=max(blocks, default=0),
+        largest_parameter=max((count for count, wanted in weights if wanted), default=0),
         frozen_blocks=frozen,
     )
 

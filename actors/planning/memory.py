@@ -15,6 +15,7 @@ from actors.plan.places import BESIDE, Places
 from actors.plan.types import USABLE
 from ops.shards import EDGE, STAGE, held_elements, padding, shard_bounds
 from ops.update.node_routes import peers
+from ops.update_room import pinned_gib
 
 GIB = 2**30
 CONTEXT_GIB = 2.0  # CUDA's context, cuBLAS, cuDNN, and the communicator of all workers, without its all-to-alls
@@ -67,6 +68,7 @@ class MemoryForecast:
     vae_dtype: str = "float32"  # what the VAE computes in there
     host_encoders_gib: float = 0.0  # of each node's memory, for all of its GPUs
     host_uploads_gib: float = 0.0  # of its node's memory for what each worker sends to its GPU
+    largest_parameter: int = 0  # weights of the largest that is trained
     spared_bytes: int = 0  # by frozen weights in 8 bits
     in_blocks: int = 0  # bytes of weights of blocks, if they can be fetched; else 0. Beside LoRA the frozen ones alone
     largest_block: int = 0  # bytes of the largest in a buffer
@@ -159,6 +161,20 @@ class MemoryForecast:
         if not self.fetches:
             return 0.0
         return (self.in_blocks if self.frozen_blocks else self.trained * self.parameter_bytes) / GIB
+
+    @property
+    def host_pinned_gib(self) -> float:
+        """GiB of its node's memory through which each worker's gradients and updates go to its GPU and come from it."""
+        if not self.cuda or self.deepspeed:
+            return 0.0
+        return pinned_gib(
+            self.trained,
+            self.largest_parameter,
+            self.parameter_bytes,
+            host_gradients=self.places.gradients == "host",
+            host_state=self.places.state == "host",
+            host_parameters=self._fetches_trained,
+        )
 
     @property
     def loaded_gib(self) -> float:

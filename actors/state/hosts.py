@@ -33,12 +33,13 @@ class HostNeed:
     parameters: float = 0.0  # that are once there for GPUs
     encoders: float = 0.0  # that are once there for all workers, and not loaded yet
     uploads: float = 0.0  # pinned, of what all workers send to their GPUs
+    pinned: float = 0.0  # by gradients and updates on their way between all workers' GPUs and the host
     samples: float = 0.0  # weights of one clip that a worker makes beside the run (`aside_gib`)
 
     @property
     def total(self) -> float:
         of_model = self.state + self.gradient + self.parameters + self.encoders + self.samples
-        return of_model + self.uploads + self.copies + self.store
+        return of_model + self.uploads + self.pinned + self.copies + self.store
 
     def describe(self) -> str:
         """The parts in words, for a person."""
@@ -50,6 +51,7 @@ class HostNeed:
             "encoders": self.encoders,
             "weights of a sample": self.samples,
             "uploads": self.uploads,
+            "gradients and updates on their way": self.pinned,
             "object store": self.store,
         }
         return ", ".join(f"{name} {gib:.2f}" for name, gib in parts.items() if gib)
@@ -67,11 +69,13 @@ def host_need(
     weights_gib: float = 0.0,
     encoders_gib: float = 0.0,
     uploads_gib: float = 0.0,
+    pinned_gib: float = 0.0,
     samples_gib: float = 0.0,
 ) -> HostNeed:
     """What a node with `here` of all workers needs, whose state in all is `state_gib`, at `bytes_per_weight`.
     `weights_gib` of parameters lie there for its GPUs, and so will `encoders_gib`. `uploads_gib` may be held
-    by what each worker sends to its GPU, `samples_gib` is what one aside takes (`aside_gib`)."""
+    by what each worker sends to its GPU, `pinned_gib` by its gradients and updates on their way (ops.update_room);
+    `samples_gib` is what one aside takes (`aside_gib`)."""
     copies = _copies(snapshot, nodes)
     return HostNeed(
         state=TURNS * state_gib * here / workers,
@@ -81,6 +85,7 @@ def host_need(
         parameters=weights_gib,
         encoders=encoders_gib,
         uploads=here * uploads_gib,
+        pinned=here * pinned_gib,
         samples=samples_gib,
     )
 
@@ -135,6 +140,7 @@ def needs_of_hosts(
             weights_gib=max(info.host_weights_gib for info in infos),
             encoders_gib=max(info.host_encoders_gib for info in here),
             uploads_gib=max(info.uploads_gib for info in here),
+            pinned_gib=max(info.pinned_gib for info in here),
             samples_gib=samples_gib,
         )
         found.append((f"node {here[0].host or node}", need, min(rooms, default=None)))

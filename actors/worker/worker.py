@@ -77,6 +77,7 @@ from ops.precision import allow_tf32
 from ops.shards import shard_bounds
 from ops.update.flat_vector import trainable
 from ops.update.shard_export import ShardExport
+from ops.update_room import pinned_gib
 from ops.upload_room import uploads_gib
 from ops.waiting import CancelToken, Patience, first_line, patient
 
@@ -168,6 +169,7 @@ class Worker:
             state_on_host=self.device.type == "cpu" or self.executor.sync.state_on_host,
             lends=self._home.lends,
             uploads_gib=uploads_gib(self.settings.largest_upload) if self.device.type == "cuda" else 0.0,
+            pinned_gib=self._pinned_gib(),
             host_room_gib=node_room() / 2**30,
             store_gib=object_store_gib(node),
             shared_gib=None if shared is None else shared / 2**30,
@@ -482,6 +484,22 @@ class Worker:
         if self.executor.modules.blocks_on_host:
             return sum(p.nbytes for p in dit.parameters() if p.device.type == "cpu") / GIB
         return sum(p.nbytes for _, p in trainable(dit)) / GIB if self.executor.sync.parameter_memory == "node" else 0.0
+
+    def _pinned_gib(self) -> float:
+        """GiB of its node's memory through which its gradients and updates go to the host and come back."""
+        if self.device.type != "cuda":
+            return 0.0
+        sync = self.executor.sync
+        sizes = [slot.hi - slot.lo for slot in sync.layout]
+        itemsize = max(p.element_size() for _, p in trainable(self.executor.modules.dit))
+        return pinned_gib(
+            sum(sizes),
+            max(sizes),
+            itemsize,
+            host_gradients=sync.gradient_memory == "host",
+            host_state=sync.state_on_host,
+            host_parameters=sync.parameter_memory == "node",
+        )
 
     def _host_copies(self) -> HostCopies | None:
         """On CUDA, published results are copied while the next cascades run."""

@@ -148,6 +148,7 @@ def _host_need(config: RunConfig, found: MemoryForecast, nodes: Sequence[int], h
         weights_gib=found.host_weights_gib,
         encoders_gib=found.host_encoders_gib,
         uploads_gib=found.host_uploads_gib,
+        pinned_gib=found.host_pinned_gib,
         samples_gib=_aside_gib(config, found),
     )
 

@@ -20,8 +20,8 @@ from ops.cores import computing_with, host_threads
 from ops.memory.node_memory import RangeLock
 from ops.shards import Bounds, Slot
 from ops.update.node_sum import SharedSum, fellows_of, share
+from ops.update_room import AHEAD_BYTES
 
-_AHEAD_BYTES = 1 << 30  # that copies take in host memory until they are added; more are waited for
 _LOOK_S = 0.05  # between looks whether the generation still lives
 
 
@@ -57,7 +57,7 @@ class HostSum(SharedSum):
         dtype: torch.dtype,
         copies: HostCopy,
         *,
-        ahead_bytes: int = _AHEAD_BYTES,
+        ahead_bytes: int = AHEAD_BYTES,
         host_cores: int | None = None,
     ) -> None:
         """The sum of a flat vector [total] of gradients. Copies that are not added yet take up to `ahead_bytes` before

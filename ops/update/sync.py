@@ -41,6 +41,7 @@ from ops.update.own_state import OwnState, ShardBanks
 from ops.update.parameters import Parameters
 from ops.update.shard_export import ShardExport
 from ops.update.sync_places import SyncPlaces
+from ops.update_room import BUCKET
 from ops.waiting import PendingCollective
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ _USUAL = SyncPlaces()
 # Elements of a shard that are updated and sent together. 4 MiB in fp32 stay in cache between AdamW, cast and EMA, and
 # the broadcast of one bucket overlaps the update of the next.
 _BUCKET_CPU = 1 << 20
-_BUCKET_CUDA = 1 << 25  # with state in host memory some five of them are pinned, 128 MiB each as fp32 and 64 as bf16
+_BUCKET_CUDA = BUCKET  # with state in host memory some five of them are pinned: ops.update_room
 
 
 class FlatSync:

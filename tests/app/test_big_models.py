@@ -52,6 +52,7 @@ def known(name: str, clips: Sequence[PixelShape]) -> MemoryForecast:
         vae_gib=0.46,
         host_encoders_gib=text,
         host_uploads_gib=uploads_gib(largest_upload(clips)),
+        largest_parameter=5120 * 13824,
         needs=needs,
     )
 

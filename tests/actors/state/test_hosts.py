@@ -201,6 +201,15 @@ def test_pinned_memory_of_uploads_counts_for_each_worker_of_a_node() -> None:
     assert first.total == pytest.approx(replace(first, uploads=0.0).total + 1.375)
 
 
+def test_what_gradients_and_updates_pin_counts_for_each_worker_of_a_node() -> None:
+    infos = [replace(info(f"w{i}", "aab"[i], 700.0), pinned_gib=1.375) for i in range(3)]
+    ((node, first, _), (_, second, _)) = needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())
+    assert (first.pinned, second.pinned) == (2.75, 1.375)
+    assert first.total == pytest.approx(replace(first, pinned=0.0).total + 2.75)
+    with pytest.raises(PlanError, match=r"gradients and updates on their way 2\.75"):
+        refuse_short_hosts([(node, first, first.total - 1)])
+
+
 def test_encoders_that_are_not_loaded_yet_count_once_for_all_workers_of_a_node() -> None:
     infos = [replace(info(f"w{i}", "ab"[i // 2], 2000.0), host_encoders_gib=10.6 if i < 2 else 0.0) for i in range(4)]
     needs = [need for _, need, _ in needs_of_hosts(infos, STATE_GIB, 16, SnapshotConfig())]
