@@ -91,10 +91,13 @@ def plan(folder: Path, name: str, *changes: str, cluster: Path | None = None) ->
 
 
 def host_gib(shown: str) -> tuple[float, float]:
-    """GiB that states take of a node's host memory, and encoders; uploads take the rest."""
-    found = re.findall(r"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+), uploads ([\d.]+)", shown)
-    ((taken, encoders, sent),) = found
-    return float(taken) - float(encoders) - float(sent), float(encoders)
+    """GiB that states take of a node's host memory, and encoders; what is on its way to and from GPUs takes the rest,
+    half a GiB of each for the update of state in host memory: three buckets of gradient and two of parameters."""
+    sent = r"uploads ([\d.]+), gradients and updates on their way ([\d.]+)"
+    found = re.findall(rf"host memory of a node ([\d.]+) of 2048 \(.*?, encoders ([\d.]+), {sent}", shown)
+    ((taken, encoders, uploads, pinned),) = found
+    assert float(pinned) == 8 * (3 * 0.125 + 2 * 0.0625)
+    return float(taken) - float(encoders) - float(uploads) - float(pinned), float(encoders)
 
 
 def free_gib(shown: str) -> float:
