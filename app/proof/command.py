@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from actors.outcome import Exit
+from actors.state.checkpoint_files import CheckpointError
 from app.inputs.batches import batch_limits
 from app.proof.disturbance import Disturber
 from app.proof.verdict import table, verdict
@@ -49,7 +50,11 @@ def prove(
     if code := train(config_path, [*settings[CALM], f"train.steps={taken}"], overwrite=overwrite) or signal_code():
         print("not proven: the run has ended early")
         return code
-    found = verdict(folders[CALM], folders[DISTURBED], own.train)
+    try:
+        found = verdict(folders[CALM], folders[DISTURBED], own.train)
+    except CheckpointError as error:
+        print(f"not proven: {error}")
+        return Exit.FAILURE
     print("\n".join(["", *disturbance.done, *table(found)]))
     if out is not None:
         told = {"same": found.same, "disturbance": disturbance.done, **asdict(found)}

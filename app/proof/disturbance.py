@@ -18,7 +18,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -35,6 +37,7 @@ from ops.typed import ConfigError
 _LOOK_S = 0.05
 _LEAVES_S = 5.0
 _PATIENCE_S = 600.0  # for workers to leave or to come, with large models to load
+_STANDS_S = 3600.0  # without another step: the run itself says long before that it hangs
 _DONE, _ALL = "done: ", "all done"  # how its lines begin
 
 
@@ -97,7 +100,7 @@ class Disturber:
         except subprocess.TimeoutExpired:  # it may be within Ray, which ends
             self._process.kill()
             self._process.wait()
-        self._reader.join()
+        self._reader.join(_LEAVES_S)  # what Ray has started for it may hold the pipe; the reader ends with this process
 
     def _read(self, lines: IO[str]) -> None:
         last = "it was ended"
@@ -117,8 +120,7 @@ def main(words: list[str]) -> None:
     """The process itself, of the words RUN APART LEAST EARLIER, the last of which names the run that was in this folder
     before. On stdout a line for what was done, and in the end one that says that all was, or why not."""
     run, apart, least, earlier = Path(words[0]), int(words[1]), int(words[2]), words[3]
-    while _id_of(run) in ("", earlier):
-        time.sleep(_LOOK_S)
+    _await_progress(lambda: int(_id_of(run) not in ("", earlier)), lambda: 1, f"a run in {run}")
     _await_all(run, apart)
     for act in acts(list(seated(run)), least):
         steps, formed = _steps_done(run), len(_generations(run))
@@ -141,13 +143,24 @@ def _await_workers(run: Path, number: int, formed: int) -> None:
 def _await_all(run: Path, steps: int) -> None:
     """Until a generation has done this number: workers may have come one after the other before it."""
     _await_steps(run, 1)
-    while _steps_done(run) < _generations(run)[-1].from_step + steps:
-        time.sleep(_LOOK_S)
+    _await_progress(
+        lambda: _steps_done(run), lambda: _generations(run)[-1].from_step + steps, "another step of all workers"
+    )
 
 
 def _await_steps(run: Path, steps: int) -> None:
-    """Until they are done, however long that takes: the run itself says when it stands."""
-    while _steps_done(run) < steps:
+    """Until they are done, however long they take together."""
+    _await_progress(lambda: _steps_done(run), lambda: steps, "another step")
+
+
+def _await_progress(done: Callable[[], int], wanted: Callable[[], int], what: str) -> None:
+    """Until `done` is `wanted`. Raises ConfigError where it has not changed for an hour."""
+    seen, since = done(), time.monotonic()
+    while (now := done()) < wanted():
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > _STANDS_S:
+            raise ConfigError(f"{what} was awaited for {_STANDS_S:.0f} s. Look at the end of the run's logs.")
         time.sleep(_LOOK_S)
 
 
@@ -160,6 +173,13 @@ def _end_with_reader() -> None:
 
 
 def _generations(run: Path) -> list[GenerationFormed]:
+    file = run / "events.jsonl"
+    return _generations_in(run, file.stat().st_size if file.is_file() else 0)
+
+
+@lru_cache(maxsize=1)
+def _generations_in(run: Path, size: int) -> list[GenerationFormed]:
+    """Those in its events, which are read again when they have another size."""
     return [event for event in RunDir.open(run).events() if isinstance(event, GenerationFormed)]
 
 

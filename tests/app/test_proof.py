@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from actors.config import TrainConfig
 from actors.outcome import Exit
 from actors.state import checkpoint_files
+from actors.state.checkpoint_files import CheckpointError
 from actors.state.checkpoint_writer import root_of
 from app.proof import command, disturbance
 from app.proof.command import prove, settings_of
@@ -24,20 +29,29 @@ from app.proof.verdict import sentences, table, verdict, weights_apart
 from app.run.apart import ROOT
 from app.run.fault import kill_worker, seated
 from app.settings.config import RunConfig
+from ops.config import OptimizerConfig
 from ops.shards import ShardState
 from ops.typed import ConfigError
+from ops.update.muon import orthogonal
+from ops.update.optimizer import adamw_
 
 DEMO = Path(__file__).parent.parent.parent / "configs" / "runs" / "demo.yaml"
 FP32, TF32, BF16 = TrainConfig(), TrainConfig(tf32="on"), TrainConfig(autocast="bfloat16")
 
 
-def with_weights(run: Path, values: list[float], cuts: list[int]) -> Path:
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, betas=(0.9, 0.95))
+
+
+def with_weights(run: Path, values: Sequence[float], cuts: list[int], **moments: np.ndarray) -> Path:
     """The last checkpoint of a run, written in shards that end at `cuts`."""
     folder = checkpoint_files.step_folder(root_of(run), 29)
     checkpoint_files.begin(folder)
-    array = np.array(values, np.float32)
+    arrays = {"master": np.array(values, np.float32), **moments}
+    for name in ("exp_avg", "exp_avg_sq"):
+        arrays.setdefault(name, np.ones(len(values), np.float32))
     for lo, hi in zip([0, *cuts[:-1]], cuts, strict=True):
-        shard = ShardState(updates=30, lo=lo, hi=hi, total=len(values), arrays={"master": array[lo:hi]})
+        part = {name: array[lo:hi] for name, array in arrays.items()}
+        shard = ShardState(updates=30, lo=lo, hi=hi, total=len(values), arrays=part)
         checkpoint_files.write_shard(folder, shard)
     checkpoint_files.seal(folder, {"step": 29})
     return run
@@ -105,8 +119,106 @@ def test_weights_are_compared_however_their_shards_are_cut(tmp_path: Path) -> No
     other = with_weights(tmp_path / "other", [3.0, 1.0, 4.0, 0.0], [2, 3, 4])
     apart = with_weights(tmp_path / "apart", [3.0, 1.0, 4.0, 0.5], [4])
     for piece in (1, 3, 100):
-        assert weights_apart(one, other, piece) == 0
-        assert weights_apart(apart, one, piece) == pytest.approx(0.5 / np.sqrt(26))
+        found = weights_apart(one, other, OPTIMIZER, 1e-3, piece)
+        assert found.relative == found.length == found.along == 0
+        assert weights_apart(apart, one, OPTIMIZER, 1e-3, piece).relative == pytest.approx(0.5 / np.sqrt(26))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights and moments of a small AdamW training, before and after its last update."""
+
+    before: np.ndarray
+    after: np.ndarray
+    exp_avg: np.ndarray
+    exp_avg_sq: np.ndarray
+
+    def written(self, run: Path, weights: np.ndarray | None = None) -> Path:
+        values = self.after if weights is None else weights
+        cuts = [len(values) // 3, len(values)]
+        return with_weights(run, values, cuts, exp_avg=self.exp_avg, exp_avg_sq=self.exp_avg_sq)
+
+
+def trained_with(rounding: float, seed: int, last: str = "", kind: str = "adamw", steps: int = 30) -> Trained:
+    """Gradients of one noisy training, the same for every `seed`, whose rounding alone it draws: each gradient's, by
+    the size of all. Of 3 of 1,000 weights the gradient is nothing but rounding, as that of a bias of keys without a
+    norm. `last`: what is wrong with the last gradient. Weights of Muon are one matrix."""
+    number, shared, own = 48_000, np.random.default_rng(0), np.random.default_rng(seed)
+    truth = 0.3 * shared.normal(size=number) * np.exp(shared.normal(size=number))
+    none = np.arange(number) % 1000 < 3
+    weights = torch.from_numpy(shared.normal(size=number).astype(np.float32) * 0.02)
+    first, second, before = torch.zeros(number), torch.zeros(number), weights.clone()
+    for step in range(steps):
+        gradient = truth + shared.normal(size=number)
+        if step == steps - 1 and last:
+            gradient = {"none": 0.0 * gradient, "other": truth + own.normal(size=number), "twice": 2 * gradient}[last]
+        gradient = np.where(none, 0.0, gradient) + rounding * own.normal(size=number)
+        before, grad = weights.clone(), torch.from_numpy(gradient.astype(np.float32))
+        if kind == "muon":
+            first.mul_(0.95).add_(grad)
+            weights.sub_(1e-3 * 0.2 * math.sqrt(240) * orthogonal(first.view(200, 240)).flatten())
+            continue
+        adamw_(
+            OPTIMIZER,
+            master=weights,
+            grad=grad,
+            exp_avg=first,
+            exp_avg_sq=second,
+            updates=step + 1,
+            lr=1e-3,
+            factor=1.0,
+        )
+    return Trained(before.numpy(), weights.numpy(), first.numpy(), second.numpy())
+
+
+ROUNDINGS = [("adamw", FP32, 1e-6), ("adamw", FP32, 1e-5), ("adamw", BF16, 2e-2), ("muon", FP32, 1e-6)]
+
+
+@pytest.mark.parametrize(("kind", "train", "rounding"), ROUNDINGS)
+@pytest.mark.parametrize("wrong", ["", "skipped", "stale shard", "none", "other", "twice", "torn", "elsewhere"])
+def test_weights_of_a_wrong_last_update_are_another_training_and_rounding_is_none(
+    pair, kind: str, train: TrainConfig, rounding: float, wrong: str
+) -> None:
+    """No loss has seen it. `torn`: the weights of some other step stand in a fiftieth of them; `elsewhere`: a shard is
+    that of its neighbour."""
+    calm, disturbed = pair()
+    for run in (calm, disturbed):
+        shutil.rmtree(root_of(run))
+    optimizer = replace(OPTIMIZER, kind=kind)
+    last = wrong if wrong in ("none", "other", "twice") else ""
+    one, other = trained_with(rounding, 1, kind=kind), trained_with(rounding, 2, last, kind)
+    weights, number = other.after.copy(), len(other.after)
+    if wrong == "skipped":
+        weights = other.before
+    elif wrong == "stale shard":
+        weights[: number // 8] = other.before[: number // 8]
+    elif wrong == "torn":
+        weights[-number // 50 :] = trained_with(rounding, 2, kind=kind, steps=10).after[-number // 50 :]
+    elif wrong == "elsewhere":
+        weights[: number // 8] = other.after[number // 8 : number // 4]
+    one.written(calm)
+    other.written(disturbed, weights)
+    found = verdict(calm, disturbed, replace(train, optimizer=optimizer))
+    assert found.same == (wrong == ""), (found.length, found.along, found.moments)
+    if wrong == "skipped" and kind == "adamw":
+        assert found.along == pytest.approx(-1, abs=0.1)
+    assert sentences(found)[0].endswith("written after it, is another.") == (wrong != "")
+
+
+def test_a_run_without_its_last_checkpoint_is_not_proven_and_says_so(
+    tmp_path: Path, trained, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.app.test_proof.with_weights", lambda *given: None)
+    assert prove(DEMO, [f"run.dir={tmp_path / 'runs'}"], 24, None, None, overwrite=False) == Exit.FAILURE
+    said = capsys.readouterr().out
+    assert "not proven: " in said and "demo-disturbed has no whole checkpoint of its last step" in said
+
+
+def test_weights_of_two_models_are_refused(tmp_path: Path) -> None:
+    one = with_weights(tmp_path / "one", [3.0, 1.0], [2])
+    other = with_weights(tmp_path / "other", [3.0, 1.0, 4.0], [3])
+    with pytest.raises(CheckpointError, match="have 2 and 3 weights"):
+        weights_apart(one, other, OPTIMIZER, 1e-3)
 
 
 def test_the_table_has_both_runs_in_columns(pair) -> None:
@@ -259,9 +371,46 @@ def test_nothing_happens_before_all_workers_that_come_at_first_train(run_folder:
         steps[0] += 1
 
     monkeypatch.setattr(disturbance, "_steps_done", lambda run: steps[0])
-    monkeypatch.setattr(disturbance, "time", SimpleNamespace(sleep=later))
+    clock = SimpleNamespace(sleep=later, monotonic=lambda: 1000.0 * len(looks))
+    monkeypatch.setattr(disturbance, "time", clock)
     disturbance._await_all(run_folder, 6)
     assert steps == [35] and looks == list(range(29, 35))
+
+
+def test_a_run_that_stands_for_an_hour_is_awaited_no_longer(run_folder: Path, monkeypatch) -> None:
+    seconds = [0.0]
+    clock = SimpleNamespace(sleep=lambda s: seconds.append(seconds[-1] + 60), monotonic=lambda: seconds[-1])
+    monkeypatch.setattr(disturbance, "time", clock)
+    with pytest.raises(ConfigError, match="another step was awaited for 3600 s"):
+        disturbance._await_steps(run_folder, 31)
+    assert 3600 < seconds[-1] < 3700
+
+
+def test_events_are_read_again_when_there_are_more_of_them(run_folder: Path, monkeypatch) -> None:
+    opened: list[Path] = []
+    made = disturbance.RunDir.open
+    monkeypatch.setattr(disturbance.RunDir, "open", lambda path: opened.append(path) or made(path))
+    before = disturbance._generations(run_folder)
+    assert disturbance._generations(run_folder) == before and len(opened) == 1
+    with (run_folder / "events.jsonl").open("a") as file:
+        formed = {"event": "generation", "time": 1.0, "generation": 9, "workers": ["w0"], "cluster": [1]}
+        file.write(json.dumps({**formed, "why": "joined", "from_step": 29, "seconds": 1.0}) + "\n")
+    assert len(disturbance._generations(run_folder)) == len(before) + 1 and len(opened) == 2
+
+
+def test_what_holds_the_pipe_of_what_acted_holds_nobody_up(tmp_path: Path, monkeypatch) -> None:
+    """As a process of Ray may, that was started by it."""
+    monkeypatch.setattr(disturbance, "_LEAVES_S", 1.0)
+    words = "import subprocess, sys; print(subprocess.Popen(['sleep', '20']).pid, flush=True); sys.stdin.read()"
+    started = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda args, **more: started([sys.executable, "-c", words], stdin=subprocess.PIPE, **more)
+    )
+    begin = time.monotonic()
+    with Disturber(tmp_path, 6, 1) as acting:
+        reader = acting._reader
+        time.sleep(1)
+    assert time.monotonic() - begin < 12 and reader.is_alive()
 
 
 def test_folders_in_use_are_refused_before_anything_trains(tmp_path: Path, trained) -> None:
