@@ -30,8 +30,8 @@ from ops.counted import counted
 ROUNDING = {"float32": 1e-5, "TF32": 2.0**-10, "bfloat16": 2.0**-8}
 
 # What rounding may do to weights, measured in the last update of the undisturbed run. A normalised update turns around
-# where a gradient is nothing but rounding, so the difference grows like a random walk: LENGTH is what of it one step may
-# add, in the length of an update, also in a tiny model of which a thousandth has such gradients. Of all that little
+# where a gradient is nothing but rounding, so the difference grows like a random walk: LENGTH is what one step may add
+# to it, in the length of an update, also in a tiny model of which a thousandth has such gradients. Of all that little
 # lies along the last update: ALONG is how much of it may be missing, or done twice, in any sixteenth of the weights
 # (the demo: 1e-6; in bf16, where trainings drift apart, 0.05). The last gradient is seen in the first moments, which
 # are sums of gradients: nothing turns around there. MOMENTS is their relative difference (the demo: 1e-6; in bf16
@@ -286,8 +286,8 @@ def sentences(found: Verdict) -> list[str]:
         f"largest difference of a loss {found.loss:.1e}, at step {found.at} (rounding of {found.dtype}: up to "
         f"{rounding:.0e}); of the weights after {counted(steps, 'step')} {found.weights:.1e}, as long "
         f"as {found.length:.1e} updates, {abs(found.along):.1e} along the last one (up to "
-        f"{LENGTH * math.sqrt(steps):.1f} and {ALONG[found.dtype]:g}); of the gradients' mean {found.moments:.1e} (up to "
-        f"{MOMENTS[found.dtype]:g})"
+        f"{LENGTH * math.sqrt(steps):.1f} and {ALONG[found.dtype]:g}); of the gradients' mean "
+        f"{found.moments:.1e} (up to {MOMENTS[found.dtype]:g})"
     )
     if found.disturbed.computed_again:
         told += f"; {counted(found.disturbed.computed_again, 'step')} computed again"

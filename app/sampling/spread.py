@@ -21,9 +21,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from actors.ray_calls import get, get_all, wait
+from actors.ray_calls import get, get_all, kill, wait
 from actors.refs import Ref
 from app.drawing.video import contact_sheet, read_mp4, sheet_frames
+from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWorker, ClipWorkerHandle, MadeClip
 from app.sampling.clips import clip_files
 from app.sampling.crew import LOOK_S, START_S, ClipCrew, CrewError, EncodedJob, line_of
@@ -111,6 +112,8 @@ class _Apart:
         self._idle: list[ClipWorkerHandle] = []
         # answer that is awaited -> its worker, its chunk (none: it loads)
         self._busy: dict[Ref[list[MadeClip] | None], tuple[ClipWorkerHandle, list[int]]] = {}
+        self._since: dict[Ref[list[MadeClip] | None], float] = {}  # a chunk was given out
+        self._limit = ChunkLimit()
         self._loading = crew.size  # of the first ones
         self._hired_at = time.monotonic()
         self._occupancy = Occupancy()
@@ -123,6 +126,8 @@ class _Apart:
             ready, _ = wait(list(self._busy), timeout=LOOK_S)
             if ready:
                 self._hear(ready[0])
+            elif late := self._late():
+                self._end(late)
             elif time.monotonic() - self._hired_at > START_S and not any(chunk for _, chunk in self._busy.values()):
                 raise CrewError(f"no worker has loaded {self._crew.job.checkpoint} within {START_S:.0f} s.")
         return self._occupancy
@@ -135,7 +140,8 @@ class _Apart:
         chunk = self._queue.take(self._crew.size)
         self._occupancy.given_out(self._queue.waits, time.monotonic())
         if chunk:
-            self._busy[self._encoded.begin(handle, chunk)] = (handle, chunk)
+            answer = self._encoded.begin(handle, chunk)
+            self._busy[answer], self._since[answer] = (handle, chunk), time.monotonic()
         else:
             self._idle.append(handle)
 
@@ -143,6 +149,7 @@ class _Apart:
         import ray
 
         handle, chunk = self._busy.pop(answer)
+        since = self._since.pop(answer, 0.0)
         try:
             clips = get(answer) or []
         except ray.exceptions.RayActorError as error:
@@ -154,10 +161,24 @@ class _Apart:
             self._has_loaded(handle)
             self._employ(handle)
             return
+        self._limit.took(len(chunk), time.monotonic() - since)
         self._occupancy.answered(handle, sum(clip.seconds for clip in clips), time.monotonic())
         self._employ(handle)  # before its clips are written: it need not wait for the disk
         self._keep(chunk, clips)
         self._queue.finish(chunk)
+
+    def _late(self) -> Ref[list[MadeClip] | None] | None:
+        """An answer that should have come long ago."""
+        now = time.monotonic()
+        late = (a for a, since in self._since.items() if now - since > self._limit.seconds(len(self._busy[a][1])))
+        return next(late, None)
+
+    def _end(self, answer: Ref[list[MadeClip] | None]) -> None:
+        """Its worker hangs: it is ended, and replaced like one that has died."""
+        handle, chunk = self._busy.pop(answer)
+        seconds = time.monotonic() - self._since.pop(answer)
+        kill(handle)
+        self._replace(handle, chunk, TimeoutError(f"it has not answered for {seconds:.0f} s."))
 
     def _has_loaded(self, handle: ClipWorkerHandle) -> None:
         self._occupancy.ready(handle, time.monotonic())
@@ -187,6 +208,7 @@ def _make_together(
     """All that the queue has, each clip by all workers; they begin anew when one of them dies. Raises as `_Apart`."""
     import ray
 
+    limit = ChunkLimit()
     while queue.unfinished:
         chunk: list[int] = []
         try:
@@ -195,8 +217,10 @@ def _make_together(
             tell(f"note: each clip is made by {way.describe()}{f'; {left} worker is left over' if left else ''}")
             while queue.unfinished:
                 chunk = queue.take(crew.size)
-                answers = [encoded.begin(handle, chunk) for handle in members]
-                keep(chunk, _first_of(answers))
+                answers, since = [encoded.begin(handle, chunk) for handle in members], time.monotonic()
+                made = _first_of(answers, limit.seconds(len(chunk)))
+                limit.took(len(chunk), time.monotonic() - since)
+                keep(chunk, made)
                 queue.finish(chunk)
             return
         except ray.exceptions.RayTaskError as error:
@@ -208,16 +232,21 @@ def _make_together(
             if not chunk:
                 raise CrewError(f"a worker died while it loaded {crew.job.checkpoint}: {line_of(error)}") from None
             _take_back(queue, chunk, encoded.prompts, error)
-        log.warning("a worker died with prompts %s; all start again", chunk)
+        except TimeoutError as error:  # on GPUs an exchange waits for a member that hangs for ever
+            _take_back(queue, chunk, encoded.prompts, error)
+        log.warning("a worker died or hung with prompts %s; all start again", chunk)
         crew.close()
 
 
-def _first_of(answers: Sequence[Ref[T]]) -> T:
+def _first_of(answers: Sequence[Ref[T]], limit_s: float) -> T:
     """What the first rank has made, when all have ended. Raises what any of them has raised, at once: the others may
-    still wait for it in an exchange."""
-    waiting = list(answers)
+    still wait for it in an exchange. Raises TimeoutError, naming those that have not answered in time."""
+    waiting, until = list(answers), time.monotonic() + limit_s
     while waiting:
-        done, waiting = wait(waiting, timeout=None)
+        done, waiting = wait(waiting, timeout=max(0.0, until - time.monotonic()))
+        if not done:
+            late = ", ".join(str(answers.index(one)) for one in waiting)
+            raise TimeoutError(f"worker(s) {late} of {len(answers)} have not answered for {limit_s:.0f} s.")
         get_all(done)
     return get(answers[0])
 
@@ -226,6 +255,7 @@ def _take_back(queue: PromptQueue, chunk: Sequence[int], prompts: Sequence[str],
     """The prompts of a worker that has died wait again. Raises CrewError where one of them has cost too many."""
     if hopeless := queue.lose(chunk):
         raise CrewError(
-            f"{queue.max_losses} worker(s) died while they made prompt {hopeless[0]} ({prompts[hopeless[0]]!r}): "
-            f"{line_of(error)} Clips that are finished stay; make smaller ones (--frames, --height, --width)."
+            f"{queue.max_losses} worker(s) died or hung while they made prompt {hopeless[0]} "
+            f"({prompts[hopeless[0]]!r}): {line_of(error)} "
+            f"Clips that are finished stay; make smaller ones (--frames, --height, --width)."
         )

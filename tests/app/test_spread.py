@@ -26,6 +26,7 @@ from app.cli import app
 from app.drawing.video import read_mp4
 from app.sampling import clip_worker
 from app.sampling import spread as spreading
+from app.sampling.chunk_limit import ChunkLimit
 from app.sampling.clip_worker import ClipJob, ClipWork, ClipWorker, MadeClip
 from app.sampling.clips import ClipChanges, ClipSettings, clips_of
 from app.sampling.crew import ClipCrew, CrewError
@@ -379,7 +380,87 @@ def test_the_others_of_a_bag_are_not_asked_before_the_one_that_failed(monkeypatc
     monkeypatch.setattr(ray, "wait", lambda waiting, **how: (["failed"], ["waits"]))
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(OSError, match="no memory left"):
-        spreading._first_of(["waits", "failed"])
+        spreading._first_of(["waits", "failed"], 60.0)
+
+
+class HangingCrew:
+    """Two workers whose calls end when the clock says so: by (prompt, how often it was asked for) the seconds that a
+    call takes, 100 for all others. Stands for Ray, too."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: dict[tuple[int, int], float]) -> None:
+        self.size, self.job, self.now, self.takes = 2, SimpleNamespace(checkpoint="x"), 0.0, takes
+        self.members, self.ended, self.closed, self.began = [], [], 0, Counter()  # type: ignore[var-annotated]
+        self.prompts = PROMPTS
+        monkeypatch.setattr(spreading, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(spreading, "wait", self.wait)
+        monkeypatch.setattr(
+            spreading, "get", lambda answer: [] if answer[1] is None else [SimpleNamespace(seconds=1.0)]
+        )
+        monkeypatch.setattr(spreading, "get_all", lambda answers: None)
+        monkeypatch.setattr(spreading, "kill", self.ended.append)
+
+    def start(self) -> tuple[str, Any]:
+        self.members.append(f"worker {len(self.members) + len(self.ended)}")
+        return self.members[-1], (self.members[-1], None, self.now)
+
+    def together(self) -> tuple[list[str], Any]:
+        self.members = [self.start()[0] for _ in range(2)]
+        return self.members, SimpleNamespace(workers=2, describe=lambda: "two")
+
+    def has_lost_one(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def begin(self, handle: str, chunk: Sequence[int]) -> Any:
+        self.began[handle, chunk[0]] += 1
+        times = sum(count for (_, prompt), count in self.began.items() if prompt == chunk[0])
+        return handle, (chunk[0], times), self.now + self.takes.get((chunk[0], times), 100.0)
+
+    def wait(self, answers: list[Any], timeout: float | None) -> tuple[list[Any], list[Any]]:
+        first = min(answers, key=lambda answer: answer[2])
+        assert timeout is not None, "a wait without a limit"
+        if first[2] > self.now + timeout:
+            self.now += timeout
+            return [], answers
+        self.now = max(self.now, first[2])
+        return [first], [one for one in answers if one is not first]
+
+
+def test_workers_that_hang_together_are_ended_and_all_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew: Any = HangingCrew(monkeypatch, {(3, 1): 1e9})  # that of the second, which the first waits for
+    kept: list[int] = []
+    spreading._make_together(crew, PromptQueue(5, (), 1), crew, lambda chunk, made: kept.extend(chunk), print)
+    assert kept == [0, 1, 2, 3, 4] and crew.closed == 1
+    assert 900 < crew.now < 900 + 5 * 100 + 6 * 100 + 1, "five times what clips took, and what a new process may"
+
+
+def test_a_worker_that_hangs_alone_is_ended_and_its_prompt_made_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew: Any = HangingCrew(monkeypatch, {(2, 1): 1e9})
+    kept: list[int] = []
+    spreading._Apart(crew, PromptQueue(5, (), 1), crew, lambda chunk, made: kept.extend(chunk), print).make()
+    assert sorted(kept) == [0, 1, 2, 3, 4] and len(crew.ended) == 1
+    assert crew.now < 900 + 12 * 100
+
+
+def test_a_prompt_over_which_workers_hang_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in ("together", "apart"):
+        crew: Any = HangingCrew(monkeypatch, {(2, times): 1e9 for times in range(20)})
+        queue, keep = PromptQueue(5, (), 1), lambda chunk, made: None
+        with pytest.raises(CrewError, match=r"died or hung while they made prompt 2 .*not answered for 1[0-9]{3} s"):
+            if make == "together":
+                spreading._make_together(crew, queue, crew, keep, print)
+            else:
+                spreading._Apart(crew, queue, crew, keep, print).make()
+
+
+def test_slow_clips_are_waited_for() -> None:
+    limit = ChunkLimit()
+    assert limit.seconds(1) == 12 * 3600, "the first clip of a large model takes hours"
+    limit.took(2, 1200.0)
+    limit.took(1, 100.0)
+    assert limit.seconds(1) == 900 + 5 * 600 and limit.seconds(3) == 900 + 3 * 5 * 600
 
 
 @pytest.mark.cluster
