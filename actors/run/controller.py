@@ -108,7 +108,7 @@ class Controller:
                 self._look()
                 self._advance()
             self.generations.pool.rest()
-            self.ending.finish(self.generations.world)
+            self.ending.finish(self.generations.world, self._is_stopped)
             if self.asides.finish(self.generations.view.generation, self.generations.world, self._is_stopped):
                 self.generations.pool.rest()
             self.ending.free_memory()
@@ -169,6 +169,7 @@ class Controller:
         """Raises StopRun when somebody has asked the run to end and nothing runs any more, or no worker can start."""
         if self.lookout.stop and not self._stop_by:
             self.events.tell(RunStopping(why=self.lookout.stop))
+            self.state.writer.hurry()
             least = self.config.workers.collective_timeout_s
             running = self.generations.runner.running if self.generations.runner is not None else []
             self._stop_by = now + max([least, *(step.patience.limit_s for step in running)])

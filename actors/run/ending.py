@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,7 +29,7 @@ class ClosablePart(Protocol):
 class Ending:
     """Ends one run, whatever ended its steps.
 
-    ending.finish(world); ending.free_memory()      # all steps are committed; or, where they are not:
+    ending.finish(world, is_stopped); ending.free_memory()      # all steps are committed; or, where they are not:
     ending.keep_last(world)
     ending.close()              # in any case, last
     """
@@ -41,11 +41,20 @@ class Ending:
     parts: Sequence[ClosablePart]  # whose actors end with the run
     left: str = ""  # afterwards: what is not on disk, and how to go on
 
-    def finish(self, world: Sequence[Seat]) -> None:
+    def finish(self, world: Sequence[Seat], is_stopped: Callable[[], bool]) -> None:
         """Returns when the last step is on disk: an attempt may have lost its shards with their workers, and `world`
-        still holds them. Raises StopRun when it cannot be written."""
+        still holds them. Raises StopRun when it cannot be written, or not in time where `is_stopped` says that the run
+        shall end."""
         state, last = self.committer.state, self.config.train.steps - 1
-        state.writer.wait()
+
+        def look() -> None:
+            if is_stopped():
+                state.writer.hurry()
+
+        state.writer.wait(look)
+        if is_stopped() and state.step_on_disk() < last:  # what is left of the end has its own attempt at it
+            reason = f"asked to end before the checkpoint of step {last} was written"
+            raise StopRun(self.committer.outcome(Exit.RESUMABLE, reason))
         if state.step_on_disk() < last:
             state.keep_last(world, self.committer.log)
             state.seal_last()

@@ -7,9 +7,10 @@ network. A Ray task says which keeper writes what, and makes a checkpoint of it.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import ray
@@ -28,6 +29,9 @@ from ops.shards import bytes_per_weight, missing
 log = logging.getLogger(__name__)
 
 _WRITE_S = 3600.0
+_STOPPING_S = 600.0  # at least, where somebody waits for the end of the run
+_SLOW_BYTES = 50e6  # a second, of storage that is slow and does not hang
+_LOOK_S = 1.0
 
 
 def root_of(run_dir: Path) -> Path:
@@ -59,7 +63,9 @@ class _Attempt:
 
     step: int
     folder: Path
-    until: float = field(default_factory=lambda: time.monotonic() + _WRITE_S)
+    num_bytes: int
+    began: float
+    until: float
 
 
 class Writer:
@@ -69,6 +75,9 @@ class Writer:
         self._root, self._config, self._last, self._events = root_of(run_dir), config, last_step, events
         self._writing: dict[Ref[WrittenFiles | None], _Attempt] = {}
         self._last_state: WrittenFiles | None = None  # written, and no checkpoint yet
+        self._torn: list[Path] = []  # left by those that were given up: removed when storage answers again
+        self._longest_s = 0.0  # that one took which is whole
+        self._hurries = False  # somebody waits for the end of the run
         self._owed = False  # one was put off, given up, or lost with those who wrote it: a later step is taken soon
 
     def due(self, step: int) -> bool:
@@ -100,6 +109,17 @@ class Writer:
         if self._last_state is None:
             self._begin(version, meta)
 
+    def hurry(self) -> None:
+        """The run shall end. What is written, now or later, has five times as long as the slowest one took or, where
+        none was written yet, what slow storage takes for it; ten minutes at least. An hour is the most, as ever."""
+        if self._hurries:
+            return
+        self._hurries, now = True, time.monotonic()
+        for reference, one in self._writing.items():
+            limit_s = self._limit_s(one.num_bytes)
+            log.warning("the checkpoint of step %d is waited for up to %.0f s more", one.step, limit_s)
+            self._writing[reference] = replace(one, until=min(one.until, now + limit_s))
+
     def save_origin(self, origin: Origin, meta: Meta) -> bool:
         """Write the last step and wait for it: the run is about to stop. It becomes a checkpoint by `seal_last`. False
         when it could not be written, or is one."""
@@ -126,10 +146,12 @@ class Writer:
         """Seal what has been written; never waits. What is not written within an hour has failed."""
         self._collect(timeout_s=0)
 
-    def wait(self) -> None:
-        """Returns when everything begun is complete or has failed, as for `poll`."""
+    def wait(self, look: Callable[[], None] = lambda: None) -> None:
+        """Returns when everything begun is complete or has failed, as for `poll`. `look` is called again and again."""
         while self._writing:
-            self._collect(timeout_s=max(0.0, min(one.until for one in self._writing.values()) - time.monotonic()))
+            look()
+            left_s = min(one.until for one in self._writing.values()) - time.monotonic()
+            self._collect(timeout_s=min(max(0.0, left_s), _LOOK_S))
 
     def _begin(self, version: Origin, meta: Meta, seal: bool = True) -> None:
         step: int = meta["step"]
@@ -140,7 +162,13 @@ class Writer:
         reference: Ref[WrittenFiles | None] = named.remote(
             str(folder), meta, version.generation, list(version.keepers), seal
         )
-        self._writing[reference] = _Attempt(step=step, folder=folder)
+        now, num_bytes = time.monotonic(), _bytes_of(meta)
+        until = now + (self._limit_s(num_bytes) if self._hurries else _WRITE_S)
+        self._writing[reference] = _Attempt(step=step, folder=folder, num_bytes=num_bytes, began=now, until=until)
+
+    def _limit_s(self, num_bytes: int) -> float:
+        usual_s = 5 * self._longest_s or num_bytes / _SLOW_BYTES
+        return min(_WRITE_S, max(_STOPPING_S, usual_s))
 
     def _give_up(self, step: int, why: str) -> None:
         log.error("the checkpoint of step %d was not written: %s", step, why)
@@ -157,7 +185,9 @@ class Writer:
                 del self._writing[reference]
                 cancel(reference)
                 self._owed = True
-                self._give_up(hanging.step, f"{hanging.folder} was not written in {_WRITE_S:.0f} s")
+                self._torn.append(hanging.folder)  # to look into it now could hang this process, too
+                seconds = time.monotonic() - hanging.began
+                self._give_up(hanging.step, f"{hanging.folder} was not written in {seconds:.0f} s")
         for reference in done:
             ended = self._writing.pop(reference)
             step, folder = ended.step, ended.folder
@@ -172,15 +202,31 @@ class Writer:
                 self._give_up(step, str(error))
                 checkpoint.remove_torn(folder)
                 continue
+            self._longest_s = max(self._longest_s, time.monotonic() - ended.began)
             if unsealed is not None:
                 self._last_state = unsealed
             else:
                 self._is_whole(step, folder)
+            self._remove_torn()
+
+    def _remove_torn(self) -> None:
+        """Storage answers: what attempts have left there that were given up takes no more room."""
+        writing = {one.folder for one in self._writing.values()}
+        last = {checkpoint.step_folder(self._root, self._last_state.meta["step"])} if self._last_state else set()
+        for folder in set(self._torn) - writing - last:
+            checkpoint.remove_torn(folder)
+        self._torn = []
 
     def _is_whole(self, step: int, folder: Path) -> None:
         for removed in checkpoint.prune(self._root, self._config.keep_last, self._config.keep_every):
             log.info("removed %s", removed.name)
         self._events.checkpoint(folder, step)
+
+
+def _bytes_of(meta: Meta) -> int:
+    """Of a state with these parameters, at most."""
+    total = sum(math.prod(parameter["shape"]) for parameter in meta["parameters"])
+    return total * bytes_per_weight(ema=True)
 
 
 class StateLost(RuntimeError):

@@ -49,6 +49,7 @@ log = logging.getLogger(__name__)
 Process = tuple[int, str]  # pid and birth (`actors.process`)
 
 _FILES_AT_ONCE = 4  # of a checkpoint, that a keeper writes
+_WRITES_AT_ONCE = 3  # of checkpoints: one, beside two that were given up as their storage hangs
 _SMALL = 64 << 20  # bytes; a smaller range is taken without a look at the node's memory
 _ENDED_S = 10.0  # for a process to end after SIGKILL
 _LOOK_S = 0.02
@@ -469,7 +470,7 @@ def spawn(name: str, node_id: str, *, namespace: str) -> KeeperHandle:
 
     from actors.ray_calls import remote_of
 
-    actor = remote_of(Keeper, {COPIES: 2, READS: 2, WRITES: 1}).options(
+    actor = remote_of(Keeper, {COPIES: 2, READS: 2, WRITES: _WRITES_AT_ONCE}).options(
         name=name,
         namespace=namespace,
         lifetime="detached",

@@ -155,7 +155,11 @@ class Writing:
 
     def seal_last(self) -> None: ...
     def poll(self) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self, look: Callable[[], None] = lambda: None) -> None:
+        look()
+
+    def hurry(self) -> None:
+        self.hurries = True
 
 
 class NoPositions:

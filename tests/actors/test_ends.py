@@ -14,7 +14,7 @@ import ray
 
 from actors.feed.step_source import feeder_of
 from actors.names import run_id
-from actors.outcome import Events, Outcome, StopRun, Superseded, continues, only_in_memory
+from actors.outcome import Events, Exit, Outcome, StopRun, Superseded, continues, only_in_memory
 from actors.records.events import RunFinished
 from actors.run.controller import Controller
 from actors.run.ending import Ending
@@ -145,6 +145,17 @@ def test_a_last_checkpoint_that_lost_its_workers_is_written_from_keepers_before_
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run() -> None:
     outcome = controller_of(StateHere(3)).train()
     assert outcome.code == 1 and "checkpoint of step 5 was not written" in outcome.reason
+
+
+def test_a_run_that_is_asked_to_end_while_its_last_checkpoint_hangs_does_not_begin_it_twice() -> None:
+    listener = Listening()
+    controller = controller_of(state := StateHere(3), events=Events(listener))
+    controller.lookout.stop = "stopped by a signal"
+    controller._looked_at = time.monotonic() + 1000
+    with pytest.raises(StopRun) as stopped:
+        controller.ending.finish((), controller._is_stopped)
+    assert stopped.value.outcome.code == Exit.RESUMABLE and "checkpoint of step 5" in stopped.value.outcome.reason
+    assert state.writer.hurries and state.asked == []
 
 
 def test_what_no_disk_has_taken_stays_in_memory_and_is_named() -> None:

@@ -263,6 +263,53 @@ def test_storage_that_hangs_keeps_back_one_checkpoint_and_not_all_that_come_afte
     assert writer.steps == [] and ended == [0, 1]
 
 
+def test_what_an_attempt_has_left_that_was_given_up_goes_when_storage_answers_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before: whoever looks into it may hang, too."""
+    tasks, now = Tasks(monkeypatch), time.monotonic()
+    monkeypatch.setattr(ray, "cancel", lambda reference, force: None)
+    writer = writer_of(tmp_path)
+    folders = {step: checkpoint.step_folder(checkpoints.root_of(tmp_path), step) for step in (9, 19, 29)}
+    for step, later in ((9, 3700), (19, 7400)):
+        save(writer, step)
+        checkpoint.begin(folders[step])
+        monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
+        writer.poll()
+    assert folders[9].exists() and folders[19].exists() and writer.steps == []
+    save(writer, 29)
+    tasks.done.add(2)
+    writer.poll()
+    assert not folders[9].exists() and not folders[19].exists()
+
+
+@pytest.mark.parametrize(("weights", "earlier_s", "limit_s"), [(0, 0, 600), (14, 0, 3600), (14, 200, 1000)])
+def test_where_somebody_waits_for_the_end_storage_that_hangs_is_given_up_sooner(
+    weights: int, earlier_s: float, limit_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what an earlier checkpoint took; else by its size, in thousands of millions of weights."""
+    tasks, clock = Tasks(monkeypatch), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(ray, "cancel", lambda reference, force: None)
+    wait = ray.wait
+
+    def waits(references: list[int], num_returns: int, timeout: float) -> Any:
+        clock[0] += timeout
+        return wait(references, num_returns=num_returns, timeout=timeout)
+
+    monkeypatch.setattr(ray, "wait", waits)
+    writer, meta = writer_of(tmp_path), {"parameters": [{"name": "it", "shape": [weights * 10**9]}]}
+    if earlier_s:
+        writer.save(Origin(step=9, generation=9, keepers=(ALL,)), {"step": 9, **meta})
+        clock[0] += earlier_s
+        tasks.done.add(0)
+        writer.poll()
+    writer.save(Origin(step=99, generation=99, keepers=(ALL,)), {"step": 99, **meta})
+    begin = clock[0]
+    writer.wait(lambda: writer.hurry() if clock[0] > begin + 50 else None)
+    assert writer.steps == [] and clock[0] - begin == pytest.approx(min(3600, 50 + limit_s), abs=3)
+
+
 def test_a_checkpoint_that_was_lost_with_its_keepers_is_taken_again_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
