@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,7 @@ _CLOCK_TOLERANCE_S = 2  # what a new event file waits for a second of its own
 _ALERTS_S = 900  # W&B repeats an alert of one title no sooner
 _GAUGES_S = 5.0  # from one setting of gauges to the next
 _TITLE_LENGTH = 63  # W&B's limit
+_OPENING_S = 0.5  # that the run waits for a service that is tried again
 _REST_S, _LONGEST_REST_S = 60.0, 3600.0  # of a tracker that has failed, each twice as long as the one before
 EVENT_TIME = "heddle_event_time"  # a gauge: unix seconds of the newest event of a kind
 Scalars = Iterable[tuple[str, float]]
@@ -375,6 +377,30 @@ class _Rest:
     until: float
 
 
+class _Opening:
+    """A tracker that is opened beside the run: a service that does not answer takes its own time-out."""
+
+    def __init__(self, open_one: Callable[[], Tracker]) -> None:
+        self._open = open_one
+        self._made: Tracker | None = None
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="heddle-tracker", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._made = self._open()
+        except Exception as error:  # foreign code, as in `Trackers`
+            self._error = error
+
+    def taken(self, timeout_s: float) -> Tracker | None:
+        """The tracker, if it is open by then; None while it is not. Raises what kept it from opening."""
+        self._thread.join(timeout_s)
+        if self._error is not None:
+            raise self._error
+        return self._made
+
+
 class Trackers:
     """All trackers of a run as one that does not fail. One that does is tried again after a minute, then after two, up
     to an hour: a service that is started anew would else miss the rest of the run, and of its alerts."""
@@ -383,6 +409,8 @@ class Trackers:
         self._folder, self._config = folder, config or {}
         self._open: dict[str, Tracker | None] = dict.fromkeys(names)  # None: it could not be opened yet
         self._rests: dict[str, _Rest] = {}  # of those that have failed, and have not taken anything since
+        self._opening: dict[str, _Opening] = {}  # of those that are tried again
+        self._forgets: dict[str, int] = {}  # the first step that each has to forget, and was not told yet
         self._all(lambda tracker: None)
 
     def log(self, step: int, time: float, scalars: Scalars) -> None:
@@ -396,7 +424,9 @@ class Trackers:
         self._all(lambda tracker: tracker.alert(event))
 
     def forget(self, step: int) -> None:
-        self._all(lambda tracker: tracker.forget(step))
+        for name in self._open:  # one that rests hears of it when it goes on
+            self._forgets[name] = min(step, self._forgets.get(name, step))
+        self._all(lambda tracker: None)
 
     def _all(self, tell: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._open.items()):
@@ -405,12 +435,31 @@ class Trackers:
                 continue
             try:
                 if tracker is None:
-                    tracker = self._open[name] = TRACKERS[name](self._folder, self._config)
+                    tracker = self._opened(name)
+                    if tracker is None:
+                        continue
+                if (step := self._forgets.get(name)) is not None:
+                    tracker.forget(step)
+                    del self._forgets[name]
                 tell(tracker)
             except Exception as error:  # foreign code: a service that is down, a key that is refused
                 self._leave(name, error)
             else:
                 self._rests.pop(name, None)
+
+    def _opened(self, name: str) -> Tracker | None:
+        """None while its service does not answer. At the start of the run it is waited for."""
+        open_one = partial(TRACKERS[name], self._folder, self._config)
+        if name not in self._rests:
+            tracker: Tracker | None = open_one()
+        else:
+            waits_s = 0.0 if name in self._opening else _OPENING_S
+            opening = self._opening.pop(name, None) or _Opening(open_one)
+            tracker = opening.taken(waits_s)
+            if tracker is None:
+                self._opening[name] = opening
+        self._open[name] = tracker
+        return tracker
 
     def close(self) -> None:
         for name, tracker in self._open.items():

@@ -3,11 +3,13 @@ import importlib.metadata
 import io
 import json
 import re
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -182,6 +184,81 @@ def test_a_tracker_whose_service_is_back_goes_on_with_the_run(
     assert heard.said == [("open", tmp_path.name, 7), (6, 1.0), (7, 1.0), ("close",)]
     waits = re.findall(r"for (\d+) s", "\n".join(record.message for record in caplog.records))
     assert waits == ["60", "120", "240"]
+
+
+def test_a_tracker_that_rests_forgets_what_is_computed_again_before_it_goes_on(
+    spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    with Metrics(tmp_path, track=["wandb"], config={"seed": 7}) as metrics:
+        for step in range(3):
+            metrics.step(line(step, loss=1.0))
+        monkeypatch.setattr(spy, "fails_at", "log")
+        metrics.step(line(3, loss=1.0))
+        monkeypatch.setattr(spy, "fails_at", "")
+        for step in (2, 1, 2):  # it rests, and the run goes back twice
+            metrics.step(line(step, loss=2.0))
+        monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+        metrics.step(line(3, loss=2.0))
+        metrics.step(line(4, loss=2.0))
+    (heard,) = spy.made
+    went_back = [said for said in heard.said if said[0] == "forget"]
+    assert went_back == [("forget", 1)] and heard.said.index(("forget", 1)) < heard.said.index((3, 2.0))
+
+
+def test_tensorboard_shows_no_step_twice_that_was_computed_again_while_its_disk_was_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    now, trackers = time.monotonic(), Trackers(["tensorboard"], tmp_path)
+    for step in range(4):
+        trackers.log(step, 1.0, [("loss", float(step))])
+
+    def full(*given: Any, **more: Any) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", full)
+        trackers.log(4, 1.0, [("loss", 4.0)])
+    trackers.forget(2)
+    monkeypatch.setattr(time, "monotonic", lambda: now + 100)
+    for step in (2, 3, 4):
+        trackers.log(step, 1.0, [("loss", 10.0 + step)])
+    trackers.close()
+    found = EventAccumulator(str(tmp_path / "events"))
+    found.Reload()
+    assert [(one.step, one.value) for one in found.Scalars("loss")] == [(0, 0), (1, 1), (2, 12), (3, 13), (4, 14)]
+
+
+def test_a_service_that_does_not_answer_when_it_is_tried_again_takes_no_time_of_the_run(
+    spy: type[Spy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, answers = time.monotonic(), threading.Event()
+
+    def slow(folder: Path, config: Mapping[str, object]) -> Spy:
+        answers.wait(60)
+        return spy(folder, config)
+
+    monkeypatch.setattr(spy, "fails_at", "open")
+    trackers = Trackers(["wandb"], tmp_path, {"seed": 7})
+    monkeypatch.setattr(spy, "fails_at", "")
+    monkeypatch.setitem(TRACKERS, "wandb", slow)
+    begin = time.perf_counter()
+    for step in range(5):
+        monkeypatch.setattr(time, "monotonic", lambda step=step: now + 61 + step)
+        trackers.log(step, 1.0, [("train/loss", 1.0)])
+    assert time.perf_counter() - begin < 20 and not spy.made
+    answers.set()
+    deadline = time.perf_counter() + 60
+    while not spy.made and time.perf_counter() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    trackers.log(5, 1.0, [("train/loss", 1.0)])
+    trackers.log(6, 1.0, [("train/loss", 1.0)])
+    trackers.close()
+    (heard,) = spy.made
+    assert heard.said[0][0] == "open" and heard.said[-1] == ("close",) and len(heard.said) >= 3
 
 
 def test_trackers_are_named_in_the_run_file_and_may_change_on_resume() -> None:
