@@ -32,6 +32,7 @@ from actors.outcome import Exit
 from app.run.cluster import ClusterAddress
 from app.run.lock import holder, lock_path
 from app.run.outcomes import read_outcome
+from app.run.signals import unwinds_on_signal
 from ops.cores import usable_cores
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ _LOOK_S = 2.0  # between looks for a cluster
 _WATCH_S = 0.5  # between looks at the node
 _ANSWER_S = 30.0
 _SHORT_S, _SHORT_STARTS = 30.0, 3  # of starts in a row that ended sooner, after which their reason is one that stays
+_ENDS_S, _ENDS_LOOK_S = 10.0, 0.05  # that processes have to end after SIGKILL, and between looks
 _SAID = 2000  # letters of what Ray said last
 _ENDED_S = 20.0
 
@@ -63,7 +65,8 @@ def join_until_told(joining: Joining, *, ended_s: float = _ENDED_S) -> int:
     """Returns the exit code: 0 when told to leave, or when the run has ended; 75 where no cluster came; 1 where this
     machine cannot join. `ended_s`: that a run whose cluster has gone may take to say how it ended."""
     short = 0  # starts in a row that lasted no time
-    with _told_to_leave(joining.to_the_end) as leaves:
+    # a terminal that is gone tells this process alone: Ray has a session of its own
+    with unwinds_on_signal(), _told_to_leave(joining.to_the_end) as leaves:
         while True:
             found = _cluster(joining, leaves)
             if found is None:
@@ -169,6 +172,7 @@ class JoinedNode:
             stdout=self._printed,
             stderr=self._printed,
             preexec_fn=_deaf,
+            start_new_session=True,  # by which what it has started is known when it has ended itself
         )
         self.lasted_s, self.said = 0.0, ""  # once it has ended
 
@@ -188,16 +192,38 @@ class JoinedNode:
 
     def end(self) -> None:
         """End them: they hear no signal but this one. `said` is the end of what they have printed."""
-        with suppress(psutil.NoSuchProcess):
-            ours = psutil.Process(self._process.pid)
-            for process in (*ours.children(recursive=True), ours):
+        until = time.monotonic() + _ENDS_S
+        while living := _living_in(self._process.pid):
+            for process in living:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
+            self._process.poll()
+            if time.monotonic() > until:
+                names = ", ".join(f"process {process.pid}" for process in living)
+                print(f"{names} of Ray on this machine did not end within {_ENDS_S:g} s of SIGKILL", file=sys.stderr)
+                break
+            time.sleep(_ENDS_LOOK_S)
         self._process.wait()
         self.lasted_s = time.monotonic() - self._began
         with self._printed as printed:
             printed.seek(0)
             self.said = printed.read().decode(errors="replace")[-_SAID:].strip()
+
+
+def _living_in(session: int) -> list[psutil.Process]:
+    """Processes of a session, and what they have started, also when its first one is gone."""
+    found: set[psutil.Process] = set()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) == session:
+                found |= {process, *process.children(recursive=True)}
+    return [process for process in found if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _address_towards(cluster: str) -> str:

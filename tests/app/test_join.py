@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -129,6 +130,40 @@ def test_a_machine_that_cannot_join_ends_after_a_few_tries(
     address = cluster_for("echo another version of Ray >&2\nexit 1")
     assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
     assert f"cannot join {address}: another version of Ray" in capsys.readouterr().err
+
+
+SECONDS = f"300.{os.getpid()}"  # that processes of these tests sleep, and nobody else's
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Of what sleeps for so long, after the block."""
+
+    def left() -> list[psutil.Process]:
+        return [one for one in psutil.process_iter(["cmdline"]) if SECONDS in (one.info["cmdline"] or [])]
+
+    try:
+        yield
+        assert left() == []
+    finally:
+        for process in left():
+            process.kill()
+
+
+def test_nothing_stays_of_ray_that_ends_before_what_it_has_started(
+    tmp_path: Path, cluster_for: Callable[[str], str]
+) -> None:
+    """`ray start --block` is killed: its raylet and workers are nobody's children then."""
+    cluster_for(f"sleep {SECONDS} &\nsh -c 'sleep {SECONDS} & sleep {SECONDS}' &\nsleep 1\nexit 1")
+    with nothing_left():
+        assert join_until_told(Joining(run=tmp_path, wait_s=60), ended_s=0.0) == 1
+
+
+def test_nothing_stays_of_a_machine_whose_terminal_goes(tmp_path: Path, cluster_for: Callable[[str], str]) -> None:
+    cluster_for(f"kill -HUP {os.getpid()}\nsleep {SECONDS}")
+    with nothing_left(), pytest.raises(SystemExit) as ended:
+        join_until_told(Joining(run=tmp_path, wait_s=60))
+    assert ended.value.code == 128 + signal.SIGHUP
 
 
 def test_nothing_stays_of_a_machine_whose_leave_is_cut_short(
