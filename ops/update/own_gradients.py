@@ -103,7 +103,10 @@ class OwnGradients:
 
     def form(self, group: Group, bounds: Bounds) -> None:
         """As `Gradients.form`."""
-        if self._group.abandoned:  # a collective of the dead generation may still be writing into the old memory
+        if self._group.abandoned:
+            # A collective of the dead generation may still be writing into the old memory. On a CPU it holds that
+            # memory itself; on a GPU its abort has ended all writers, and there is no room for both.
+            self._drop()
             self._allocate()
         self._cut(group, bounds)
 
@@ -214,6 +217,16 @@ class OwnGradients:
         self._next = 0  # buckets before this one have been started
         self._closed = False  # nothing more is added in this step
         self._pending, self._missing = deque(), []
+
+    def _drop(self) -> None:
+        """Let the memory go, and all that refers to it."""
+        self._pending.clear()
+        self._views, self._flat_views = [], []
+        for parameter in self._parameters:
+            parameter.grad = None
+        if self._gathered is not None:
+            self._gathered.drop()
+        self.flat = self._memory = torch.empty(0, dtype=self._dtype)
 
     def _allocate(self) -> None:
         total = self._layout[-1].hi

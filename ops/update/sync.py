@@ -482,7 +482,11 @@ class ReplicatedParameters:
     def form(self, group: Group, bounds: Bounds, current: bool) -> None:
         """As `Parameters.form`."""
         if self._group.abandoned:
-            # A collective of the dead generation may still be writing into the old memory.
+            # A collective of the dead generation may still be writing into the old memory. On a CPU it holds that
+            # memory itself; on a GPU its abort has ended all writers, and there is no room for both.
+            self._pending = []
+            if not current:  # the values come with the state
+                self._drop()
             self._allocate()
         self._group, self._bounds, self._pending = group, bounds, []
         self._even = group.even_ranges(self._padded, self._layout[-1].hi)
@@ -506,6 +510,12 @@ class ReplicatedParameters:
             one.wait()
         self._pending = []
 
+    def _drop(self) -> None:
+        """Let the memory go: parameters have no values until the next ones are gathered."""
+        for parameter in self._parameters:
+            parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        self._flat = self._padded = torch.empty(0)
+
     def _allocate(self) -> None:
         # Views start wherever the sizes put them. All large tensors of a DiT have a multiple of 16 elements, so
         # they stay 16-byte aligned, as CUDA kernels like it, without padding that checkpoints would have to know.
@@ -515,5 +525,6 @@ class ReplicatedParameters:
         with torch.no_grad():
             for parameter, slot in zip(self._parameters, self._layout, strict=True):
                 view = self._flat[slot.lo : slot.hi].view(slot.shape)
-                view.copy_(parameter)
+                if parameter.numel() == view.numel():  # else it has been dropped
+                    view.copy_(parameter)
                 parameter.data = view

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ops.comm.collectives import Group
 from ops.comm.groups import Groups
@@ -257,3 +258,37 @@ def test_a_member_that_dies_in_the_middle_of_the_sum_leaves_a_usable_worker() ->
         one.start_sum()
         one.finish_step(0, 1.0, 1, 1, lambda phase: None)
     np.testing.assert_array_equal(flat_weights(models[0]), flat_weights(calm))
+
+
+def test_after_a_broken_collective_no_memory_is_there_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is planned to its limit has no room for both."""
+    model = copy.deepcopy(START)
+    sync = FlatSync(model, FULL, TOTAL_STEPS, places=placed(sum_elements=SUM_ELEMENTS))
+    sync.form(Group.solo(), None)
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    result = sync.finish_step(0, 1.0, 1.0, 1.0, phase=lambda name: None, export=True)
+    assert result.export is not None
+    result.export.wait()
+    shard, weights = result.export.shard.copy(), [p.detach().clone() for p in model.parameters()]
+    broken = Group.solo()
+    sync.form(broken, [shard])
+    broken.abandoned = True
+    memory = [sync.parameters._padded, sync.gradients._memory]  # type: ignore[attr-defined]
+    earlier = [StorageWeakRef(tensor.untyped_storage()) for tensor in memory]
+    del memory
+    there, zeros = [], torch.zeros
+
+    def noted(*sizes: Any, **more: Any) -> Tensor:
+        there.append(sum(not one.expired() for one in earlier))
+        return zeros(*sizes, **more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "zeros", noted)
+        sync.form(Group.solo(), [shard])
+    assert there == [1, 0], "first the gradient, then the parameters"
+    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
+    sync.begin_step()
+    sample_loss(model, 0, 0).backward()
+    sync.finish_step(1, 1.0, 1.0, 1.0, phase=lambda name: None)
+    assert not all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
