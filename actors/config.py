@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -184,16 +185,19 @@ class CheckpointConfig:
     """State on durable storage."""
 
     every: int = 100  # steps from one checkpoint to the next; 0: only at the end
-    keep_last: int = 3  # older ones are deleted
+    keep_last: int = 3  # older ones are deleted; 0: all are kept
     keep_every: int = 0  # also keep every checkpoint whose number of steps is a multiple of this; 0: none of them
 
     def __post_init__(self) -> None:
-        if self.every < 0 or self.keep_every < 0 or self.keep_last < 1:
-            raise ValueError(
-                f"checkpoint.every {self.every} and checkpoint.keep_every {self.keep_every} must be 0 or more, "
-                f"checkpoint.keep_last {self.keep_last} at least 1: a run resumes from the last one."
-            )
-        check_numbers("checkpoint", self, every=between(0), keep_last=between(1), keep_every=between(0))
+        check_numbers("checkpoint", self, every=between(0), keep_last=between(0), keep_every=between(0))
+
+    def num_kept(self, steps: int) -> int:
+        """The most checkpoints that are there at a time in a run of as many steps."""
+        written = -(-steps // self.every) if self.every else 1
+        if not self.keep_last:
+            return written
+        multiples = steps // math.lcm(self.every, self.keep_every) if self.every and self.keep_every else 0
+        return min(written, self.keep_last + multiples)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -250,13 +250,14 @@ def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str
 def prune(root: Path, keep_last: int, keep_every: int = 0) -> list[Path]:
     """Remove old checkpoints; returns what was removed.
 
-    Kept are the `keep_last` newest complete ones, those after a multiple of `keep_every` steps, and whatever is newer
-    than the newest complete one (it may be in the making). One that the storage does not let go now goes next time.
+    Kept are the `keep_last` newest complete ones (0: all of them), those after a multiple of `keep_every` steps, and
+    whatever is newer than the newest complete one (it may be in the making). One that the storage does not let go now
+    goes next time.
     """
     found = complete(root)
     if not found:
         return []
-    keep = set(found[-max(1, keep_last) :])
+    keep = set(found[-keep_last:])  # all of them for 0
     keep |= {folder for folder in found if keep_every and (_step_of(folder) + 1) % keep_every == 0}
     newest = _step_of(found[-1])
     old = [folder for folder in _step_folders(root) if folder not in keep and _step_of(folder) <= newest]

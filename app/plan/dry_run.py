@@ -127,7 +127,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         f"{whole / 1e6:,.1f} M weights{'' if count == whole else f', {count / 1e6:,.1f} M trained'}"
     )
     size, free = count * bytes_per_weight(bool(config.train.optimizer.ema_decay)), free_bytes(run_dir(config))
-    kept = config.checkpoint.keep_last + (1 if config.checkpoint.keep_every else 0)
+    kept = config.checkpoint.num_kept(config.train.steps)
     print(f"gradients {_gradients(config, count, device)}")
     print(f"encoders  {_encoders(model, device)}")
     if config.train.memory.parameters == "node":
@@ -136,7 +136,7 @@ def _print_model(config: RunConfig, model: ModelConfig, device: str) -> None:
         print(f"weights   {gib:.2f} GiB of {which} once in host memory of each node (train.memory.parameters: node)")
     print(f"storage   {size / 2**30:.2f} GiB per checkpoint, {kept} kept, {free / 2**30:,.1f} GiB free")
     if size * (kept + 1) > free:
-        print("          warning: the disk fills up before the run ends; lower checkpoint.keep_last")
+        print("          warning: the disk fills up before the run ends; keep fewer with checkpoint.keep_last")
 
 
 def _encoders(model: ModelConfig, device: str) -> str:

@@ -22,7 +22,7 @@ from actors.plan.places import ParameterSetting, StateSetting, chosen, gpu_place
     [
         (SnapshotConfig, {"every": 0}, "snapshot.every 0"),
         (SnapshotConfig, {"copies": 0}, "snapshot.copies 0"),
-        (CheckpointConfig, {"keep_last": 0}, "checkpoint.keep_last 0"),
+        (CheckpointConfig, {"keep_last": -1}, "checkpoint.keep_last is -1"),
         (PlannerConfig, {"lookahead": -1}, "planner.lookahead -1"),
         (WorkersConfig, {"heartbeat_s": 0}, "workers.heartbeat_s"),
     ],
@@ -30,6 +30,20 @@ from actors.plan.places import ParameterSetting, StateSetting, chosen, gpu_place
 def test_settings_that_would_fail_in_the_middle_of_a_run_are_refused(config: type, values: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         config(**values)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        ({"every": 200, "keep_last": 0}, 6),  # the last one after the last step, no multiple of 200
+        ({"every": 200, "keep_last": 3}, 3),
+        ({"every": 200, "keep_last": 3, "keep_every": 500}, 4),  # after 1,000 steps
+        ({"every": 0, "keep_last": 3}, 1),
+        ({"every": 500, "keep_last": 7}, 3),
+    ],
+)
+def test_how_many_checkpoints_a_run_holds_is_known_before(settings: dict[str, int], kept: int) -> None:
+    assert CheckpointConfig(**settings).num_kept(1100) == kept
 
 
 MANY = 16 << 20  # weights whose gradient is 64 MiB

@@ -54,6 +54,13 @@ def test_every_shipped_run_loads_and_survives_a_round_trip(path: Path) -> None:
     assert RunConfig.from_yaml(config.to_yaml()) == config
 
 
+@pytest.mark.parametrize("path", [path for path in RUNS if "-lora-" in path.stem], ids=lambda path: path.stem)
+def test_a_shipped_run_of_factors_keeps_every_checkpoint(path: Path) -> None:
+    """The best of them is chosen by its samples when all are made."""
+    checkpoint = RunConfig.load(path).checkpoint
+    assert checkpoint.keep_last == 0 and checkpoint.every > 0
+
+
 def test_there_are_shipped_runs() -> None:
     assert "demo" in [path.stem for path in RUNS]
 

@@ -331,6 +331,14 @@ def test_prune_keeps_the_newest_the_multiples_and_what_is_being_written(tmp_path
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["step-19", "step-29", "step-39", "step-49"]
 
 
+def test_prune_removes_no_checkpoint_where_all_are_kept(tmp_path: Path) -> None:
+    for step in (9, 19, 29):
+        write(tmp_path, step)
+    begin(step_folder(tmp_path, 4))  # a torn one of long ago
+    assert [folder.name for folder in prune(tmp_path, keep_last=0)] == ["step-4"]
+    assert [folder.name for folder in complete(tmp_path)] == ["step-9", "step-19", "step-29"]
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_stays_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
