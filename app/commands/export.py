@@ -7,9 +7,13 @@ from typing import Annotated
 
 import typer
 
+from app.commands.options import After
+
 
 def export(
     checkpoint: Annotated[Path, typer.Option("--checkpoint", help="Run folder (its latest) or a checkpoint.")],
+    after: After = None,
+    *,
     to: Annotated[Path, typer.Option("--to", help="Folder to write; it must not exist.")],
     base: Annotated[
         Path | None,
@@ -20,5 +24,6 @@ def export(
 ) -> None:
     """Write a Diffusers pipeline folder, load it back, and compare before reporting success."""
     from app.export.export import run
+    from app.sampling.model import chosen_checkpoint
 
-    run(checkpoint, to, base=base, dtype=dtype, ema=ema)
+    run(chosen_checkpoint(checkpoint, after), to, base=base, dtype=dtype, ema=ema)

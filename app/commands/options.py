@@ -12,3 +12,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. train.steps=100. Repeatable."),
 ]
+After = Annotated[
+    int | None,
+    typer.Option("--after", help="Of a run: its checkpoint after this many steps; default: its latest.", min=1),
+]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast, get_args
 
 import typer
 
+from app.commands.options import After
 from app.settings.option_groups import in_groups
 from app.settings.sections import LongPrompts
 
@@ -26,6 +27,7 @@ class _Material:
     checkpoint: Annotated[
         Path | None, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
     ] = None
+    after: After = None
     published: Annotated[
         Path | None, typer.Option("--from", help="Instead: the Diffusers folder of a published pipeline.")
     ] = None
@@ -57,6 +59,8 @@ class _Material:
             raise typer.BadParameter(
                 f"--from {self.published} has no model_index.json; give the folder of a Diffusers pipeline."
             )
+        if self.after is not None and self.published is not None:
+            raise typer.BadParameter("--after is of a run: give --checkpoint RUN.")
         return given[0]
 
     def texts(self) -> list[str]:
@@ -214,6 +218,7 @@ def sample(
     spread: _Spread,
 ) -> None:
     """Make clips from a checkpoint: MP4s and a contact sheet."""
+    from app.sampling.model import chosen_checkpoint
     from app.sampling.sample import default_out, run
 
     folder = material.folder()
@@ -222,6 +227,7 @@ def sample(
     clip.check()
     spread.check()
     changes, texts = clip.changes(), material.texts()
+    folder = chosen_checkpoint(folder, material.after)
     out = out or default_out(folder, texts)
     run(
         folder,

@@ -7,11 +7,14 @@ from typing import Annotated
 
 import typer
 
+from app.commands.options import After
+
 
 def validate(
     checkpoint: Annotated[
         Path, typer.Option("--checkpoint", help="Run folder (its latest), a checkpoint, or an exported folder.")
     ],
+    after: After = None,
     sources: Annotated[
         list[str] | None,
         typer.Option("--source", help="Held-out clips: shards, a table or a folder. Default: validation.sources."),
@@ -24,6 +27,7 @@ def validate(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
 ) -> None:
     """Measure the loss of held-out clips at a checkpoint, by noise level and by bucket."""
+    from app.sampling.model import chosen_checkpoint
     from app.validation.checkpoint import validate as run
 
-    run(checkpoint, tuple(sources or ()), clips=clips, draws=draws, ema=ema, device=device)
+    run(chosen_checkpoint(checkpoint, after), tuple(sources or ()), clips=clips, draws=draws, ema=ema, device=device)

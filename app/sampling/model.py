@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from actors.config import TrainConfig
-from actors.state.checkpoint_files import CheckpointError, is_complete, latest, load, model_state
+from actors.state.checkpoint_files import CheckpointError, load, model_state
 from actors.worker.loading import Modules
 from app.device.choice import pick_device
+from app.inputs.checkpoints import checkpoint_folder
 from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run, published_scheduler
 from app.settings.config import RunConfig, names
@@ -168,24 +169,18 @@ def release_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def checkpoint_folder(path: Path) -> Path:
-    """The checkpoint that `path` means: itself, the latest below it, or the latest of a run directory."""
-    if not path.exists():
-        raise ConfigError(f"checkpoint {path} does not exist.")
-    if is_complete(path):
-        return path
-    found = latest(path) or latest(path / "checkpoints")
-    if found is None:
-        raise ConfigError(
-            f"{path} is no complete checkpoint and holds none; give runs/NAME or "
-            f"runs/NAME/checkpoints/step-N with a COMPLETE file."
-        )
-    return found
-
-
 def one_checkpoint(path: Path) -> Path:
     """The one checkpoint that is meant, absolute, however many a live run writes meanwhile: for processes elsewhere."""
     return (path if is_folder(path) else checkpoint_folder(path)).resolve()
+
+
+def chosen_checkpoint(path: Path, after: int | None) -> Path:
+    """`path`, or of a run the checkpoint after as many steps. Raises ConfigError where it has none."""
+    if after is None:
+        return path
+    if is_folder(path):
+        raise ConfigError(f"{path} holds the weights of one checkpoint: give its run, or leave --after {after} out.")
+    return checkpoint_folder(path, after)
 
 
 def _other_expert(

@@ -18,8 +18,9 @@ from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
+from app.inputs.checkpoints import checkpoint_folder
 from app.sampling.clips import ClipChanges, ClipOrder, ClipSettings, Crew, clips_of, first_frames, write_clips
-from app.sampling.model import SavedModel, checkpoint_folder, is_folder, one_checkpoint, saved_model
+from app.sampling.model import SavedModel, is_folder, one_checkpoint, saved_model
 from app.sampling.published import is_pipeline, published_notes
 from app.settings.config import RunConfig
 from app.settings.prompts import prompt_notes

@@ -14,7 +14,7 @@ from app.sampling.clips import ClipChanges
 
 # In the order of the help; those of one line belong to one part of it.
 OPTIONS = """
---checkpoint --from --prompt --prompts --image --last-image --other
+--checkpoint --after --from --prompt --prompts --image --last-image --other
 --out --ema/--no-ema
 --frames --height --width --steps --timesteps --guidance-scale --guidance-scale-2 --flow-shift
 --decode-timestep --decode-noise-scale

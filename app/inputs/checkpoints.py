@@ -1,0 +1,67 @@
+"""Which checkpoint a person means: the latest of a run, the one after a number of steps, or the one that a path names.
+
+A folder is named after the last step in it, and steps count from 0: step-249 is what 250 steps have made. People count
+steps, so commands take 250 (`--after`) and their messages have both. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from actors.state.checkpoint_files import complete, damage, is_complete, latest, step_folder
+from actors.state.checkpoint_writer import root_of, step_of
+from ops.counted import counted
+from ops.typed import ConfigError
+
+_MOST_NAMED = 12  # checkpoints in a message
+
+
+def checkpoint_folder(path: Path, after: int | None = None) -> Path:
+    """The checkpoint that `path` means: itself, the latest below it, or the latest of a run directory; with `after` the
+    one of a run after as many steps. Raises ConfigError where there is none, with those that there are."""
+    if after is not None:
+        return _after(path, after)
+    if not path.exists():
+        beside = complete(path.parent)
+        raise ConfigError(f"checkpoint {path} does not exist.{f' {_there_are(beside)}' if beside else ''}")
+    if is_complete(path):
+        return path
+    found = latest(path) or latest(root_of(path))
+    if found is None:
+        raise ConfigError(
+            f"{path} is no complete checkpoint and holds none; give runs/NAME or "
+            f"runs/NAME/checkpoints/step-N with a COMPLETE file."
+        )
+    return found
+
+
+def steps_of(checkpoint: Path) -> int:
+    """How many steps have made it."""
+    return step_of(checkpoint) + 1
+
+
+def _after(path: Path, steps: int) -> Path:
+    if is_complete(path):
+        raise ConfigError(
+            f"{path} is one checkpoint, after {counted(steps_of(path), 'step')}: give its run, or leave --after "
+            f"{steps} out."
+        )
+    if not path.exists():
+        raise ConfigError(f"checkpoint {path} does not exist.")
+    root = root_of(path) if root_of(path).is_dir() else path
+    folder = step_folder(root, steps - 1)
+    if not is_complete(folder):
+        raise ConfigError(f"{path} has no checkpoint after {counted(steps, 'step')}. {_there_are(complete(root))}")
+    if why := damage(folder):
+        raise ConfigError(f"{folder} is damaged: {why}. {_there_are([f for f in complete(root) if f != folder])}")
+    return folder
+
+
+def _there_are(folders: Sequence[Path]) -> str:
+    """The newest of them, oldest first."""
+    if not folders:
+        return "There is none."
+    named = [f"{steps_of(folder)} ({folder.name})" for folder in folders[-_MOST_NAMED:]]
+    older = "older ones, and those " if len(folders) > _MOST_NAMED else "those "
+    return f"There are {older}after {', '.join(named)} steps."

@@ -1,0 +1,93 @@
+"""Commands take a run's checkpoint by the number of steps that have made it, and say which there are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from app.cli import app
+from app.inputs.checkpoints import checkpoint_folder
+from app.sampling.model import saved_model
+from app.sampling.sample import default_out
+from ops.typed import ConfigError
+from tests.app.test_sample import tiny_run, write_checkpoint
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with checkpoints after 250, 500 and 750 steps."""
+    for steps in (250, 500, 750):
+        write_checkpoint(tmp_path / "one", tiny_run(), steps - 1)
+    return tmp_path / "one"
+
+
+def test_the_checkpoint_after_as_many_steps_is_meant(run: Path) -> None:
+    for given in (run, run / "checkpoints"):
+        assert checkpoint_folder(given, 250) == run / "checkpoints" / "step-249"
+        assert checkpoint_folder(given) == run / "checkpoints" / "step-749"
+
+
+def test_those_that_there_are_are_named(run: Path) -> None:
+    there = r"There are those after 250 \(step-249\), 500 \(step-499\), 750 \(step-749\) steps\."
+    with pytest.raises(ConfigError, match=rf"one has no checkpoint after 300 steps\. {there}"):
+        checkpoint_folder(run, 300)
+    with pytest.raises(ConfigError, match=rf"step-250 does not exist\. {there}"):
+        checkpoint_folder(run / "checkpoints" / "step-250")
+
+
+def test_of_many_the_newest_are_named(tmp_path: Path) -> None:
+    for step in range(14):
+        write_checkpoint(tmp_path, tiny_run(), step)
+    with pytest.raises(
+        ConfigError, match=r"There are older ones, and those after 3 \(step-2\), 4 .*14 \(step-13\) steps"
+    ):
+        checkpoint_folder(tmp_path, 100)
+
+
+def test_a_run_that_has_none_and_a_checkpoint_that_is_one_are_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"empty has no checkpoint after 1 step\. There is none\."):
+        checkpoint_folder(tmp_path / "empty", 1)
+    with pytest.raises(ConfigError, match=r"step-249 is one checkpoint, after 250 steps: give its run"):
+        checkpoint_folder(run / "checkpoints" / "step-249", 500)
+
+
+def test_a_damaged_one_is_not_taken(run: Path) -> None:
+    shard = next((run / "checkpoints" / "step-499").glob("shard-*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(ConfigError, match=r"step-499 is damaged: .*There are those after 250 .*, 750 "):
+        checkpoint_folder(run, 500)
+
+
+def said(*words: str) -> str:
+    return " ".join(CliRunner().invoke(app, words).stderr.replace("│", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("command", "body"),
+    [
+        ("sample --out clips", "app.sampling.sample.run"),
+        ("export --to out", "app.export.export.run"),
+        ("validate", "app.validation.checkpoint.validate"),
+    ],
+)
+def test_each_command_hands_on_what_is_meant(
+    run: Path, command: str, body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meant: list[Path] = []
+    monkeypatch.setattr(body, lambda checkpoint, *rest, **named: meant.append(checkpoint))
+    given = [*command.split(), "--checkpoint", str(run)]
+    assert not said(*given, "--after", "500") and not said(*given)
+    assert meant == [run / "checkpoints" / "step-499", run]
+
+
+def test_samples_of_it_are_named_after_it(run: Path) -> None:
+    assert default_out(checkpoint_folder(run, 250)) == run / "samples" / "step-249.mp4"
+    assert saved_model(checkpoint_folder(run, 250)).step == 249
+
+
+def test_a_published_folder_has_no_steps(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").touch()
+    assert "--after is of a run" in said("sample", "--from", str(tmp_path), "--after", "5")
