@@ -17,6 +17,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -206,9 +207,17 @@ class SampleOrder:
     # position
 
     def parts(self, stage: int) -> dict[str, str]:
-        """Hashes of what the plan depends on, up to and including a stage: later stages may still be edited."""
+        """Hashes of what the plan depends on while it is in a stage: this one and those before it. Later ones may still
+        be edited, and so may the end of this one."""
         if stage not in self._parts:
-            stages = [
+            stages = self._hash_of_stages([*self.stages[:stage], replace(self.stages[stage], until_step=0)])
+            self._parts[stage] = {"seed": digest(self.seed), "buckets": stages, **self.identity}
+        return self._parts[stage]
+
+    @staticmethod
+    def _hash_of_stages(stages: Sequence[Stage]) -> str:
+        return digest(
+            [
                 [
                     s.until_step,
                     sorted((str(bucket), size) for bucket, size in s.batch.items()),
@@ -218,10 +227,9 @@ class SampleOrder:
                     s.by_tokens,
                     s.settings,
                 ]
-                for s in self.stages[: stage + 1]
+                for s in stages
             ]
-            self._parts[stage] = {"seed": digest(self.seed), "buckets": digest(stages), **self.identity}
-        return self._parts[stage]
+        )
 
     def token(self, state: OrderState) -> DataToken:
         """The position as JSON of a few kB, however many rows wait."""
@@ -247,19 +255,41 @@ class SampleOrder:
                 f"the resume token stands in segment {token['stage'] + 1}, data.segments has "
                 f"{len(self.stages)}. Restore the segments of the run."
             )
-        ours, theirs = self.parts(token["stage"]), token["plan"]
-        changed = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
-        if changed:
+        if changed := self._changed_since(token):
             raise DataError(
                 f"the resume token of step {token['step']} was made with other data settings: "
-                f"{', '.join(changed)} changed since. Restore them, or start a new run."
+                f"{', '.join(changed)} changed since. {_ways_on(token['step'], changed)}"
+            )
+        stage = self.stages[token["stage"]]
+        if 0 < stage.until_step < token["step"]:
+            raise DataError(
+                f"data.segments ends segment {token['stage'] + 1} at step {stage.until_step}, and the run has "
+                f"{token['step']} steps of it or of those before: set its until_step to {token['step']} or more."
             )
         self.adopt(BatchSizes.from_json(record) for record in token.get("resized", ()))
-        stage = self.stages[token["stage"]]
         return state_of(token, self._buckets(token["stage"]), lambda state: self._next_draw(state, stage))
+
+    def _changed_since(self, token: DataToken) -> list[str]:
+        """Names of what the plan of a token depended on and is other here."""
+        ours, theirs, upto = self.parts(token["stage"]), token["plan"], self.stages[: token["stage"] + 1]
+        changed = [name for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)]
+        if "buckets" in changed and theirs.get("buckets") == self._hash_of_stages(upto):
+            changed.remove("buckets")  # of a version that hashed the end of the stage, too
+        return changed
 
     def _buckets(self, stage: int) -> list[Bucket]:
         return sorted(self.stages[stage].batch)
+
+
+def _ways_on(step: int, changed: Sequence[str]) -> str:
+    """What a person can do whose data is not what a run was trained on up to this step."""
+    begin = "begin a new run with what this one has learned (train.init_from)"
+    if list(changed) == ["buckets"]:
+        return (
+            f"Restore them, and let data.segments change buckets, batches, items_per_step and weights of sources from "
+            f"here on: end the present segment with until_step: {step} and append another; or {begin}."
+        )
+    return f"Restore them, or {begin}."
 
 
 def _chairman(weights: Sequence[float], drawn: Sequence[int], sources: Sequence[int]) -> int:

@@ -178,7 +178,64 @@ def test_later_segments_may_be_edited_while_an_earlier_one_runs() -> None:
     edited = SampleOrder(rows, [stage(until_step=10), stage(items_per_step=4)], 0)
     assert run(edited, edited.restore(token), 5) == run(planner, state, 5)
     with pytest.raises(DataError, match="buckets changed"):
-        SampleOrder(rows, [stage(until_step=12), stage()], 0).restore(token)
+        SampleOrder(rows, [stage(until_step=10, items_per_step=4), stage()], 0).restore(token)
+
+
+@given(st.integers(1, 12), st.integers(0, 4), st.integers(0, 2**31))
+@settings(max_examples=40, deadline=None)
+def test_a_segment_that_is_added_on_a_resume_trains_as_if_it_had_always_been_there(
+    step: int, later: int, seed: int
+) -> None:
+    """Also at the very step where the run stands."""
+    rows = [population([0, 1, 2] * 15)]
+    then = stage(items_per_step=3, batch={SMALL: 2, LARGE: 2, RARE: 2})
+    planner, whole = SampleOrder(rows, [stage()], seed), SampleOrder(rows, [stage(until_step=step + later), then], seed)
+    state = planner.start()
+    before = run(planner, state, step)
+    token = json.loads(json.dumps(planner.token(state)))
+    after = run(whole, whole.restore(token), 12)
+    assert [*before, *after] == run(whole, whole.start(), step + 12)
+    assert {len(micros) for micros in after[later:]} == {3}
+
+
+def test_the_end_of_a_segment_may_move_but_not_to_before_the_steps_that_it_has_had() -> None:
+    rows = [population([0, 1, 2] * 15)]
+    planner = SampleOrder(rows, [stage(until_step=10), stage(items_per_step=4)], 0)
+    state = planner.start()
+    run(planner, state, 7)
+    token = planner.token(state)
+    for end in (7, 8, 20, 0):
+        stages = [stage(until_step=end), stage(items_per_step=4)] if end else [stage()]
+        moved = SampleOrder(rows, stages, 0)
+        assert len(moved.advance(moved.restore(token))) == (4 if end == 7 else 2)
+    with pytest.raises(
+        DataError, match=r"ends segment 1 at step 6, and the run has 7 steps .* until_step to 7 or more"
+    ):
+        SampleOrder(rows, [stage(until_step=6), stage()], 0).restore(token)
+    run(planner, state, 5)  # in the second one by now: the first has ended at step 10
+    with pytest.raises(DataError, match="buckets changed"):
+        SampleOrder(rows, [stage(until_step=11), stage(items_per_step=4)], 0).restore(planner.token(state))
+
+
+def test_a_token_that_knows_the_end_of_its_segment_is_still_read() -> None:
+    """As earlier versions wrote it."""
+    planner = SampleOrder([population([0, 1, 2] * 15)], [stage(until_step=10), stage(items_per_step=4)], 0)
+    token = planner.token(planner.start())
+    token["plan"] = {**token["plan"], "buckets": planner._hash_of_stages(planner.stages[:1])}
+    assert token["plan"] != planner.parts(0)
+    assert len(planner.advance(planner.restore(token))) == 2
+
+
+def test_whoever_changes_the_data_of_a_run_is_told_how_to_go_on() -> None:
+    rows = [population([0, 1, 2] * 15)]
+    planner = SampleOrder(rows, [stage()], 0, {"index": "a"})
+    state = planner.start()
+    run(planner, state, 4)
+    token = planner.token(state)
+    with pytest.raises(DataError, match=r"until_step: 4 and append another; or begin .*train\.init_from"):
+        SampleOrder(rows, [stage(items_per_step=5)], 0, {"index": "a"}).restore(token)
+    with pytest.raises(DataError, match=r"index changed since\. Restore them, or begin a new run .*train\.init_from"):
+        SampleOrder(rows, [stage()], 0, {"index": "b"}).restore(token)
 
 
 @pytest.mark.parametrize(("seed", "identity", "named"), [(1, {"index": "a"}, "seed"), (0, {"index": "b"}, "index")])
