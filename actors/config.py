@@ -248,6 +248,10 @@ class TrainConfig:
     max_skipped_steps: int = 10  # of any 1000 steps, skipped for a NaN or infinite gradient norm; more end the run
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     flow: FlowConfig = field(default_factory=FlowConfig)
+    # A run, or one of its checkpoints (runs/A/checkpoints/step-499): step 0 begins with what it has learned, its
+    # weights, moments and EMA. Data, schedule and all else are this run's; the transformer is the same.
+    init_from: str | None = None
+    init_moments: bool = True  # false: of init_from the weights alone; moments and EMA begin anew
     picture_noise: PictureNoise | None = None  # other noise in every step, so latents are not cached
     memory: TrainMemoryConfig = field(default_factory=TrainMemoryConfig)
 

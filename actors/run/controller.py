@@ -145,7 +145,9 @@ class Controller:
         self._look()  # workers start while the data is opened
         first = self.committer.committed + 1
         accounting = self.source.open(first, self.state.data_token(self.committer.committed))
-        where = "new" if origin is None else origin.checkpoint or "keepers"
+        learned = self.config.train.init_from
+        new = f"new, with what {learned} has learned" if learned else "new"
+        where = new if origin is None else origin.checkpoint or "keepers"
         self.events.tell(RunStarted(from_step=first, pid=os.getpid(), data=accounting, origin=where))
         self.committer.account.begin(time.monotonic())
 

@@ -232,5 +232,5 @@ def first_disagreement(infos: Sequence[WorkerInfo]) -> str:
     where = ", ".join(f"{info.worker} on {info.host}" for info in others)
     return (
         f"the first weights on {where} are not those of the other workers (first in {name}). Give all nodes the same "
-        f"model.dit.path and the same torch, and start again."
+        f"model.dit.path and train.init_from, and the same torch, and start again."
     )

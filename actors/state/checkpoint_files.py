@@ -214,6 +214,11 @@ def load(folder: Path) -> tuple[Meta, list[ShardState]]:
     return _meta(folder, files), [_open_shard(folder / file.name) for file in files if file.name != META]
 
 
+def checksum(folder: Path) -> int:
+    """Equal where checkpoints are: of the sizes and checksums that COMPLETE lists. Raises CheckpointError."""
+    return zlib.crc32(json.dumps(sorted((file.name, file.size, file.crc32) for file in _listed(folder))).encode())
+
+
 def model_state(folder: Path, ema: bool = True, verify: bool = True) -> dict[str, Tensor]:
     """Trained weights by name, fp32: the EMA, or the weights themselves (`ema=False`, or the run kept no EMA).
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from actors.messages import HostGpu, WorkerSettings
 from actors.plan.devices import device_speed
 from actors.plan.places import Places, chosen, number_of_chosen
 from actors.plan.types import ENCODED, MODULES, Module
+from actors.state.checkpoint_files import load
 from ops.attention.varlen import check_backend
 from ops.geometry import Geometry
 from ops.gpu_check import why_unusable
@@ -28,9 +31,9 @@ from ops.models.folders import component, encoder_folders, resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, first_values, num_trained
 from ops.models.weights import frozen_digests, num_weights
 from ops.packed.compiled_blocks import check_compiler
-from ops.shards import ShardState
+from ops.shards import ShardState, cut
 from ops.update.engine import Sync
-from ops.update.flat_vector import initial_shard, trainable
+from ops.update.flat_vector import initial_shard, state_names, trainable
 from ops.update.sync_places import SyncPlaces
 
 if TYPE_CHECKING:
@@ -124,10 +127,11 @@ class Modules:
 
 
 class FirstWeights:
-    """What is trained, before the first update and not rounded: where a run begins that has no state."""
+    """What is trained, before the first update and not rounded: where a run begins that has no state. It is that of
+    `train.init_from`, a checkpoint, where there is one."""
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, train: TrainConfig) -> None:
+        self._train = train
         self._in_module = True
 
     def trained(self) -> None:
@@ -136,7 +140,9 @@ class FirstWeights:
 
     def source(self, dit: nn.Module, config: DiTConfig) -> Callable[[int, int], ShardState]:
         """State of any range of the flat vector; read or drawn again, once, where the DiT was trained, or rounded
-        them."""
+        them. Raises CheckpointError for one that is not whole."""
+        if self._train.init_from:
+            return self._learned(Path(self._train.init_from))
         named = trainable(dit)
         values: list[Callable[[str], Tensor]] = []
 
@@ -144,8 +150,21 @@ class FirstWeights:
             if self._in_module and named[0][1].dtype in (torch.float32, torch.float64):
                 return initial_shard(named, lo, hi)
             if not values:
-                values.append(first_values(config, self._seed, named[0][1].dtype))
+                values.append(first_values(config, self._train.seed, named[0][1].dtype))
             return initial_shard(named, lo, hi, values[0])
+
+        return shard
+
+    def _learned(self, checkpoint: Path) -> Callable[[int, int], ShardState]:
+        whole, wanted = load(checkpoint)[1], state_names(self._train.optimizer)
+
+        def shard(lo: int, hi: int) -> ShardState:
+            found = cut(whole, lo, hi)
+            if self._train.init_moments:
+                return replace(found, arrays={name: found.arrays[name] for name in wanted if name in found.arrays})
+            master = found.arrays["master"]
+            moments = {name: np.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+            return replace(found, updates=0, part_updates=(), arrays={"master": master, **moments})
 
         return shard
 

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -41,6 +42,7 @@ from actors.process import birth
 from actors.progress import ASIDE
 from actors.ray_calls import bar, get, given_gpu, node_address, node_id, object_store_gib, own_handle, wait
 from actors.refs import Ref
+from actors.state.checkpoint_files import checksum
 from actors.worker.aside import Asides
 from actors.worker.caching import ResultCache, host_copy
 from actors.worker.encoding import Encoding
@@ -116,7 +118,7 @@ class Worker:
         self._copying: dict[tuple[int, int], ShardExport] = {}  # by generation and step, until it is waited for
         self._exporting: ShardExport | None = None  # the last one, whose copy may still be made
         self._holds: int | None = None  # the step whose finished state is in this worker; None in the middle of one
-        self._first = FirstWeights(settings.train.seed)
+        self._first = FirstWeights(settings.train)
         self._on_sigterm()
         self.heartbeat.start()  # before the first call to a GPU, which may not return
         self.device = self._device()
@@ -137,6 +139,8 @@ class Worker:
         self._late_digests: dict[str, str] = {}  # of encoders that were made since
         self._store: torch.distributed.Store | None = None  # of the generation
         self._first_sums = checksums(trainable(modules.dit))
+        if settings.train.init_from:  # compared among workers before the first step, as these are
+            self._first_sums += (("train.init_from", checksum(Path(settings.train.init_from))),)
         self.executor.meter.settled()
         self._asides = Asides(modules, self.device, self.executor.meter, settle=self._copied)
         self._peak_tflops = peak_tflops(self.device, settings.train)

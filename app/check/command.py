@@ -14,6 +14,7 @@ from actors.outcome import Exit
 from app.check.facts import GpuFacts, RunPaths
 from app.check.findings import ClusterFacts, Finding, findings
 from app.check.looks import look_at
+from app.inputs.checkpoints import checkpoint_folder
 from app.settings.config import RunConfig
 from ops.counted import counted
 from ops.typed import ConfigError
@@ -42,6 +43,8 @@ def marked(config: RunConfig | None) -> Iterator[RunPaths]:
     model = config.model
     paths = (model.dit.path, model.vae.path, model.text.path, None if model.image is None else model.image.path)
     folders = [path for path in paths if path is not None]
+    if config.train.init_from:
+        folders.append(str(checkpoint_folder(Path(config.train.init_from))))
     sources = (*config.data.sources, *(config.validation.sources if config.validation.every else ()))
     above = next(place for place in (Path(config.run.dir), *Path(config.run.dir).parents) if place.is_dir())
     marker = above / f".heddle-check-{uuid.uuid4().hex}"

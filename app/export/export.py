@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from actors.state.checkpoint_files import load, model_state
 from app.export import frozen_parts
 from app.export.parity import compare_forward, compare_read_back, compare_weights
-from app.inputs.checkpoints import checkpoint_folder
-from app.sampling.model import put_weights, run_config
+from app.inputs.checkpoints import checkpoint_folder, run_config
+from app.sampling.model import put_weights
 from app.settings.config import RunConfig
 from ops.models.base.config import DiTConfig
 from ops.models.experts import transformers

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from actors.state.checkpoint_files import complete, damage, is_complete, latest, step_folder
+from actors.state.checkpoint_files import CheckpointError, Meta, complete, damage, is_complete, latest, step_folder
 from actors.state.checkpoint_writer import root_of, step_of
+from app.settings.config import RunConfig, names
+from app.settings.written_by import explained
 from ops.counted import counted
-from ops.typed import ConfigError
+from ops.typed import ConfigError, build, parse
 
 _MOST_NAMED = 12  # checkpoints in a message
 
@@ -39,6 +41,15 @@ def checkpoint_folder(path: Path, after: int | None = None) -> Path:
 def steps_of(checkpoint: Path) -> int:
     """How many steps have made it."""
     return step_of(checkpoint) + 1
+
+
+def run_config(meta: Meta, folder: Path) -> RunConfig:
+    """The run's config that a checkpoint carries."""
+    text = meta.get("config")
+    if not isinstance(text, str):
+        raise CheckpointError(f"{folder}: meta.json holds no config; it was not written by a training run.")
+    with explained(text):
+        return build(RunConfig, parse(text, "meta.json"), names())
 
 
 def _after(path: Path, steps: int) -> Path:

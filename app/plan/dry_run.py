@@ -20,6 +20,7 @@ from app.inputs.account import print_account
 from app.inputs.batches import device_gib, with_limits, with_limits_of
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
+from app.inputs.first_state import with_first_state
 from app.inputs.items import items_from_data, open_dataset
 from app.inputs.memory import view_memory
 from app.inputs.profiles import profile_of
@@ -43,14 +44,20 @@ STEPS = 8  # planned as one rolling sequence
 MOST_MINUTES = 180  # of a run; a longer one is given in hours
 
 
-def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overwrite: bool = False) -> None:
+def dry_run(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> None:
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
     check_read(config)
     check_installed(config.track)
-    config, decided, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
-    for note in [*notes(config), *sample_notes(config), *([decided] if decided else [])]:
+    config, said, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
+    for note in [*notes(config), *sample_notes(config), *said]:
         print(f"note: {note}")
     if config.workers.device == "cuda" and not _cuda_here():
         print("note: workers.device is cuda and this machine has no CUDA device: it can plan the run, not train it.")
@@ -94,17 +101,19 @@ def dry_run(path: Path, overrides: Sequence[str], *, resume: bool = False, overw
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
 
 
-def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, str, list[Change]]:
-    """The config that a start would train with, what `auto` has decided of compiling, and what a resume changes. Raises
-    ConfigError where the folder or the run in it refuses the start."""
-    if not (resume or overwrite):
+def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, list[str], list[Change]]:
+    """The config that a start would train with, what it says of `train.init_from` and of compiling, and what a resume
+    changes. Raises ConfigError where the folder or the run in it refuses the start."""
+    if resume or overwrite:
+        check_run_dir(config, resume=resume, overwrite=overwrite)
+    else:
         check_place(run_dir(config))
-        return *with_compiling(config), []
-    folder = check_run_dir(config, resume=resume, overwrite=overwrite)
-    if not resume:
-        return *with_compiling(config), []
-    config, decided = with_compiling(with_limits_of(config, folder), folder)
-    return config, decided, check_resume(config, folder)
+    folder = run_dir(config) if resume else None
+    config = config if folder is None else with_limits_of(config, folder)
+    config, begins = with_first_state(config, folder)
+    config, decided = with_compiling(config, folder)
+    said = [one for one in (begins, decided) if one]
+    return config, said, [] if folder is None else check_resume(config, folder)
 
 
 def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:

@@ -20,6 +20,7 @@ from actors.pool.requested_size import forget_size
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
+from app.inputs.first_state import with_first_state
 from app.inputs.synthetic import make_missing
 from app.run.apart import is_inner, run_apart
 from app.run.cluster import (
@@ -88,13 +89,14 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
         config = with_limits_of(config, folder) if resume else config
+        config, begins = with_first_state(config, folder if resume else None)
         config, decided = with_compiling(config, folder if resume else None)
         changes = check_resume(config) if resume else []
         predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
         _say_before(config, resume=resume)
-        if decided:
-            _note(decided)
+        for said in filter(None, (begins, decided)):
+            _note(said)
         _check_files(config)  # before Ray starts, and an earlier run's files go
         print("connecting to Ray" if is_on_a_cluster() else "starting Ray on this machine", flush=True)
         try:

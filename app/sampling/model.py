@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from actors.config import TrainConfig
-from actors.state.checkpoint_files import CheckpointError, load, model_state
+from actors.state.checkpoint_files import load, model_state
 from actors.worker.loading import Modules
 from app.device.choice import pick_device
-from app.inputs.checkpoints import checkpoint_folder
+from app.inputs.checkpoints import checkpoint_folder, run_config
 from app.sampling.prompts import EncodedPrompts, encode_prompts
 from app.sampling.published import is_pipeline, published_run, published_scheduler
-from app.settings.config import RunConfig, names
-from app.settings.written_by import explained
+from app.settings.config import RunConfig
 from ops.attention.varlen import check_backend
 from ops.flow.sampling import LowNoiseExpert
 from ops.flow.schedulers import Scheduler
@@ -31,7 +30,7 @@ from ops.models.experts import transformers
 from ops.models.folders import resolve
 from ops.models.load import build_dit, build_image, build_text, build_vae, dit_skeleton
 from ops.models.weights import check_state
-from ops.typed import ConfigError, build, parse
+from ops.typed import ConfigError
 
 _MOST_OF_FREE = 0.7  # what weights take of a device's free memory at most; the rest is for clips
 
@@ -284,15 +283,6 @@ def _for_device(config: RunConfig, device: torch.device) -> ModelConfig:
         print(f"note: {error} Sampling uses auto.")
         return replace(model, dit=replace(model.dit, attention="auto"))
     return model
-
-
-def run_config(meta: dict[str, object], folder: Path) -> RunConfig:
-    """The run's config that a checkpoint carries."""
-    text = meta.get("config")
-    if not isinstance(text, str):
-        raise CheckpointError(f"{folder}: meta.json holds no config; it was not written by a training run.")
-    with explained(text):
-        return build(RunConfig, parse(text, "meta.json"), names())
 
 
 def put_weights(module: nn.Module, state: dict[str, Tensor], where: str) -> None:

@@ -28,6 +28,7 @@ from app.settings.rules import (
     check_buckets,
     check_degrees,
     check_experts,
+    check_first,
     check_flow,
     check_frame_rate,
     check_images,
@@ -115,6 +116,7 @@ def check(config: RunConfig, read: Geometry | None = None) -> None:
     check_images(config.model, config.data, config.sample)
     check_degrees(config.model, config.planner, config.workers, read)
     check_schedule(config.train)
+    check_first(config.model, config.train)
     check_buckets(config.data, config.model, read)
     check_flow(config.model, config.train.flow)
     check_pictures(config.train, config.model, config.data, read)
@@ -143,6 +145,7 @@ def from_here(config: RunConfig) -> RunConfig:
         data=replace(
             data, sources=_sources_from_here(data.sources), cache=replace(data.cache, path=_absolute(data.cache.path))
         ),
+        train=replace(config.train, init_from=_absolute(config.train.init_from)),
         workers=replace(config.workers, cluster=_absolute_file(config.workers.cluster)),
         planner=replace(planner, profile=_absolute(planner.profile)),
         sample=replace(

@@ -17,6 +17,8 @@ ELSEWHERE = {
     "tracker_name": "run.name",
     "resume_from_checkpoint": "the command line option --resume",
     "resume": "the command line option --resume",
+    "load": "train.init_from",
+    "start_from_scratch": "train.init_from",
     "checkpointing_steps": "checkpoint.every",
     "training_state_checkpointing_steps": "checkpoint.every",
     "ckpt_every": "checkpoint.every",

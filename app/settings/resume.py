@@ -9,7 +9,7 @@ neither torch nor Ray: a resume is refused before anything starts and before any
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,7 +36,9 @@ FUNCTION = _names("""
     data.caption_dropout data.engine.decoder
     train.seed train.loss_weight train.flow train.picture_noise train.optimizer.kind
 """)  # another value would train something else
-WEIGHTS = _names("model.dit.path model.dit.lora_from model.vae.path model.text.path")  # may move, must hold the same
+WEIGHTS = _names("""
+    model.dit.path model.dit.lora_from model.vae.path model.text.path train.init_from
+""")  # may move, must hold the same
 SOURCES = ["data.sources"]  # may move; what they hold is compared with the resume token when they are opened
 SCHEDULE = _names("""
     model.dit.gradient_checkpointing model.dit.attention model.dit.compile model.dit.cuda_graphs model.dit.exchange
@@ -54,7 +56,7 @@ SCHEDULE = _names("""
     train.optimizer.lr_decay_steps train.optimizer.lr_min_ratio train.optimizer.ema_decay
     workers planner snapshot checkpoint
 """)  # may change, and the run says so
-FREE = ["run", "sample", "validation", "track"]
+FREE = ["run", "sample", "validation", "track", "train.init_moments"]
 _TABLES: tuple[tuple[list[str], SettingKind], ...] = (
     (FUNCTION, "function"),
     (WEIGHTS, "weights"),
@@ -107,10 +109,11 @@ def kind_of(key: str) -> SettingKind:
     return KINDS[name]
 
 
-def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
-    """What changed in schedule and pool since the run's last start. Raises ConfigError for another training."""
+def check_resume(config: RunConfig, folder: Path | None = None, *, checkpoint: Path | None = None) -> list[Change]:
+    """What changed in schedule and pool since the run's last start. Raises ConfigError for another training than that
+    of the `checkpoint` that is continued, by default the newest state."""
     folder = folder or run_dir(config)
-    saved, where = _trained(folder)
+    saved, where, checkpoint = _trained(folder, checkpoint)
     if saved is None:
         return []
     now: SettingsTree = as_plain(config)
@@ -119,10 +122,43 @@ def check_resume(config: RunConfig, folder: Path | None = None) -> list[Change]:
         raise ConfigError(
             f"--resume would train something else than {where}: {', '.join(map(str, refused))}. Restore "
             f"{'it' if len(refused) == 1 else 'them'}, or start anew with another run.name or "
-            f"--overwrite."
+            f"--overwrite.{_ways_on(refused, saved, checkpoint)}"
         )
     last = _yaml(folder / "config.yaml") or saved
     return [change for change in differences(last, now) if kind_of(change.key) != "free"]
+
+
+def _ways_on(refused: Sequence[Change], saved: SettingsTree, checkpoint: Path | None) -> str:
+    """A sentence on how these settings may be other ones while what the run has learned stays; "" where none can."""
+    if checkpoint is None:
+        return ""
+    ways, parts = [], [_of_segment(change) for change in refused]
+    if all(parts):
+        entry = "the last entry" if _value(saved, "data", "segments") else "an entry"
+        new = ", ".join(dict.fromkeys(part for part in parts if part))
+        ways.append(
+            f"restore and let data.segments change it from here on: {entry} with until_step: {_step(checkpoint) + 1}, "
+            f"and one more, {{until_step: 0, {new}}}"
+        )
+    if not any(change.key.startswith("model.dit.") for change in refused):  # another transformer
+        ways.append(f"begin another run.name with --set train.init_from={checkpoint}")
+    return f" To go on with what it has learned, {'; or '.join(ways)}." if ways else ""
+
+
+def _of_segment(change: Change) -> str:
+    """What an entry of `data.segments` says for a changed setting; "" where none can."""
+    for section in ("data.buckets", "data.batch"):
+        if change.key.startswith(f"{section}."):
+            return f"{section.removeprefix('data.')}: {{...}}"
+    if change.key == "data.items_per_step":
+        return f"items_per_step: {change.new}"
+    if change.key == "data.sources" and _without_weights(change.old) == _without_weights(change.new):
+        return "weights: [...]"
+    return ""
+
+
+def _without_weights(sources: object) -> list[SettingsTree]:
+    return [{name: value for name, value in one.items() if name != "weight"} for one in _without_places(sources)]
 
 
 def differences(old: SettingsTree, new: SettingsTree) -> list[Change]:
@@ -153,7 +189,7 @@ def is_refused(change: Change, old: SettingsTree, new: SettingsTree) -> bool:
     """Whether going on with this change would train something else."""
     if change.key == "train.optimizer.ema_decay":  # the state holds an average, or it does not
         return bool(change.old) != bool(change.new)
-    if change.key == "model.dit.lora_from":  # what came of the file is in the state, and no file is read into that
+    if change.key in ("model.dit.lora_from", "train.init_from"):  # in the state; no file is read into that
         return not change.old
     if change.key.startswith("data.batch.") and _limited_nothing(old):
         return False
@@ -243,10 +279,11 @@ def _value(tree: SettingsTree, *names: str) -> object:
     return value
 
 
-def _trained(folder: Path) -> tuple[SettingsTree | None, str]:
-    """The settings of the state that a resume would continue, and where they are written; None if nothing was
-    trained."""
-    checkpoints = sorted((folder / "checkpoints").glob("step-*/COMPLETE"), key=lambda path: -_step(path.parent))
+def _trained(folder: Path, chosen: Path | None = None) -> tuple[SettingsTree | None, str, Path | None]:
+    """The settings of the state that a resume would continue, where they are written, and the checkpoint that holds
+    it, which may be `chosen`; None if nothing was trained."""
+    found = (folder / "checkpoints").glob("step-*/COMPLETE") if chosen is None else [chosen / "COMPLETE"]
+    checkpoints = sorted(found, key=lambda path: -_step(path.parent))
     for marker in checkpoints:
         try:
             meta = json.loads((marker.parent / "meta.json").read_bytes())
@@ -254,11 +291,11 @@ def _trained(folder: Path) -> tuple[SettingsTree | None, str]:
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
             continue  # a damaged checkpoint is not what the run will continue from
         if isinstance(saved, Mapping):
-            return saved, f"the checkpoint after {counted(_step(marker.parent) + 1, 'step')}"
+            return saved, f"the checkpoint after {counted(_step(marker.parent) + 1, 'step')}", marker.parent
     metrics = folder / "metrics.jsonl"
     if not checkpoints and not (metrics.is_file() and metrics.stat().st_size):
-        return None, ""
-    return _yaml(folder / "config.yaml"), f"{folder / 'config.yaml'} says"
+        return None, "", None
+    return _yaml(folder / "config.yaml"), f"{folder / 'config.yaml'} says", None
 
 
 def _yaml(path: Path) -> SettingsTree | None:

@@ -352,6 +352,15 @@ def check_attention(model: ModelConfig, train: TrainConfig, workers: WorkersConf
         )
 
 
+def check_first(model: ModelConfig, train: TrainConfig) -> None:
+    """One thing says what training begins with."""
+    if model.dit.lora_from and train.init_from:
+        raise ConfigError(
+            f"model.dit.lora_from {model.dit.lora_from} and train.init_from {train.init_from} both say which factors "
+            f"training begins with; leave one of them out."
+        )
+
+
 def check_experts(model: ModelConfig, train: TrainConfig) -> None:
     """Two experts are updated apart."""
     if train.sync == "deepspeed" and len(model.dit.experts) > 1:

@@ -27,11 +27,16 @@ def config(tmp_path: Path, *overrides: str) -> RunConfig:
 def folder(tmp_path: Path) -> Path:
     """A run that has trained ten steps and written a checkpoint."""
     saved = config(tmp_path)
-    made = prepare_run_dir(saved)
-    (made / "metrics.jsonl").write_text('{"step": 9}\n')
-    (made / "checkpoints" / "step-9").mkdir(parents=True)
-    (made / "checkpoints" / "step-9" / "COMPLETE").write_text("{}")
-    (made / "checkpoints" / "step-9" / "meta.json").write_text(json.dumps({"step": 9, "config": saved.to_yaml()}))
+    return write_trained(prepare_run_dir(saved), saved)
+
+
+def write_trained(made: Path, saved: RunConfig, step: int = 9) -> Path:
+    """A checkpoint of a run that has trained to this step."""
+    checkpoint = made / "checkpoints" / f"step-{step}"
+    (made / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").write_text("{}")
+    (checkpoint / "meta.json").write_text(json.dumps({"step": step, "config": saved.to_yaml()}))
     return made
 
 
@@ -259,3 +264,64 @@ def test_leaves_end_at_values_that_are_mappings_themselves() -> None:
 
 def test_a_long_value_is_told_short() -> None:
     assert len(str(Change("data.sources", ["x" * 500], []))) < 120
+
+
+NEW_RUN = r"begin another run\.name with --set train\.init_from=.*/one/checkpoints/step-9"
+SEGMENT = r"data\.segments change it from here on: an entry with until_step: 10, and one more, \{until_step: 0, "
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("data.items_per_step=2", rf"{SEGMENT}items_per_step: 2\}}; or {NEW_RUN}\.$"),
+        ("data.buckets.min_area=0.5", rf"{SEGMENT}buckets: \{{\.\.\.\}}\}}; or {NEW_RUN}\.$"),
+        ("data.batch.memory_tokens=500", rf"{SEGMENT}batch: \{{\.\.\.\}}\}}; or {NEW_RUN}\.$"),
+        ("data.sources.0.weight=1", rf"{SEGMENT}weights: \[\.\.\.\]\}}; or {NEW_RUN}\.$"),
+        ("data.caption_dropout=0.5", rf"--overwrite\. To go on with what it has learned, {NEW_RUN}\.$"),
+        ("train.seed=1", rf"--overwrite\. To go on with what it has learned, {NEW_RUN}\.$"),
+        ("model.dit.num_layers=3", r"or --overwrite\.$"),  # another transformer takes over nothing
+    ],
+)
+def test_whoever_is_refused_is_told_how_to_go_on_with_what_the_run_has_learned(
+    tmp_path: Path, folder: Path, override: str, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_resume(config(tmp_path, override))
+
+
+def test_the_last_segment_of_a_curriculum_is_what_ends(tmp_path: Path) -> None:
+    segments = "data.segments=[{until_step: 5, items_per_step: 1}, {until_step: 0}]"
+    write_trained(prepare_run_dir(config(tmp_path, segments)), config(tmp_path, segments))
+    with pytest.raises(ConfigError, match=r"the last entry with until_step: 10, and one more, .*items_per_step: 2"):
+        check_resume(config(tmp_path, segments, "data.items_per_step=2"))
+
+
+def test_an_entry_of_segments_is_no_other_training(tmp_path: Path, folder: Path) -> None:
+    added = "data.segments=[{until_step: 10}, {until_step: 0, items_per_step: 2}]"
+    assert [change.key for change in check_resume(config(tmp_path, added))] == ["data.segments"]
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_from(tmp_path: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"another run\.name or --overwrite\.$"):
+        check_resume(config(tmp_path, "data.items_per_step=2"))
+
+
+def test_what_a_run_began_with_is_not_read_into_its_state(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"train\.init_from null -> /elsewhere"):
+        check_resume(config(tmp_path, "train.init_from=/elsewhere"))
+    shutil.rmtree(folder)
+    given = "train.init_from=/elsewhere/checkpoints/step-3"
+    write_trained(prepare_run_dir(config(tmp_path, given)), config(tmp_path, given))
+    assert [change.key for change in check_resume(config(tmp_path, "train.init_from=null"))] == ["train.init_from"]
+    assert check_resume(config(tmp_path, given, "train.init_moments=false")) == []
+
+
+def test_a_run_that_goes_back_is_compared_with_the_checkpoint_that_it_goes_back_to(
+    tmp_path: Path, folder: Path
+) -> None:
+    later = config(tmp_path, "data.items_per_step=2")
+    write_trained(folder, later, 19)
+    assert "data.items_per_step" in {change.key for change in check_resume(later)}  # than in config.yaml
+    with pytest.raises(ConfigError, match=r"the checkpoint after 10 steps: data\.items_per_step 3 -> 2"):
+        check_resume(later, checkpoint=folder / "checkpoints" / "step-9")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from app.sampling.model import run_config
+from app.inputs.checkpoints import run_config
 from app.settings.config import RunConfig
 from app.settings.written_by import VERSION
 from ops.typed import ConfigError

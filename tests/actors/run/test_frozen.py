@@ -159,7 +159,7 @@ def test_attention_that_the_device_lacks_is_refused_before_weights_are_read() ->
 
 
 def test_training_in_bf16_starts_from_the_weights_in_fp32() -> None:
-    first, train = FirstWeights(seed=3), train_config(parameter_dtype="bfloat16")
+    first, train = FirstWeights(train_config(seed=3)), train_config(parameter_dtype="bfloat16")
     settings = WorkerSettings(model=MODEL, train=train, workers=WorkersConfig())
     modules = build_modules(settings, torch.device("cpu"))
     given = torch.cat([p.detach().flatten() for _, p in trainable(build_dit(modules.config.dit, 3))])
