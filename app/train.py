@@ -20,6 +20,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--config", "-c", required=True, help="YAML of the run")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint")
+    parser.add_argument("--back-to", type=int, metavar="N", help="with --resume: from the checkpoint after N steps")
     parser.add_argument("--overwrite", action="store_true", help="start again in an existing folder")
     return parser.parse_args(arguments)
 
@@ -35,7 +36,13 @@ def _main() -> int:
         with unwinds_on_signal():
             from app.run.launch import train
 
-            return train(given.config, given.overrides, resume=given.resume, overwrite=given.overwrite)
+            return train(
+                given.config,
+                given.overrides,
+                resume=given.resume,
+                overwrite=given.overwrite,
+                back_to=given.back_to,
+            )
     except SystemExit as ended:  # by a signal
         return ended.code if isinstance(ended.code, int) else 1
     except (Exception, KeyboardInterrupt) as error:

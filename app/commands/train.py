@@ -13,6 +13,15 @@ def train(
     config: Config,
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the latest checkpoint.")] = False,
+    back_to: Annotated[
+        int | None,
+        typer.Option(
+            "--back-to",
+            metavar="N",
+            min=1,
+            help="With --resume: from the checkpoint after N steps. Later ones are moved aside.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again in an existing folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Resolve, open the data, plan, show, stop.")] = False,
     cluster: Annotated[
@@ -24,13 +33,13 @@ def train(
     if dry_run:
         from app.plan.dry_run import dry_run as preview
 
-        preview(config, settings, resume=resume, overwrite=overwrite)
+        preview(config, settings, resume=resume, overwrite=overwrite, back_to=back_to)
         return
     from app.run.cluster import leave_if_stuck
     from app.run.launch import train as run
     from app.run.signals import heed_no_more
 
-    code = run(config, settings, resume=resume, overwrite=overwrite)
+    code = run(config, settings, resume=resume, overwrite=overwrite, back_to=back_to)
     leave_if_stuck(code)
     heed_no_more()
     raise typer.Exit(code)

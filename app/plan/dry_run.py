@@ -27,6 +27,7 @@ from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import need_lines, state_lines, with_room
 from app.plan.preview import PlanInputs, planned, preview_options, step_figures, step_seconds, update_line
+from app.run.going_back import earlier_checkpoint
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed
@@ -50,13 +51,14 @@ def dry_run(
     *,
     resume: bool = False,
     overwrite: bool = False,
+    back_to: int | None = None,
 ) -> None:
     """Print the preview, on `workers.cluster` where one is given. Raises what a run would: ConfigError, DataError,
     PlanError. An existing run may be previewed without `resume` or `overwrite`, which its start would ask for."""
     config = from_here(RunConfig.load(path, overrides))
     check_read(config)
     check_installed(config.track)
-    config, said, changes = _of_the_start(config, resume=resume, overwrite=overwrite)
+    config, said, changes = _of_the_start(config, resume=resume, overwrite=overwrite, back_to=back_to)
     for note in [*notes(config), *sample_notes(config), *said]:
         print(f"note: {note}")
     if config.workers.device == "cuda" and not _cuda_here():
@@ -101,19 +103,22 @@ def dry_run(
         print("\n".join(["cascades  GiB of that room", *need_lines(view, plan, inputs.items(plan), profile)]))
 
 
-def _of_the_start(config: RunConfig, *, resume: bool, overwrite: bool) -> tuple[RunConfig, list[str], list[Change]]:
+def _of_the_start(
+    config: RunConfig, *, resume: bool, overwrite: bool, back_to: int | None
+) -> tuple[RunConfig, list[str], list[Change]]:
     """The config that a start would train with, what it says of `train.init_from` and of compiling, and what a resume
     changes. Raises ConfigError where the folder or the run in it refuses the start."""
     if resume or overwrite:
         check_run_dir(config, resume=resume, overwrite=overwrite)
     else:
         check_place(run_dir(config))
-    folder = run_dir(config) if resume else None
+    folder, earlier = run_dir(config) if resume else None, earlier_checkpoint(config, back_to, resume=resume)
     config = config if folder is None else with_limits_of(config, folder)
     config, begins = with_first_state(config, folder)
     config, decided = with_compiling(config, folder)
-    said = [one for one in (begins, decided) if one]
-    return config, said, [] if folder is None else check_resume(config, folder)
+    back = f"it goes back to {earlier.name}; what came later is moved aside" if earlier is not None else ""
+    said = [one for one in (begins, decided, back) if one]
+    return config, said, [] if folder is None else check_resume(config, folder, checkpoint=earlier)
 
 
 def _beginning(config: RunConfig, *, resume: bool, overwrite: bool) -> str:

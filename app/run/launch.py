@@ -39,6 +39,7 @@ from app.run.controller_process import (
     DRIVER,
 )
 from app.run.copies import keep_apart
+from app.run.going_back import earlier_checkpoint, set_aside
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory
@@ -64,34 +65,43 @@ UPLOADED = "/runtime_resources/working_dir_files/"  # in paths below the working
 
 
 def train(
-    config_path: str | Path, overrides: Sequence[str] = (), *, resume: bool = False, overwrite: bool = False
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    back_to: int | None = None,
 ) -> int:
-    """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start."""
+    """Run to the end. Returns the exit code; raises our own errors for what is found wrong before the start. `back_to`:
+    a resume goes on from the checkpoint after as many steps."""
     config = from_here(RunConfig.load(config_path, overrides))
     check_read(config)
     check_installed(config.track)
     given_cluster(config)
     check_run_dir(config, resume=resume, overwrite=overwrite)
+    earlier_checkpoint(config, back_to, resume=resume)
     if is_inner() or is_on_a_cluster():
         with RunSignals() as signals:
-            return _run(config, signals, resume=resume, overwrite=overwrite)
+            return _run(config, signals, resume=resume, overwrite=overwrite, back_to=back_to)
     if logging.getLogger("app").level == logging.DEBUG:
         os.environ["HEDDLE_DEBUG"] = "1"
     options = [word for override in overrides for word in ("--set", override)]
     options += ["--resume"] * resume + ["--overwrite"] * overwrite
+    options += ["--back-to", str(back_to)] if back_to is not None else []
     return run_apart(["-m", "app.train", "--config", str(config_path), *options])
 
 
-def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: bool) -> int:
+def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: bool, back_to: int | None) -> int:
     """Take the locks of the run's folder, connect to Ray, run to the end, leave Ray. Returns the exit code."""
     folder = run_dir(config)
     with FolderLock(lock_path(folder, DRIVER)) as lock, FolderLock(lock_path(folder, CONTROLLER)) as predecessor:
         lock.take(_DRIVER_S, _note)
         check_run_dir(config, resume=resume, overwrite=overwrite)
+        earlier = earlier_checkpoint(config, back_to, resume=resume)
         config = with_limits_of(config, folder) if resume else config
         config, begins = with_first_state(config, folder if resume else None)
         config, decided = with_compiling(config, folder if resume else None)
-        changes = check_resume(config) if resume else []
+        changes = check_resume(config, checkpoint=earlier) if resume else []
         predecessor.take(CONTROLLER_S, _note)  # of a driver that was killed: it ends soon after
         fresh = not folder.exists()
         _say_before(config, resume=resume)
@@ -110,9 +120,11 @@ def _run(config: RunConfig, signals: RunSignals, *, resume: bool, overwrite: boo
             check_memory(config, device, fresh=fresh)
             if copied := keep_apart(folder):
                 _note(copied)
-            end_leftovers(config, overwrite=overwrite)
+            end_leftovers(config, overwrite=overwrite or earlier is not None)
             prepare_run_dir(config, resume=resume, overwrite=overwrite)
             keep_apart(folder)  # remembers where a new folder lies
+            if earlier is not None and (moved := set_aside(folder, earlier)):
+                _note(moved)
             device.keep(folder)
             (folder / OUTCOME).unlink(missing_ok=True)
             forget_size(folder)

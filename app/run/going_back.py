@@ -1,0 +1,74 @@
+"""`heddle train --resume --back-to N`: a run goes on from an earlier checkpoint of its own, and nothing is deleted.
+
+What came after it lies in RUN/later-than-N-steps/ from then on: later checkpoints, plans and samples are moved there,
+metrics.jsonl and workers.jsonl copied, as their lines of later steps go when those steps are taken again (and are
+`recomputed` then). The position of the data and its counts are those of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from actors.state.checkpoint_writer import root_of, step_of
+from app.inputs.checkpoints import checkpoint_folder, steps_of
+from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
+from app.settings.config import RunConfig
+from app.settings.run_folder import run_dir
+from ops.counted import counted
+from ops.typed import ConfigError
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool) -> Path | None:
+    """The checkpoint of the run after as many steps; None where it does not go back. Raises ConfigError where there is
+    none, and where the run has gone back to it before: a batch system that starts a command again would throw the run
+    back each time."""
+    if steps is None:
+        return None
+    if not resume:
+        raise ConfigError(f"--back-to {steps} is for a run that is continued: give --resume, too.")
+    folder = run_dir(config)
+    checkpoint = checkpoint_folder(folder, steps)
+    if (aside := _aside(folder, checkpoint)).exists():
+        raise ConfigError(
+            f"{aside} exists: the run has gone back to {counted(steps, 'step')} before. Leave --back-to out to go on, "
+            f"or move that folder elsewhere to go back once more."
+        )
+    return checkpoint
+
+
+def set_aside(folder: Path, checkpoint: Path) -> str:
+    """Make this checkpoint the run's newest. Returns what to tell of it; "" where nothing came after it. If it is cut
+    short, the run goes on from this checkpoint or a later one."""
+    later = _later(root_of(folder), checkpoint)
+    other = [path for name in ("samples", "plans") for path in _later(folder / name, checkpoint)]
+    if not later and not other:
+        return ""
+    aside = _aside(folder, checkpoint)
+    aside.mkdir()
+    for name in (METRICS, WORKERS, OLDER_WORKERS):
+        if (folder / name).is_file():
+            shutil.copy2(folder / name, aside / name)
+    for path in [*other, *later]:
+        place = aside / path.parent.name / path.name
+        place.parent.mkdir(exist_ok=True)
+        path.rename(place)
+    names = ", ".join(path.name for path in reversed(later)) or "later samples and plans"
+    return (
+        f"the run goes back to {counted(steps_of(checkpoint), 'step')}: {names} lie in {aside}, with its metrics so far"
+    )
+
+
+def _aside(folder: Path, checkpoint: Path) -> Path:
+    return folder / f"later-than-{steps_of(checkpoint)}-steps"
+
+
+def _later(folder: Path, checkpoint: Path) -> list[Path]:
+    """What in it is named after a later step than the checkpoint, the latest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _STEP.match(path.name))]
+    return [path for step, path in sorted(found, reverse=True) if step > step_of(checkpoint)]

@@ -1,0 +1,92 @@
+"""`heddle train --resume --back-to N` makes an earlier checkpoint the newest, and deletes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from actors.state.checkpoint_files import begin, latest, step_folder
+from app.run.going_back import earlier_checkpoint, set_aside
+from app.settings.run_folder import run_dir
+from ops.typed import ConfigError
+from tests.app.test_sample import tiny_run, write_checkpoint
+
+METRICS = "".join(f'{{"step": {step}}}\n' for step in range(31))
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 31 steps with checkpoints after 10, 20 and 30, samples and plans."""
+    monkeypatch.chdir(tmp_path)
+    folder = run_dir(tiny_run())
+    for step in (9, 19, 29):
+        write_checkpoint(folder, tiny_run(), step)
+    begin(step_folder(folder / "checkpoints", 30))  # torn
+    for name in ("samples/step-9-01.mp4", "samples/step-29-01.mp4", "samples/mine.mp4", "plans/step-7.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "plans" / "step-11.json").touch()
+    (folder / "metrics.jsonl").write_text(METRICS)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_came_later_is_moved_aside_and_nothing_is_lost(run: Path) -> None:
+    before = contents(run)
+    earlier = earlier_checkpoint(tiny_run(), 10, resume=True)
+    assert earlier is not None
+    said = set_aside(run, earlier)
+    assert "goes back to 10 steps: step-19, step-29, step-30 lie in runs/tiny/later-than-10-steps" in said
+    assert latest(run / "checkpoints") == run / "checkpoints" / "step-9"
+    aside = run / "later-than-10-steps"
+    assert latest(aside / "checkpoints") == aside / "checkpoints" / "step-29", "a checkpoint, as it was"
+    assert (aside / "metrics.jsonl").read_text() == METRICS
+    there = sorted(str(path.relative_to(aside)) for name in ("samples", "plans") for path in (aside / name).iterdir())
+    assert there == ["plans/step-11.json", "samples/step-29-01.mp4"]
+    after = {name.removeprefix("later-than-10-steps/"): data for name, data in contents(run).items()}
+    assert after == before
+
+
+def test_a_move_that_is_cut_short_leaves_the_run_at_this_checkpoint_or_a_later_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    earlier = run / "checkpoints" / "step-9"
+    rename, moved = Path.rename, []
+
+    def rename_some(path: Path, place: Path) -> Path:
+        if len(moved) == 4:
+            raise OSError("the machine is gone")
+        moved.append(path)
+        return rename(path, place)
+
+    monkeypatch.setattr(Path, "rename", rename_some)
+    with pytest.raises(OSError, match="gone"):
+        set_aside(run, earlier)
+    assert latest(run / "checkpoints") == run / "checkpoints" / "step-19"
+
+
+def test_a_run_goes_back_to_a_checkpoint_once(run: Path) -> None:
+    """Or a batch system that starts the same command again would throw it back each time."""
+    earlier = earlier_checkpoint(tiny_run(), 20, resume=True)
+    assert earlier is not None and set_aside(run, earlier)
+    with pytest.raises(ConfigError, match=r"later-than-20-steps exists: the run has gone back to 20 steps before"):
+        earlier_checkpoint(tiny_run(), 20, resume=True)
+    assert earlier_checkpoint(tiny_run(), 10, resume=True) == run / "checkpoints" / "step-9"
+
+
+def test_nothing_is_moved_where_nothing_came_later(run: Path) -> None:
+    newest = write_checkpoint(run, tiny_run(), 40)
+    before = contents(run)
+    assert set_aside(run, newest) == "" and contents(run) == before
+
+
+def test_what_is_no_resume_or_has_no_such_checkpoint_is_refused(run: Path) -> None:
+    assert earlier_checkpoint(tiny_run(), None, resume=False) is None
+    with pytest.raises(ConfigError, match=r"--back-to 10 .* give --resume, too"):
+        earlier_checkpoint(tiny_run(), 10, resume=False)
+    with pytest.raises(ConfigError, match=r"no checkpoint after 15 steps\. There are those after 10 \(step-9\), 20 "):
+        earlier_checkpoint(tiny_run(), 15, resume=True)
