@@ -56,10 +56,9 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
         place = aside / path.parent.name / path.name
         place.parent.mkdir(exist_ok=True)
         path.rename(place)
-    names = ", ".join(path.name for path in reversed(later)) or "later samples and plans"
-    return (
-        f"the run goes back to {counted(steps_of(checkpoint), 'step')}: {names} lie in {aside}, with its metrics so far"
-    )
+    names = ", ".join(path.name for path in reversed(later)) or "samples and plans"
+    steps = counted(steps_of(checkpoint), "step")
+    return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"
 
 
 def _aside(folder: Path, checkpoint: Path) -> Path:

@@ -40,7 +40,10 @@ def test_what_came_later_is_moved_aside_and_nothing_is_lost(run: Path) -> None:
     earlier = earlier_checkpoint(tiny_run(), 10, resume=True)
     assert earlier is not None
     said = set_aside(run, earlier)
-    assert "goes back to 10 steps: step-19, step-29, step-30 lie in runs/tiny/later-than-10-steps" in said
+    assert (
+        "goes back to 10 steps: what came later (step-19, step-29, step-30) lies in runs/tiny/later-than-10-steps"
+        in said
+    )
     assert latest(run / "checkpoints") == run / "checkpoints" / "step-9"
     aside = run / "later-than-10-steps"
     assert latest(aside / "checkpoints") == aside / "checkpoints" / "step-29", "a checkpoint, as it was"
