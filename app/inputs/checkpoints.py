@@ -12,6 +12,7 @@ from pathlib import Path
 from actors.state.checkpoint_files import CheckpointError, Meta, complete, damage, is_complete, latest, step_folder
 from actors.state.checkpoint_writer import root_of, step_of
 from app.settings.config import RunConfig, names
+from app.settings.run_folder import run_dir
 from app.settings.written_by import explained
 from ops.counted import counted
 from ops.typed import ConfigError, build, parse
@@ -41,6 +42,29 @@ def checkpoint_folder(path: Path, after: int | None = None) -> Path:
 def steps_of(checkpoint: Path) -> int:
     """How many steps have made it."""
     return step_of(checkpoint) + 1
+
+
+def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool) -> Path | None:
+    """The checkpoint of the run after as many steps; None where it does not go back. Raises ConfigError where there is
+    none, and where the run has gone back to it before: a batch system that starts a command again would throw the run
+    back each time."""
+    if steps is None:
+        return None
+    if not resume:
+        raise ConfigError(f"--back-to {steps} is for a run that is continued: give --resume, too.")
+    folder = run_dir(config)
+    checkpoint = checkpoint_folder(folder, steps)
+    if (aside := later_folder(folder, checkpoint)).exists():
+        raise ConfigError(
+            f"{aside} exists: the run has gone back to {counted(steps, 'step')} before. Leave --back-to out to go on, "
+            f"or move that folder elsewhere to go back once more."
+        )
+    return checkpoint
+
+
+def later_folder(run: Path, checkpoint: Path) -> Path:
+    """Where what came after a checkpoint lies, once the run has gone back to it."""
+    return run / f"later-than-{steps_of(checkpoint)}-steps"
 
 
 def run_config(meta: Meta, folder: Path) -> RunConfig:

@@ -18,6 +18,7 @@ from actors.plan.types import Plan
 from actors.planning.forecasts import host_weights_gib
 from app.inputs.account import print_account
 from app.inputs.batches import device_gib, with_limits, with_limits_of
+from app.inputs.checkpoints import earlier_checkpoint
 from app.inputs.cluster import cluster_of
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -27,7 +28,6 @@ from app.inputs.profiles import profile_of
 from app.inputs.synthetic import make_missing
 from app.plan.memory import need_lines, state_lines, with_room
 from app.plan.preview import PlanInputs, planned, preview_options, step_figures, step_seconds, update_line
-from app.run.going_back import earlier_checkpoint
 from app.settings.config import RunConfig, check_read, from_here
 from app.settings.notes import notes, sample_notes
 from app.settings.packages import check_installed

@@ -12,32 +12,11 @@ import shutil
 from pathlib import Path
 
 from actors.state.checkpoint_writer import root_of, step_of
-from app.inputs.checkpoints import checkpoint_folder, steps_of
+from app.inputs.checkpoints import later_folder, steps_of
 from app.records.rundir import METRICS, OLDER_WORKERS, WORKERS
-from app.settings.config import RunConfig
-from app.settings.run_folder import run_dir
 from ops.counted import counted
-from ops.typed import ConfigError
 
 _STEP = re.compile(r"step-(\d+)")
-
-
-def earlier_checkpoint(config: RunConfig, steps: int | None, *, resume: bool) -> Path | None:
-    """The checkpoint of the run after as many steps; None where it does not go back. Raises ConfigError where there is
-    none, and where the run has gone back to it before: a batch system that starts a command again would throw the run
-    back each time."""
-    if steps is None:
-        return None
-    if not resume:
-        raise ConfigError(f"--back-to {steps} is for a run that is continued: give --resume, too.")
-    folder = run_dir(config)
-    checkpoint = checkpoint_folder(folder, steps)
-    if (aside := _aside(folder, checkpoint)).exists():
-        raise ConfigError(
-            f"{aside} exists: the run has gone back to {counted(steps, 'step')} before. Leave --back-to out to go on, "
-            f"or move that folder elsewhere to go back once more."
-        )
-    return checkpoint
 
 
 def set_aside(folder: Path, checkpoint: Path) -> str:
@@ -47,7 +26,7 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
     other = [path for name in ("samples", "plans") for path in _later(folder / name, checkpoint)]
     if not later and not other:
         return ""
-    aside = _aside(folder, checkpoint)
+    aside = later_folder(folder, checkpoint)
     aside.mkdir()
     for name in (METRICS, WORKERS, OLDER_WORKERS):
         if (folder / name).is_file():
@@ -59,10 +38,6 @@ def set_aside(folder: Path, checkpoint: Path) -> str:
     names = ", ".join(path.name for path in reversed(later)) or "samples and plans"
     steps = counted(steps_of(checkpoint), "step")
     return f"the run goes back to {steps}: what came later ({names}) lies in {aside}, with its metrics so far"
-
-
-def _aside(folder: Path, checkpoint: Path) -> Path:
-    return folder / f"later-than-{steps_of(checkpoint)}-steps"
 
 
 def _later(folder: Path, checkpoint: Path) -> list[Path]:

@@ -18,6 +18,7 @@ from actors.outcome import Exit, Outcome
 from actors.plan.types import Cluster
 from actors.pool.requested_size import forget_size
 from app.inputs.batches import batch_limits, device_gib, is_open, with_limits, with_limits_of
+from app.inputs.checkpoints import earlier_checkpoint
 from app.inputs.cluster import given_cluster
 from app.inputs.compiling import with_compiling
 from app.inputs.first_state import with_first_state
@@ -39,7 +40,7 @@ from app.run.controller_process import (
     DRIVER,
 )
 from app.run.copies import keep_apart
-from app.run.going_back import earlier_checkpoint, set_aside
+from app.run.going_back import set_aside
 from app.run.leftovers import end_leftovers
 from app.run.lock import FolderLock, lock_path
 from app.run.memory import check_memory

@@ -137,8 +137,8 @@ def _ways_on(refused: Sequence[Change], saved: SettingsTree, checkpoint: Path | 
         entry = "the last entry" if _value(saved, "data", "segments") else "an entry"
         new = ", ".join(dict.fromkeys(part for part in parts if part))
         ways.append(
-            f"restore and let data.segments change it from here on: {entry} with until_step: {_step(checkpoint) + 1}, "
-            f"and one more, {{until_step: 0, {new}}}"
+            f"restore {'it' if len(refused) == 1 else 'them'} and let data.segments change what comes: {entry} with "
+            f"until_step: {_step(checkpoint) + 1}, and one more, {{until_step: 0, {new}}}"
         )
     if not any(change.key.startswith("model.dit.") for change in refused):  # another transformer
         ways.append(f"begin another run.name with --set train.init_from={checkpoint}")

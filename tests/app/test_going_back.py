@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from actors.state.checkpoint_files import begin, latest, step_folder
-from app.run.going_back import earlier_checkpoint, set_aside
+from app.inputs.checkpoints import earlier_checkpoint
+from app.run.going_back import set_aside
 from app.settings.run_folder import run_dir
 from ops.typed import ConfigError
 from tests.app.test_sample import tiny_run, write_checkpoint

@@ -267,7 +267,7 @@ def test_a_long_value_is_told_short() -> None:
 
 
 NEW_RUN = r"begin another run\.name with --set train\.init_from=.*/one/checkpoints/step-9"
-SEGMENT = r"data\.segments change it from here on: an entry with until_step: 10, and one more, \{until_step: 0, "
+SEGMENT = r"let data\.segments change what comes: an entry with until_step: 10, and one more, \{until_step: 0, "
 
 
 @pytest.mark.parametrize(
