@@ -86,9 +86,8 @@ def test_a_new_run_goes_on_with_other_data_from_the_very_bits_of_a_checkpoint(fo
     decay = 6 / 15  # of the fifth update: (1 + 5) / (10 + 5)
     expected = decay * before.arrays["ema"] + (1 - decay) * before.arrays["master"]
     np.testing.assert_allclose(after.arrays["ema"], expected, rtol=1e-5, atol=1e-7)
-    assert (after.arrays["exp_avg_sq"] >= 0.99 * before.arrays["exp_avg_sq"]).all(), (
-        "as after 4 steps, not as after none"
-    )
+    kept = 0.95 * before.arrays["exp_avg_sq"]  # by the second of train.optimizer.betas, beside what the step adds
+    assert (after.arrays["exp_avg_sq"] >= 0.999 * kept).all()
 
 
 def test_a_run_goes_back_and_on_with_another_stage_of_its_curriculum(folder: Path) -> None:
