@@ -8,14 +8,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 
-from data.config import LimitsConfig
+from data.config import LimitsConfig, SourceConfig
 from data.ledger import BadSample, Reason
 from data.storage import read_range
 from data.types import CaptionRef
 
+# What datasets call the column or field of a caption, the usual ones first
+USUAL_NAMES = (
+    "caption",
+    "text",
+    "cap",
+    "prompt",
+    "captions",
+    "vila_caption",
+    "long_caption",
+    "short_caption",
+    "description",
+    "prompts",
+)
 MAX_CHOICES = 32  # captions of one sample; the rest is ignored
+MOST_SAID = 240  # characters of why a sample has no caption, as a list of faults shows them
+GIVE_DEFAULT = "default_caption of the source gives such samples one"
+_TEXT_FILES = ("txt",)
 _MOST_SCORES = 64  # of one sample
 
 
@@ -39,11 +56,41 @@ def choose(policy: tuple[tuple[str, ...], ...], find: Callable[[str], list[str]]
     return found[:MAX_CHOICES]
 
 
+def check_any(captions: Sequence[object], config: SourceConfig, why: str, hint: str = "") -> None:
+    """Raises BadSample for a sample without a caption, unless its source has one for such samples. `why`: where none
+    was found; `hint`: what to set where it is elsewhere."""
+    if not captions and config.default_caption is None:
+        raise BadSample(Reason.NO_CAPTION, f"{why}; {hint or GIVE_DEFAULT}"[:MOST_SAID])
+
+
+def named_elsewhere(policy: str, files: Sequence[str], about: Mapping[str, object]) -> str:
+    """What to set where a sample has text that `policy` does not name: in `files`, its members or the suffixes beside
+    it, or in a field of its JSON. Empty: it has none."""
+    named = {name for offer in parse_policy(policy) for name in offer}
+    fields = [f"json:{name}" for name in about if any(text.strip() for text in json_texts(about, name))]
+    found = [name for name in (*files, *fields) if name not in named]
+    if not found:
+        return ""
+    usual = [name for usual in (*_TEXT_FILES, *USUAL_NAMES) for name in found if _last_word(name) == usual]
+    there = f"text is in {', '.join(found)}"
+    return f"set caption: {policy}|{usual[0]}, as {there}" if usual else f"{there}; caption of the source names its own"
+
+
+def holds_text(name: str) -> bool:
+    """Whether a member of a tar, or a file beside a clip, is a text by its last suffix: `long.txt`, `prompt`."""
+    return _last_word(name) in (*_TEXT_FILES, *USUAL_NAMES)
+
+
+def _last_word(name: str) -> str:
+    return re.split(r"[.:]", name)[-1]
+
+
 def read_caption(ref: CaptionRef, limits: LimitsConfig | None = None) -> str:
-    """The text of a caption, which UTF-8 can hold. Raises BadSample if the bytes changed since they were indexed."""
+    """A caption as it is trained, with its source's prefix, which UTF-8 can hold. Raises BadSample if the bytes changed
+    since they were indexed."""
     text = _text_of(ref, limits or LimitsConfig())
     check_encodable(text)
-    return text
+    return f"{ref.prefix}{text}".strip() if ref.prefix else text
 
 
 def _text_of(ref: CaptionRef, limits: LimitsConfig) -> str:

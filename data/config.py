@@ -58,6 +58,11 @@ class SourceConfig:
     name: str = ""  # shown in reports; empty: the last part of the path
     media: str = ""  # folder of the videos a table names; empty: beside the table
     caption: str = "txt|json:caption"  # members or JSON fields tried in order; `a+b` offers several, one is drawn
+    # trigger word: put before every caption as it stands, "sks style, " with its last space; a caption that is dropped
+    # has none
+    caption_prefix: str = ""
+    # that of samples without a text; "": they are trained without a caption. null: they are refused as no_caption
+    default_caption: str | None = None
     weight: float = 0.0  # 0 in all sources: shares follow the number of admitted samples
     filters: tuple[str, ...] = ()  # rules on index columns: "aesthetic_score >= 4.5"; what they refuse is counted
     shuffle_window: int = 8  # samples are shuffled within this many shards at a time, so reads stay near each other
@@ -86,8 +91,20 @@ class SourceConfig:
         if self.weight < 0:
             raise ValueError(f"data.sources weight {self.weight} of {self.path} is negative. Use 0..1.")
         check_numbers("data.sources", self, weight=between(0, 1e9), shuffle_window=between(0))
+        for name in ("caption_prefix", "default_caption"):
+            _check_text(name, getattr(self, name))
         if self.shuffle_window < 1:
             raise ValueError(f"data.sources shuffle_window {self.shuffle_window} must be at least 1 shard.")
+
+
+def _check_text(name: str, text: str | None) -> None:
+    """Raises ValueError for half a surrogate pair, which no file of settings and no block of captions could hold."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"data.sources {name} {text!r} is no text: {error.reason} at character {error.start}. Leave it out."
+        ) from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

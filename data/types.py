@@ -138,13 +138,15 @@ class Clip:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionRef:
-    """A caption: `text` itself, or the bytes [offset, offset + size) of `path` (field `field` of them if JSON)."""
+    """A caption: `text` itself, or the bytes [offset, offset + size) of `path` (field `field` of them if JSON), after
+    the `prefix` of its source."""
 
     text: str | None = None
     path: str = ""
     offset: int = 0
     size: int = 0
     field: str = ""
+    prefix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,9 @@ app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
 KindOption = Annotated[str, typer.Option(help=f"{', '.join(KINDS)}; default: by the files.")]
 MediaOption = Annotated[str, typer.Option(help="Folder of the videos a table names; default: beside the table.")]
 CaptionOption = Annotated[str, typer.Option(help="Caption fields: a|b tries in order, a+b offers both.")]
+DefaultCaptionOption = Annotated[
+    str | None, typer.Option(help="Caption of samples that have none, which are refused without it.")
+]
 CacheOption = Annotated[Path | None, typer.Option(help="Folder of the index; default: beside the data.")]
 Workers = Annotated[int, typer.Option(help="Processes that read shards.", min=1)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -44,6 +47,7 @@ class SourceOptions:
     kind: KindOption = ""
     media: MediaOption = ""
     caption: CaptionOption = ""
+    default_caption: DefaultCaptionOption = None
     cache: CacheOption = None
     workers: Workers = 1
 
@@ -51,7 +55,8 @@ class SourceOptions:
         """The sources, and the limits that apply to them."""
         from app.data_tools.sources import sources_of
 
-        return sources_of(self.paths, self.config, self.overrides, self.kind, self.media, self.caption)
+        given = (self.kind, self.media, self.caption, self.default_caption)
+        return sources_of(self.paths, self.config, self.overrides, *given)
 
 
 def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Callable[..., None]:
@@ -72,7 +77,7 @@ def with_sources(command: Callable[Concatenate[SourceOptions, P], None]) -> Call
 @with_sources
 def index(options: SourceOptions, as_json: AsJson = False) -> None:
     """Read the headers of all samples; the next time only those of changed shards."""
-    from app.data_tools.printing import index_facts, print_ledger, print_unread
+    from app.data_tools.printing import index_facts, print_defaults, print_ledger, print_unread
     from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
 
@@ -91,6 +96,7 @@ def index(options: SourceOptions, as_json: AsJson = False) -> None:
             f"{counted(index.num_shards, 'shard')}, media of {index.coverage:.1%} found, index {index.hash}"
         )
     print_unread(indexes)
+    print_defaults(indexes)
     print_ledger(ledger)
 
 
@@ -107,7 +113,7 @@ def lint(
     With --config the run's filters and buckets apply too: what they refuse is counted and not decoded. Samples with the
     clip of another are no fault; repeated.jsonl beside the list of faults names them.
     """
-    from app.data_tools.printing import print_ledger, print_repeated, print_unread
+    from app.data_tools.printing import print_defaults, print_ledger, print_repeated, print_unread
     from app.data_tools.sources import ProgressBar, admitted_rows, count_cut_captions, open_indexes
     from data.errors import DataError
     from data.ledger import Ledger
@@ -135,6 +141,7 @@ def lint(
         print(json.dumps(ledger.summary() | facts | ({"long_captions": cut.count} if cut else {}), indent=1))
     else:
         print_unread(indexes)
+        print_defaults(indexes)
         print_ledger(ledger)
         print_repeated(repeated, again)
         if cut and cut.count:
@@ -154,7 +161,7 @@ def lint(
 @with_sources
 def stats(options: SourceOptions, as_json: AsJson = False) -> None:
     """Shapes, lengths, frame rates, captions and scores of a data set."""
-    from app.data_tools.printing import print_repeated, print_statistics
+    from app.data_tools.printing import print_defaults, print_repeated, print_statistics
     from app.data_tools.sources import open_indexes
     from data.ledger import Ledger
     from data.tools.repeats import repeated_samples
@@ -169,6 +176,7 @@ def stats(options: SourceOptions, as_json: AsJson = False) -> None:
         return
     for facts in found:
         print_statistics(facts)
+    print_defaults(indexes)
     print_repeated(repeated, Path("repeated.jsonl of heddle data lint"))
 
 
@@ -179,6 +187,7 @@ def convert(
     kind: KindOption = "",
     media: MediaOption = "",
     caption: CaptionOption = "",
+    default_caption: DefaultCaptionOption = None,
     cache: CacheOption = None,
     workers: Workers = 1,
     shard_mb: Annotated[int, typer.Option(help="Largest shard in MB.", min=1)] = 500,
@@ -194,7 +203,7 @@ def convert(
     from data.tools.convert import convert as write
 
     check_folder_here(out, "OUT")
-    sources, limits = sources_of([path], None, None, kind, media, caption)
+    sources, limits = sources_of([path], None, None, kind, media, caption, default_caption)
     ledger = Ledger(limits, out / "bad.jsonl")
     (source,) = open_indexes(sources, limits, cache, ledger, workers)
     with ProgressBar("writing") as progress:

@@ -26,6 +26,7 @@ def index_facts(index: Index) -> dict[str, object]:
         "shards": index.num_shards,
         "rows": len(index),
         "usable": index.num_ok,
+        "by_default": index.num_by_default,
         "missing": index.missing,
         "coverage": index.coverage,
         "unread": list(index.unread),
@@ -72,6 +73,16 @@ def print_unread(indexes: Sequence[Index]) -> None:
                 f"source {index.name}: not read: {', '.join(index.unread)}. Of a sample its clip and caption are "
                 f"trained (data.sources caption names others), and numbers are for filters."
             )
+
+
+def print_defaults(indexes: Sequence[Index]) -> None:
+    """How many samples have the caption of those without a text, and what is put before all."""
+    for index in indexes:
+        prefix, default, count = index.config.caption_prefix, index.config.default_caption, index.num_by_default
+        before = f"caption_prefix {prefix!r} stands before every caption" if prefix else ""
+        told = f"{counted(count, 'sample')} without a text: default_caption {default!r}" if count else ""
+        if before or told:
+            print(f"source {index.name}: {'; '.join(filter(None, (before, told)))}")
 
 
 def print_repeated(repeated: Sequence[RepeatedSample], out: Path) -> None:

@@ -24,14 +24,21 @@ _URI_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 def sources_of(
-    paths: list[str] | None, config: Path | None, overrides: list[str] | None, kind: str, media: str, caption: str
+    paths: list[str] | None,
+    config: Path | None,
+    overrides: list[str] | None,
+    kind: str,
+    media: str,
+    caption: str,
+    default_caption: str | None,
 ) -> tuple[tuple[SourceConfig, ...], LimitsConfig]:
     """Sources of the command line or of a run's config, and the limits that apply."""
     from data.readers.registry import guess_kind
 
     if bool(paths) == (config is not None):
         raise typer.BadParameter("give PATH or --config, one of them")
-    for option, value in (("--kind", kind), ("--media", media), ("--caption", caption)):
+    told = {"--kind": kind, "--media": media, "--caption": caption, "--default-caption": default_caption is not None}
+    for option, value in told.items():
         if value and config is not None:
             raise typer.BadParameter(f"{option} is for PATH; the sources of --config have their own")
     if overrides and config is None:
@@ -44,7 +51,7 @@ def sources_of(
         raise typer.BadParameter(f"--kind {kind} is not one of auto, {', '.join(KINDS)}")
     check_no_secret(path)
     guessed = guess_kind(path) if kind in ("", "auto") else kind
-    source = SourceConfig(path=path, kind=guessed, media=media)
+    source = SourceConfig(path=path, kind=guessed, media=media, default_caption=default_caption)
     return (replace(source, caption=caption) if caption else source,), LimitsConfig()
 
 

@@ -18,6 +18,7 @@ import yaml
 
 from app.settings.config import RunConfig
 from app.settings.run_folder import run_dir
+from data.config import SourceConfig
 from ops.counted import counted
 from ops.models.folders import resolve
 from ops.typed import ConfigError, as_plain
@@ -162,12 +163,12 @@ def _without_weights(sources: object) -> list[SettingsTree]:
 
 
 def differences(old: SettingsTree, new: SettingsTree) -> list[Change]:
-    """Settings whose values differ. A setting that the older file lacks had its default; one that no longer exists is
-    ignored."""
+    """Settings whose values differ. A setting that the older file lacks had its default, also one of a source; one that
+    no longer exists is ignored."""
     architecture = _value(new, "model", "dit", "architecture")  # whose settings `new` has
     text = f"run: {{name: usual}}\nmodel: {{dit: {{architecture: {architecture}}}}}"
     usual = dict(leaves(as_plain(RunConfig.from_yaml(text))))
-    before = dict(leaves(old, known=usual))
+    before = {key: _sources(value) if key in SOURCES else value for key, value in leaves(old, known=usual)}
     return [
         Change(key, before.get(key, usual[key]), value)
         for key, value in leaves(new, known=usual)
@@ -264,6 +265,14 @@ def _contents(folder: Path) -> dict[str, bytes | int]:
         str(path.relative_to(folder)): path.read_bytes() if path.suffix == ".json" else path.stat().st_size
         for path in files
     }
+
+
+def _sources(listed: object) -> object:
+    """Sources with the settings that the file which lists them was written without."""
+    if not isinstance(listed, list):
+        return listed
+    usual: SettingsTree = as_plain(SourceConfig(path="usual"))
+    return [{**usual, **source} if isinstance(source, Mapping) else source for source in listed]
 
 
 def _without_places(sources: object) -> list[SettingsTree]:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from data.buckets import BatchSize, ClipShape, last_start
-from data.config import DataConfig
+from data.config import DataConfig, SourceConfig
 from data.dataset.curriculum import Curriculum
 from data.dataset.index import Index, IndexRow
 from data.dataset.index_build import build_index
@@ -231,12 +231,20 @@ class Dataset:
 
     def _identity(self) -> dict[str, str]:
         config = self.config
-        rules = [(source.filters, source.shuffle_window, source.caption) for source in config.sources]
+        rules = [
+            (source.filters, source.shuffle_window, source.caption, *_words_of(source)) for source in config.sources
+        ]
         return {
             "index": digest([index.hash for index in self.indexes]),
             "sources": digest(rules),
             "samples": digest([config.fps, config.start_frame, config.caption_dropout]),
         }
+
+
+def _words_of(source: SourceConfig) -> tuple[dict[str, str | None], ...]:
+    """What a source adds to the captions of its samples; () where it adds nothing, as before it could."""
+    words = {"prefix": source.caption_prefix, "default": source.default_caption}
+    return (words,) if source.caption_prefix or source.default_caption is not None else ()
 
 
 def _caption_chars(row: IndexRow, chosen: float) -> int:
@@ -245,5 +253,5 @@ def _caption_chars(row: IndexRow, chosen: float) -> int:
         return 0
     caption = row.captions[int(chosen * len(row.captions))]
     if caption.text is not None:
-        return len(caption.text)
-    return caption.size if not caption.field else int(row.caption_chars)
+        return len(caption.prefix) + len(caption.text)
+    return len(caption.prefix) + caption.size if not caption.field else int(row.caption_chars)

@@ -78,7 +78,7 @@ class IndexRow:
     end_s: float
     crop: CropBox | None  # the part of each frame that is used; width and height are its
     captions: tuple[CaptionRef, ...]  # texts, or where to read them
-    caption_chars: int
+    caption_chars: int  # of the first, as it is trained
     scores: dict[str, float]
     reject: Reason | None
     detail: str
@@ -131,6 +131,8 @@ class Index:
             self.rejects.update({Reason(name): count for name, count in part.meta["rejects"].items()})
         digests = "".join(part.meta["digest"] for part in parts)
         self.hash = blake2b(digests.encode(), digest_size=8).hexdigest()
+        default, prefix = config.default_caption, config.caption_prefix
+        self._default = () if default is None else (CaptionRef(text=default.strip(), prefix=prefix),)
         self._columns: dict[str, np.ndarray] = {}
         self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         self._group_bounds: dict[int, np.ndarray] = {}
@@ -192,7 +194,7 @@ class Index:
         shard, values = self._values(row)
         part = self.parts[shard]
         path = _media_path(part, values)
-        captions = tuple(self._caption_ref(part, caption) for caption in values["captions"])
+        captions = tuple(self._caption_ref(part, caption) for caption in values["captions"]) or self._default
         scores = {
             name.removeprefix(SCORE): value
             for name, value in values.items()
@@ -220,7 +222,7 @@ class Index:
             end_s=values["end_s"],
             crop=CropBox(*values["crop"]) if values["crop"] else None,
             captions=captions,
-            caption_chars=values["caption_chars"],
+            caption_chars=int(self.trained_chars(np.asarray(values["caption_chars"]))),
             scores=scores,
             reject=Reason(values["reject"]) if values["reject"] else None,
             detail=values["detail"],
@@ -228,9 +230,21 @@ class Index:
         )
 
     def caption(self, row: int, choice: int = 0) -> str:
-        """Caption `choice` of a row, read now. Empty if the row has none."""
+        """Caption `choice` of a row as it is trained, read now. Empty if the row has none."""
         captions = self.row(row).captions
         return read_caption(captions[choice], self.limits) if captions else ""
+
+    @property
+    def num_by_default(self) -> int:
+        """Usable samples without a text, which have the source's `default_caption`."""
+        columns = self.columns("ok", "caption_chars")
+        return int((columns["ok"].astype(bool) & (columns["caption_chars"] == 0)).sum())
+
+    def trained_chars(self, caption_chars: np.ndarray) -> np.ndarray:
+        """Lengths of captions as they are trained, with the source's prefix and for samples without a text its default,
+        from the column `caption_chars`, which has those of the texts themselves."""
+        default = len(self.config.default_caption or "")
+        return np.where(caption_chars > 0, caption_chars, default) + len(self.config.caption_prefix)
 
     def verify(self) -> None:
         """Raises DataError if a shard changed since it was indexed."""
@@ -350,12 +364,13 @@ class Index:
             data = storage.read_range(
                 str(part.file.with_suffix(".captions")), caption["offset"], caption["size"], self.limits.retries
             )
-            return CaptionRef(text=data.decode())
+            return CaptionRef(text=data.decode(), prefix=self.config.caption_prefix)
         return CaptionRef(
             path=caption["path"] or part.part.uri,
             offset=caption["offset"],
             size=caption["size"],
             field=caption["field"],
+            prefix=self.config.caption_prefix,
         )
 
 

@@ -139,7 +139,8 @@ def _fresh(part: IndexPart, meta: PartMeta | None) -> bool:
 def _settings(source: SourceConfig, limits: LimitsConfig) -> str:
     """All settings that decide the rows; with the bytes of a shard they name its part."""
     bounds = {name: value for name, value in asdict(limits).items() if name.startswith("max_") and "bad" not in name}
-    return json.dumps([VERSION, source.kind, source.caption, source.media, bounds])
+    takes_all = [] if source.default_caption is None else ["without text"]  # its words are put in when a row is read
+    return json.dumps([VERSION, source.kind, source.caption, source.media, bounds, *takes_all])
 
 
 def _stem(uri: str) -> str:

@@ -33,6 +33,7 @@ class SourceStatistics(TypedDict):
     videos: int
     images: int
     repeated: int  # usable, with the clip of an earlier sample of these sources
+    by_default: int  # usable, without a text: they have the default_caption
     file_missing: int
     coverage: float
     rejected: dict[str, int]
@@ -66,6 +67,7 @@ def statistics(index: Index, repeated: int) -> SourceStatistics:
         "videos": int(video.sum()),
         "images": int((~video).sum()),
         "repeated": repeated,
+        "by_default": index.num_by_default,
         "file_missing": index.missing,
         "coverage": index.coverage,
         "rejected": {str(reason): count for reason, count in index.rejects.most_common()},
@@ -81,7 +83,7 @@ def statistics(index: Index, repeated: int) -> SourceStatistics:
         "fps": quantiles(kept["fps"][video]),
         "frames": quantiles(kept["num_frames"][video]),
         "seconds": quantiles(kept["duration"][video]),
-        "caption_chars": quantiles(kept["caption_chars"]),
+        "caption_chars": quantiles(index.trained_chars(kept["caption_chars"])),
         "scores": {name: quantiles(index.columns(name)[name][ok]) for name in index.scores},
     }
 

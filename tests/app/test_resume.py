@@ -73,6 +73,8 @@ def test_a_new_setting_of_training_has_to_be_classified() -> None:
         ("data.items_per_step=2", "data.items_per_step"),
         ("data.caption_dropout=0.5", "data.caption_dropout"),
         ("data.sources.0.caption=json:text", "data.sources"),
+        ("data.sources.0.caption_prefix=sks", "data.sources"),
+        ("data.sources.0.default_caption=''", "data.sources"),
         ("data.buckets.min_area=0.5", "data.buckets.min_area 0.8 -> 0.5"),
     ],
 )
@@ -113,6 +115,19 @@ def test_schedule_and_pool_may_change_and_are_told(tmp_path: Path, folder: Path)
 
 def test_the_same_settings_are_no_change(tmp_path: Path, folder: Path) -> None:
     assert check_resume(config(tmp_path)) == []
+
+
+def test_a_source_of_a_run_from_before_a_setting_had_its_default(tmp_path: Path, folder: Path) -> None:
+    marker = folder / "checkpoints" / "step-9" / "meta.json"
+    meta = json.loads(marker.read_text())
+    saved = yaml.safe_load(meta["config"])
+    for source in saved["data"]["sources"]:
+        del source["caption_prefix"], source["default_caption"]
+    marker.write_text(json.dumps({**meta, "config": yaml.safe_dump(saved)}))
+    (folder / "config.yaml").write_text(yaml.safe_dump(saved))
+    assert check_resume(config(tmp_path)) == []
+    with pytest.raises(ConfigError, match=r"data\.sources"):
+        check_resume(config(tmp_path, "data.sources.0.caption_prefix=sks"))
 
 
 def test_what_the_checkpoint_was_trained_with_counts_not_an_edited_file(tmp_path: Path, folder: Path) -> None:

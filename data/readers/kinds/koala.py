@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from data import media, storage
-from data.captions import check_lengths
+from data.captions import check_any, check_lengths
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
@@ -147,11 +147,10 @@ class KoalaReader:
                 sample.info, sample.start_s, sample.end_s = cut(
                     sample.info, *parse_range(listed.timestamp), self.limits
                 )
-            caption = listed.caption.strip()
-            if not caption:
-                raise BadSample(Reason.NO_CAPTION, "empty")
-            check_lengths([caption], self.limits)
-            sample.captions = [writer.put_caption(caption)]
+            texts = [text] if (text := listed.caption.strip()) else []
+            check_any(texts, self.config, "empty")
+            check_lengths(texts, self.limits)
+            sample.captions = [writer.put_caption(text) for text in texts]
         except BadSample as fault:
             sample.refuse(fault)
         writer.add(sample)
@@ -200,7 +199,7 @@ def _panda_clips(fields: dict[str, object]) -> Iterator[KoalaClip | BadSample]:
             (f"{video}_{i}", f"{video}_{i:05d}"),
             "",
             str(list(timestamp) if isinstance(timestamp, (list, tuple)) else timestamp),
-            str(caption),
+            "" if caption is None else str(caption),
             _scores({**fields, "matching_score": rank}),
         )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from data import media, storage
-from data.captions import check_lengths, choose, parse_policy, scores_of
+from data.captions import USUAL_NAMES, check_any, check_lengths, choose, parse_policy, scores_of
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
@@ -20,18 +20,6 @@ from data.readers.tables import FOLDER_TABLES, TABLE_SUFFIXES, UnreadableTable, 
 from data.storage import FileStat, ReadFile, expand
 
 PATHS = ("path", "video_path", "image_path", "file_path", "file_name", "video", "image", "file", "filename")
-CAPTIONS = (
-    "caption",
-    "text",
-    "cap",
-    "prompt",
-    "captions",
-    "vila_caption",
-    "long_caption",
-    "short_caption",
-    "description",
-    "prompts",
-)
 LISTS = ("videos.txt", "images.txt")  # of paths, a line each, beside one of these with a caption on each line
 PROMPT_FILES = ("prompt.txt", "prompts.txt", "caption.txt", "captions.txt")
 RESERVED = frozenset(SCHEMA.names)
@@ -61,7 +49,7 @@ class ManifestReader:
     def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
         self.config, self.limits = config, limits
         wanted = tuple(tuple(name.removeprefix("json:") for name in offer) for offer in parse_policy(config.caption))
-        self.policy = tuple((*offer, *CAPTIONS) if i == 0 else offer for i, offer in enumerate(wanted))
+        self.policy = tuple((*offer, *USUAL_NAMES) if i == 0 else offer for i, offer in enumerate(wanted))
         self._catalogues: dict[str, Catalogue] = {}
 
     @cached_property
@@ -205,8 +193,7 @@ class ManifestReader:
 
     def _captions(self, row: dict[str, object]) -> list[str]:
         found = [text for _, _, text in self._offered(row)]
-        if not found:
-            raise BadSample(Reason.NO_CAPTION, f"no text among {', '.join(map(str, row))}"[:300])
+        check_any(found, self.config, f"no text among {', '.join(map(str, row))}"[:160])
         check_lengths(found, self.limits)
         return found
 
@@ -330,7 +317,7 @@ def _list_of_numbers(value: object) -> list[float]:
 
 
 def _scores(row: dict[str, object]) -> dict[str, float]:
-    numbers = {name: _number(value) for name, value in row.items() if name not in PATHS and name not in CAPTIONS}
+    numbers = {name: _number(value) for name, value in row.items() if name not in PATHS and name not in USUAL_NAMES}
     return {name: value for name, value in scores_of(numbers).items() if name not in RESERVED}
 
 

@@ -19,11 +19,21 @@ import numpy as np
 import pyarrow as pa
 
 from data import media, storage
-from data.captions import check_lengths, choose, decode_text, json_texts, parse_json, parse_policy, scores_of
+from data.captions import (
+    USUAL_NAMES,
+    check_any,
+    check_lengths,
+    choose,
+    decode_text,
+    json_texts,
+    parse_json,
+    parse_policy,
+    scores_of,
+)
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
-from data.readers.kinds.manifest import CAPTIONS, PATHS
+from data.readers.kinds.manifest import PATHS
 from data.readers.part import MEDIA_FILE, SCHEMA, Caption, IndexedSample, IndexPart, PartWriter
 from data.storage import ReadFile
 
@@ -98,7 +108,7 @@ class MdsReader:
     def __init__(self, config: SourceConfig, limits: LimitsConfig) -> None:
         self.config, self.limits = config, limits
         wanted = parse_policy(config.caption)
-        self.policy = tuple((*offer, *CAPTIONS) if i == 0 else offer for i, offer in enumerate(wanted))
+        self.policy = tuple((*offer, *USUAL_NAMES) if i == 0 else offer for i, offer in enumerate(wanted))
 
     @cached_property
     def shards(self) -> dict[str, MdsShard]:
@@ -202,8 +212,7 @@ class MdsReader:
             texts.append(text)
             captions.append(Caption.of(text, value.offset, value.size, field) if in_place else writer.put_caption(text))
         check_lengths(texts, self.limits)
-        if not captions:
-            raise BadSample(Reason.NO_CAPTION, f"no text among {', '.join(values)}"[:300])
+        check_any(captions, self.config, f"no text among {', '.join(values)}"[:160])
         return captions
 
     def _scores(self, values: Mapping[str, MdsValue], held: ShardBytes) -> dict[str, float]:

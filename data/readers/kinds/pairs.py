@@ -7,7 +7,17 @@ from __future__ import annotations
 from functools import cached_property
 
 from data import media, storage
-from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
+from data.captions import (
+    check_any,
+    choose,
+    decode_text,
+    holds_text,
+    json_texts,
+    named_elsewhere,
+    parse_json,
+    parse_policy,
+    scores_of,
+)
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Reason
@@ -57,6 +67,10 @@ class PairsReader:
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 beside.setdefault(name.rpartition(".")[0], {})[media.suffix_of(name)] = file
+        unread: dict[str, list[str]] = {}
+        for stem, _, suffix in (name.rpartition(".") for name in catalogue.others):
+            if holds_text(suffix):
+                unread.setdefault(stem, []).append(suffix)
         for name, file in catalogue.files().items():
             if media.suffix_of(name) not in media.MEDIA_SUFFIXES:
                 continue
@@ -70,7 +84,7 @@ class PairsReader:
             keys.add(sample.key)
             try:
                 sample.info = catalogue.probe(file)
-                self._fill(beside.get(sample.key, {}), sample)
+                self._fill(beside.get(sample.key, {}), sample, unread.get(sample.key, []))
             except BadSample as fault:
                 sample.refuse(fault)
             writer.add(sample)
@@ -85,7 +99,8 @@ class PairsReader:
                 refused = IndexedSample(key=key, path=next(iter(files.values())).uri)
                 writer.add(refused.refuse(BadSample(Reason.NO_MEDIA, f"no clip or picture beside {', '.join(files)}")))
 
-    def _fill(self, beside: dict[str, FileStat], sample: IndexedSample) -> None:
+    def _fill(self, beside: dict[str, FileStat], sample: IndexedSample, unread: list[str]) -> None:
+        """`unread`: suffixes of texts beside the clip that the caption setting does not name."""
         about = self._json(beside["json"]) if "json" in beside else {}
         sample.scores = {name: value for name, value in scores_of(about).items() if name not in RESERVED}
 
@@ -102,7 +117,8 @@ class PairsReader:
             where = f"{name[5:]}#{position}" if in_json else ""
             sample.captions.append(Caption.of(text, 0, holder.size, where, holder.uri))
         if not sample.captions:
-            raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption} or caption beside it{self._tables}")
+            hint = named_elsewhere(self.config.caption, unread, about)
+            check_any([], self.config, f"no text in {self.config.caption} or caption beside it{self._tables}", hint)
 
     def _json(self, file: FileStat) -> dict[str, object]:
         return parse_json(self._content(file, Reason.BAD_JSON), self.limits)

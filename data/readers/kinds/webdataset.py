@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from data import media
-from data.captions import choose, decode_text, json_texts, parse_json, parse_policy, scores_of
+from data.captions import (
+    check_any,
+    choose,
+    decode_text,
+    holds_text,
+    json_texts,
+    named_elsewhere,
+    parse_json,
+    parse_policy,
+    scores_of,
+)
 from data.config import LimitsConfig, SourceConfig
 from data.errors import DataError
 from data.ledger import BadSample, Fault, Reason
@@ -130,7 +140,9 @@ class WebDatasetReader:
         sample.info = media.probe(file, member.offset, member.size, sample.suffix, self.limits)
         sample.captions = self._captions(file, group, about)
         if not sample.captions:
-            raise BadSample(Reason.NO_CAPTION, f"no text in {self.config.caption}")
+            texts = [name for name, part in group.parts.items() if part.size and holds_text(name)]
+            hint = named_elsewhere(self.config.caption, texts, about)
+            check_any(sample.captions, self.config, f"no text in {self.config.caption}", hint)
         others = (name for name, part in group.parts.items() if part is not member)
         writer.unread(name for name in others if name.rpartition(".")[2] not in self._texts)
 
