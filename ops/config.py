@@ -94,6 +94,9 @@ class FlowConfig:
     # (arXiv 2504.13074), by the rule of AR-Diffusion (`ops.flow.objective.draw_frame_sigmas`)
     frame_levels: FrameLevels = "one"
     num_train_timesteps: int = 1000  # the transformer is given sigma times this
+    # least time that is trained, of num_train_timesteps, after the shift: the density is cut there, and keeps its form
+    min_timestep: float = 0.0
+    max_timestep: float | None = None  # the highest one; null: num_train_timesteps, which is pure noise
 
     def __post_init__(self) -> None:
         # the mode density folds back beyond 2 / (pi - 2), and below -1; logits beyond 20 are 0 and 1 in fp32
@@ -107,12 +110,25 @@ class FlowConfig:
             first_frame=between(0, 1),
             first_frame_noise=between(0, 1),
             num_train_timesteps=between(1),
+            min_timestep=between(0),
+            max_timestep=above(0, self.num_train_timesteps),
         )
+        if self.levels[0] >= self.levels[1]:
+            raise ValueError(
+                f"train.flow.min_timestep is {self.min_timestep:g}, and no time lies between it and "
+                f"{self.levels[1] * self.num_train_timesteps:g}. Set it below max_timestep."
+            )
         if self.first_frame_noise and not self.first_frame:
             raise ValueError(
                 f"train.flow.first_frame_noise is {self.first_frame_noise:g}, and no first frame is given: "
                 f"train.flow.first_frame is 0. Set that above 0, or leave the noise out."
             )
+
+    @property
+    def levels(self) -> tuple[float, float]:
+        """Least and highest noise level that is trained, from 0 to 1, after the shift."""
+        highest = 1.0 if self.max_timestep is None else self.max_timestep / self.num_train_timesteps
+        return self.min_timestep / self.num_train_timesteps, highest
 
     @property
     def by_frame(self) -> bool:

@@ -118,7 +118,7 @@ def check(config: RunConfig, read: Geometry | None = None) -> None:
     check_schedule(config.train)
     check_first(config.model, config.train)
     check_buckets(config.data, config.model, read)
-    check_flow(config.model, config.train.flow)
+    check_flow(config.model, config.train.flow, read)
     check_pictures(config.train, config.model, config.data, read)
     check_levels(config.model, config.train.flow, read)
     check_sample(config.sample, config.checkpoint, config.model, config.train.flow, read)

@@ -125,14 +125,17 @@ def check_images(model: ModelConfig, data: DataConfig, sample: SampleConfig) -> 
         )
 
 
-def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
-    """What is said of a flow is for a transformer that is trained by one, and its times are those of the weights."""
+def check_flow(model: ModelConfig, flow: FlowConfig, read: Geometry | None = None) -> None:
+    """What is said of a flow is for a transformer that is trained by one, and its times are those of the weights. Where
+    noise levels are cut, each transformer has some."""
     if model.dit.told_signal and flow.num_train_timesteps != 1000:
         raise ConfigError(
             f"train.flow.num_train_timesteps is {flow.num_train_timesteps}, and the transformer of model.dit takes "
             f"the share of signal of 1000. Leave it out."
         )
     if model.dit.diffusion is None:
+        if flow.levels != (0.0, 1.0) and _is_known(model, read):
+            _check_cut(model.dit, flow)
         return
     usual = FlowConfig()
     for name in (setting.name for setting in fields(flow)):
@@ -141,6 +144,17 @@ def check_flow(model: ModelConfig, flow: FlowConfig) -> None:
                 f"train.flow.{name} is {value}, and the transformer of model.dit is trained by diffusion, with times "
                 f"drawn evenly: nothing of train.flow is used. Leave it out."
             )
+
+
+def _check_cut(dit: DiTConfig, flow: FlowConfig) -> None:
+    from ops.flow.objective import Cut  # needs NumPy
+
+    for expert in dit.experts:
+        try:
+            Cut.of(flow, flow.flow_shift if flow.token_shift is None else 1.0, expert.sigmas)
+        except ValueError as error:
+            other = " A run of the other expert alone is model.dit.expert high or low." if len(dit.experts) > 1 else ""
+            raise ConfigError(f"{error}{other}") from None
 
 
 def check_pictures(train: TrainConfig, model: ModelConfig, data: DataConfig, read: Geometry | None = None) -> None:

@@ -30,6 +30,8 @@ TIMES = 1000  # of diffusion
 _BETAS = (0.00085, 0.012)  # of Stable Diffusion, evenly spaced in their square roots
 _NOISE_BETAS = (0.0001, 0.02)  # of Ho et al. 2020, evenly spaced
 _TRIES = 10_000
+_HALVINGS = 60  # leave less than rounding does
+_LEAST_SHARE = 1e-9  # of a density: of less fp64 knows too few places near 1
 _NORMAL = NormalDist()
 _LEAST_PLACE = 2.0**-53  # of a normal number: 8.2 deviations from the middle
 
@@ -135,12 +137,15 @@ def generator(seed: int, step: int, key: str, purpose: str = "flow") -> np.rando
 def draw_sigma(
     config: FlowConfig, seed: int, step: int, key: str, tokens: int, sigmas: tuple[float, float] = (0.0, 1.0)
 ) -> float:
-    """The noise level of the sample `key`, of `tokens` tokens, at `step`: in [0, 1], after the shift.
+    """The noise level of the sample `key`, of `tokens` tokens, at `step`: in `config.levels`, after the shift.
 
-    With `sigmas` [low, high) it is the first of the draws that lies there: the density keeps its form, so that two
-    experts together see what one transformer for all would see. Raises ValueError where none of many does.
+    With `sigmas` [low, high) it lies there as well. The density keeps its form, so that two experts together see what
+    one transformer for all would see. Where all levels are trained, that of an expert is the first of the draws for
+    which it is; where they are cut, it is drawn by its place in what is left. Raises ValueError where nothing is.
     """
     numbers, (low, high) = generator(seed, step, key), sigmas
+    if config.levels != (0.0, 1.0):
+        return Cut.of(config, config.shift_at(tokens), sigmas).level_at(float(numbers.random()))
     for _ in range(_TRIES):
         sigma = shift(density(config, numbers), config.shift_at(tokens))
         if low <= sigma and (sigma < high or high == 1.0):
@@ -152,8 +157,8 @@ def draw_sigma(
 
 
 def draw_frame_sigmas(config: FlowConfig, seed: int, step: int, key: str, tokens: int, frames: int) -> list[float]:
-    """The noise level of each latent frame of the sample `key`, of `tokens` tokens, at `step`: in [0, 1], after the
-    shift.
+    """The noise level of each latent frame of the sample `key`, of `tokens` tokens, at `step`: in `config.levels`,
+    after the shift.
 
     `independent` levels are each drawn from the density. `rising` ones never fall from frame to frame: one of the
     frames, chosen evenly, has a level of the density, and all rising sequences through it are equally likely. That is
@@ -162,14 +167,52 @@ def draw_frame_sigmas(config: FlowConfig, seed: int, step: int, key: str, tokens
     the place of a level in the density stands for the time, so that any density and shift keep the rule. A clip of one
     frame has a level of the density either way.
     """
-    numbers, flow_shift = generator(seed, step, key, "frame levels"), config.shift_at(tokens)
+    numbers, cut = generator(seed, step, key, "frame levels"), Cut.of(config, config.shift_at(tokens))
     places = [float(place) for place in numbers.random(frames)]
     if config.frame_levels == "rising":
         chosen, place = int(numbers.integers(frames)), float(numbers.random())
         below = sorted(place * one for one in places[:chosen])
         above = sorted(place + (1 - place) * one for one in places[chosen + 1 :])
         places = [*below, place, *above]
-    return [shift(level_at(config, place), flow_shift) for place in places]
+    return [cut.level_at(place) for place in places]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The density of noise levels, after a shift, between two of them: with its form, over the share that lies there.
+
+    Drawn by the place in that share and not by refusing draws outside, of which a narrow part would need millions.
+    """
+
+    flow: FlowConfig
+    flow_shift: float
+    low: float
+    high: float  # not drawn itself unless it is 1
+    first: float  # share of the whole density that lies below `low`
+    last: float  # and below `high`
+
+    @staticmethod
+    @lru_cache(maxsize=256)  # of a shift by tokens there is one for each bucket
+    def of(flow: FlowConfig, flow_shift: float, sigmas: tuple[float, float] = (0.0, 1.0)) -> Cut:
+        """Between `flow.levels`, and within `sigmas`. Raises ValueError where next to nothing lies there."""
+        low, high = max(flow.levels[0], sigmas[0]), min(flow.levels[1], sigmas[1])
+        first, last = (
+            sigma if sigma in (0.0, 1.0) else place_of(flow, shift(sigma, 1 / flow_shift)) for sigma in (low, high)
+        )
+        if low >= high or last - first < _LEAST_SHARE:
+            times = [f"{sigma * flow.num_train_timesteps:g}" for sigma in flow.levels]
+            of_expert = "" if sigmas == (0.0, 1.0) else f", in those of an expert ({sigmas[0]:g} to {sigmas[1]:g}),"
+            raise ValueError(
+                f"train.flow.min_timestep {times[0]} and max_timestep {times[1]} leave noise levels{of_expert} that "
+                f"its density, shifted by {flow_shift:g}, next to never has. Widen them, or change the shift or the "
+                f"density."
+            )
+        return Cut(flow, flow_shift, low, high, first, last)
+
+    def level_at(self, place: float) -> float:
+        """The shifted sigma below which a share `place`, from 0 to 1, of what is left lies."""
+        sigma = shift(level_at(self.flow, self.first + (self.last - self.first) * place), self.flow_shift)
+        return min(max(sigma, self.low), self.high if self.high == 1.0 else math.nextafter(self.high, 0.0))
 
 
 def draw_expert(
@@ -223,6 +266,20 @@ def level_at(config: FlowConfig, place: float) -> float:
     if config.weighting_scheme == "mode":
         return place - config.mode_scale * (math.sin(math.pi * place / 2) ** 2 - place)
     return place
+
+
+def place_of(config: FlowConfig, sigma: float) -> float:
+    """The share of the configured density that lies below this unshifted sigma in (0, 1): `level_at` backwards."""
+    if config.weighting_scheme == "logit_normal":
+        logit = math.log(sigma) - math.log1p(-sigma) - config.logit_mean
+        return _NORMAL.cdf(logit / config.logit_std) if config.logit_std else float(logit > 0)
+    if config.weighting_scheme == "mode":
+        low, high = 0.0, 1.0
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if level_at(config, middle) < sigma else (low, middle)
+        return high
+    return sigma
 
 
 def shift(sigma: float, flow_shift: float) -> float:

@@ -140,6 +140,12 @@ MISTAKES = {
     "train: {steps: 9, optimizer: {lr_scheduler: linear, lr_warmup_steps: 5, lr_decay_steps: 5}}": (
         "lr_decay_steps 5 are together longer than the run of train.steps 9"
     ),
+    "train: {flow: {min_timestep: 900}}\nmodel: {dit: {expert: low}}": (
+        "train.flow.min_timestep 900 and max_timestep 1000 leave noise levels, in those of an expert (0 to 0.875)"
+    ),
+    "train: {flow: {max_timestep: 800}}\nmodel: {dit: {expert: both}}": "is model.dit.expert high or low",
+    "train: {flow: {min_timestep: 5}}\nmodel: {dit: {architecture: latte}}": "nothing of train.flow is used",
+    "train: {flow: {min_timestep: 999, logit_mean: -9}}": "next to never has. Widen them, or change the shift",
     "train: {optimizer: {lr_decay_steps: 5}}": "lr_scheduler constant does not decay",
     "data: {buckets: {table: [16x64x64]}}": "data.buckets.table 16x64x64: 16 frames",
     "sample: {prompts: [a], frames: 16}": "sample.frames/height/width cannot be generated: 16 frames",

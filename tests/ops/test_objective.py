@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -13,15 +14,19 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from ops.config import Diffusion, FlowConfig, PictureNoise, TokenShift
 from ops.flow.objective import (
+    Cut,
     DiffusionObjective,
     FlowObjective,
     ddim_steps,
     density,
+    draw_expert,
     draw_frame_sigmas,
     draw_picture_sigma,
     draw_sigma,
     generator,
+    level_at,
     objective_of,
+    place_of,
     shift,
     signal_shares,
 )
@@ -254,3 +259,127 @@ def test_two_experts_share_the_density_of_one_transformer() -> None:
 def test_noise_levels_that_never_come_are_one_sentence() -> None:
     with pytest.raises(ValueError, match=r"none of 10000 noise levels .* lay in \[0.9, 1\)"):
         draw_sigma(FlowConfig(logit_mean=-20.0, logit_std=0.0), 0, 0, "a", 1, (0.9, 1.0))
+
+
+# Levels that are cut --------------------------------------------------------------------------------------------------
+
+DRAWS = 1500
+KS = 1.95 / math.sqrt(DRAWS)  # distance from their distribution that 1 of 1000 samples of so many exceeds
+CUTS = [(0.0, 1.0), (0.5, 0.9), (0.875, 1.0), (0.0, 0.3)]
+
+
+def distance(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Of two empirical distributions (Kolmogorov, Smirnov), of which `theirs` is the larger sample."""
+    both = np.sort(np.concatenate([ours, theirs]))
+    shares = [np.searchsorted(np.sort(one), both, side="right") / len(one) for one in (ours, theirs)]
+    return float(np.abs(shares[0] - shares[1]).max())
+
+
+@lru_cache
+def whole_density(flow: FlowConfig, tokens: int, count: int = 100_000) -> np.ndarray:
+    """Levels without a cut, by Diffusers' density and the published shift."""
+    name = "none" if flow.weighting_scheme == "uniform" else flow.weighting_scheme
+    numbers = torch.Generator().manual_seed(1)
+    unshifted = compute_density_for_timestep_sampling(
+        name, count, flow.logit_mean, flow.logit_std, flow.mode_scale, generator=numbers
+    ).numpy()
+    s = flow.shift_at(tokens)
+    return s * unshifted / (1 + (s - 1) * unshifted)
+
+
+def cut_at(flow: FlowConfig, low: float, high: float) -> FlowConfig:
+    return replace(flow, min_timestep=1000 * low, max_timestep=1000 * high)
+
+
+@pytest.mark.parametrize("scheme", DENSITIES)
+@pytest.mark.parametrize(("low", "high"), CUTS)
+def test_cut_levels_have_the_form_of_the_whole_density(scheme: str, low: float, high: float) -> None:
+    """As if all draws outside had been refused: with the constant shift and with one by tokens."""
+    for flow in (DENSITIES[scheme], replace(DENSITIES[scheme], token_shift=TokenShift())):
+        whole = whole_density(flow, 2000)
+        inside = whole[(whole >= low) & (whole <= high)]
+        drawn = np.array([draw_sigma(cut_at(flow, low, high), 0, step, "clip", 2000) for step in range(DRAWS)])
+        assert low <= drawn.min() and drawn.max() <= high
+        assert distance(drawn, inside) < KS * (1 + DRAWS / len(inside)) ** 0.5
+
+
+def test_times_are_those_of_the_transformer() -> None:
+    """min_timestep 250 of 1000 and 2 of 8 are the same level."""
+    eight = FlowConfig(num_train_timesteps=8, min_timestep=2, max_timestep=4)
+    assert eight.levels == (0.25, 0.5) == cut_at(FlowConfig(), 0.25, 0.5).levels
+    assert draw_sigma(eight, 0, 3, "a", 1) == draw_sigma(cut_at(FlowConfig(), 0.25, 0.5), 0, 3, "a", 1)
+    assert FlowConfig(min_timestep=250).levels == (0.25, 1.0) and FlowConfig().levels == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("frame_levels", ["independent", "rising"])
+def test_levels_of_frames_are_cut_alike(frame_levels: str) -> None:
+    flow = replace(DENSITIES["logit_normal"], frame_levels=frame_levels)
+    cut = cut_at(flow, 0.5, 0.9)
+    drawn = np.array([draw_frame_sigmas(cut, 0, step, "clip", 1, 3) for step in range(DRAWS)])
+    assert drawn.min() >= 0.5 and drawn.max() <= 0.9
+    places = np.array(
+        [[Cut.of(cut, 3.0).level_at(place) for place in row] for row in np.linspace(0, 1, 30).reshape(3, 10)]
+    )
+    assert (np.diff(places.ravel()) > 0).all()
+    if frame_levels == "rising":
+        assert (np.diff(drawn, axis=1) >= 0).all()
+        one = np.array([draw_frame_sigmas(cut, 0, step, "clip", 1, 1)[0] for step in range(DRAWS)])
+    else:
+        one = drawn.ravel()
+    whole = whole_density(flow, 1)
+    assert distance(one, whole[(whole >= 0.5) & (whole <= 0.9)]) < KS * 1.05
+    assert draw_frame_sigmas(cut_at(flow, 0.0, 1.0), 0, 5, "a", 1, 3) == draw_frame_sigmas(flow, 0, 5, "a", 1, 3)
+
+
+def test_experts_share_what_is_left_of_the_density() -> None:
+    """Which expert an item falls to, and the levels of its clips within it, make up the density that is cut."""
+    flow, experts = cut_at(FlowConfig(flow_shift=5.0), 0.6, 0.95), [(0.875, 1.0), (0.0, 0.875)]
+    drawn = []
+    for step in range(DRAWS):
+        expert = draw_expert(flow, 0, step, "item", 1, experts)
+        low, high = experts[expert]
+        drawn.append(draw_sigma(flow, 0, step, "clip", 1, experts[expert]))
+        assert low <= drawn[-1] <= high and 0.6 <= drawn[-1] <= 0.95
+    whole = whole_density(flow, 1)
+    assert distance(np.array(drawn), whole[(whole >= 0.6) & (whole <= 0.95)]) < KS * 1.05
+    at_boundary = cut_at(flow, 0.6, 0.875)
+    assert {draw_expert(at_boundary, 0, step, "item", 1, experts) for step in range(500)} == {1}
+
+
+def test_a_narrow_cut_far_out_is_drawn_at_once() -> None:
+    """Of 10,000 draws none would lie there."""
+    flow = cut_at(FlowConfig(flow_shift=1.0), 0.995, 0.999)
+    drawn = [draw_sigma(flow, 0, step, "clip", 1) for step in range(500)]
+    assert min(drawn) >= 0.995 and max(drawn) < 0.999 and len(set(drawn)) == 500
+
+
+@pytest.mark.parametrize("scheme", DENSITIES)
+def test_a_place_is_that_of_its_level(scheme: str) -> None:
+    for sigma in (0.01, 0.3, 0.5, 0.77, 0.99):
+        assert level_at(DENSITIES[scheme], place_of(DENSITIES[scheme], sigma)) == pytest.approx(sigma, abs=1e-9)
+
+
+def test_levels_without_a_cut_are_those_of_every_release() -> None:
+    whole = cut_at(FlowConfig(), 0.0, 1.0)
+    assert draw_sigma(whole, 0, 0, "key", 1) == draw_sigma(FlowConfig(), 0, 0, "key", 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"min_timestep": -1.0}, "train.flow.min_timestep is -1.0; it must be at least 0"),
+        ({"max_timestep": 1001.0}, "train.flow.max_timestep is 1001.0; it must be at most 1,000"),
+        ({"min_timestep": 500.0, "max_timestep": 500.0}, "is 500, and no time lies between it and 500"),
+        ({"min_timestep": 1000.0}, "is 1000, and no time lies between it and 1000"),
+    ],
+)
+def test_a_cut_that_leaves_nothing_is_refused(settings: dict[str, float], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        FlowConfig(**settings)
+
+
+def test_a_cut_where_the_density_has_nothing_is_one_sentence() -> None:
+    flow = cut_at(FlowConfig(logit_std=0.0, flow_shift=1.0), 0.6, 0.9)
+    with pytest.raises(ValueError, match="min_timestep 600 and max_timestep 900 leave noise levels that its density"):
+        draw_sigma(flow, 0, 0, "a", 1)
+    assert draw_sigma(replace(flow, min_timestep=400), 0, 0, "a", 1) == 0.5
